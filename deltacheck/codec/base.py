@@ -1,0 +1,80 @@
+"""What a codec must do: turn (current, base) into rows and streams, and back.
+
+The bytes are defined in ``docs/reference/format.md``, section 4. Every door (NumPy reference, native extension, XLA FFI)
+gives the same bytes; ``deltacheck.testing.codec`` is the contract that each must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+
+TILE_BYTES = 16384  # permanent: bytes of the chunk that one tile covers
+
+# Permanent method numbers.
+UNCHANGED, SPARSE, BITMAP, DIFF, PLANES, RAW = range(6)
+METHOD_NAMES = ("unchanged", "sparse", "bitmap", "diff", "planes", "raw")
+
+# Permanent names, in the order in which streams are listed everywhere.
+STREAMS = (
+    "tiles",
+    "gaps",
+    "bitmap",
+    "values",
+    "wide",
+    *(f"diff{k}" for k in range(8)),
+    *(f"plane{k}" for k in range(8)),
+    "raw",
+)
+
+# Columns of a row.
+CHUNK, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(5)
+ROW_WIDTH = 5
+
+
+class Encoded(NamedTuple):
+    """The stored chunks of one run of words.
+
+    ``rows``: uint32 ``(stored, 5)``, one row per chunk that is not unchanged, chunk numbers ascending and counted from the first
+    chunk of the run. ``streams``: name -> uint8 ``(bytes,)``, the chunks' streams concatenated in row order; empty streams are left out.
+    """
+
+    rows: U32
+    streams: Mapping[str, U8]
+
+
+Base = TypeVar("Base")
+
+
+class Codec(Protocol[Base]):
+    """``Base`` is the codec's own holder of a shadow: a NumPy array for host codecs, a device array for device codecs."""
+
+    name: str
+
+    def encode(self, current: Base, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
+        """Encode the chunks of ``current`` against ``base``.
+
+        ``current``, ``base``: uint8, 1-D, the same length; a host codec takes any contiguous memory. ``bounds``: uint64
+        ``(chunks + 1,)`` word offsets, ascending from 0 to the length in words; chunk ``c`` is words ``bounds[c]`` to ``bounds[c + 1]``.
+        Returns the encoding and the new base, which equals ``current`` bit for bit: a host codec updates ``base`` in place and returns it, a
+        device codec may consume it. With ``base=None`` every chunk is stored (planes or raw) and the new base is ``None``.
+
+        Raises ``ValueError`` for a word size other than 1, 2, 4, 8, bounds that do not fit, or lengths that differ.
+        """
+        ...
+
+    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
+        """Turn ``base`` (uint8, 1-D, writable host memory) into what was encoded, in place.
+
+        Checks everything that format.md 4.3 asks for, chunk by chunk, before it writes the chunk; raises
+        ``deltacheck.errors.DamagedStream`` naming the chunk and the check that failed. ``base`` may then hold earlier chunks of
+        this call already applied: callers decode into memory of their own and publish after the digest is verified.
+        """
+        ...

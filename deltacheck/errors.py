@@ -1,0 +1,68 @@
+"""The exception tree: misuse, refusal and corruption are different branches."""
+
+from __future__ import annotations
+
+
+class DeltacheckError(Exception):
+    """Base of every error that deltacheck raises on purpose."""
+
+
+# --- misuse: the call is wrong, nothing on disk is at fault -----------------------------------------------------------------
+
+
+class UnsupportedLeaf(DeltacheckError, TypeError):
+    """A leaf, key or container of a type that cannot be kept exactly."""
+
+
+class DuplicatePath(DeltacheckError, ValueError):
+    """Two leaves of one tree have the same path."""
+
+
+class TreeMismatch(DeltacheckError, ValueError):
+    """The restore target's paths, shapes or dtypes differ from the checkpoint's."""
+
+
+class StepNotFound(DeltacheckError, LookupError):
+    """The asked step or leaf is not in this root."""
+
+
+# --- refusal: the environment or another party does not allow it ------------------------------------------------------------
+
+
+class NotACheckpointRoot(DeltacheckError):
+    """The directory is not a deltacheck root."""
+
+
+class UnsupportedFormat(DeltacheckError):
+    """The root was written by a format version or with a feature that this reader does not know."""
+
+
+class RootBusy(DeltacheckError):
+    """Another writer holds the root."""
+
+
+class SaveFailed(DeltacheckError):
+    """A save did not become a checkpoint; every earlier step is as it was."""
+
+
+class SnapshotTorn(SaveFailed):
+    """A tensor was written to before its capture had finished."""
+
+
+class BudgetExceeded(DeltacheckError, MemoryError):
+    """A restore would allocate more than the caller allows."""
+
+
+# --- corruption: what is on disk is not what was written --------------------------------------------------------------------
+
+
+class Damaged(DeltacheckError):
+    """Bytes on disk are not those that were committed."""
+
+
+class DamagedStream(Damaged):
+    """An encoded chunk does not follow the format."""
+
+
+class ChainBroken(Damaged):
+    """A step needs a segment that is missing or not its own."""
