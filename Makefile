@@ -1,0 +1,74 @@
+# One command for each thing that people and CI do. `make` alone lists them.
+#
+# Everything happens in .venv, which make builds and refreshes by itself: a stamp file there says what is installed, and is older
+# than its prerequisites as soon as a pin, the package's metadata or a native source has changed.
+# Pass options to the tool behind a target with ARGS, for example `make test ARGS="-k resume -x"`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The interpreter that .venv is made from (3.11 or newer).
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
+PINNED := -c constraints.txt --build-constraint build-constraints.txt
+
+# Sources whose change calls for a new build. Python files are not among them: the install is editable.
+NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi -type f 2>/dev/null)
+CXX_SOURCES = $(shell find xla_ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+.PHONY: help venv build install demo test lint format bench clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z ]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
+
+build install: $(VENV)/.stamp-install  ## build the native module and install the package, editable, with everything it is tested with
+
+demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
+	$(BIN)/python -m deltacheck.demo $(ARGS)
+
+test: $(VENV)/.stamp-install  ## run the tests; warnings are errors, each test has a time limit
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+
+format: $(VENV)/.stamp-install  ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv, the build folder and every cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deltacheck needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$$(grep '^pip==' constraints.txt)"
+	touch $@
+
+# PyTorch comes first and by its exact version, so that nothing else's requirements choose it. By default this is the registry's build
+# for the platform (on Linux one with CUDA, gigabytes); pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) may offer a CPU one.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-venv
+	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	touch $@
+
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+	$(PIP) install --editable '.[all,test,lint]' $(PINNED)
+	touch $@

@@ -1,0 +1,48 @@
+"""What holds for every test: the processor as JAX's platform, few threads, fixed hypothesis profiles, one place that skips GPU tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Read by the frameworks when they are first imported, hence set before anything else can import them. Four host devices are what the
+# sharding tests need. One thread a process: the tests run beside each other, and on two cores threads would only fight.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for the GPU tests: JAX_PLATFORMS=cuda,cpu
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+assert "jax" not in sys.modules, "a plugin imported jax before tests/conftest.py could set its flags"
+
+# No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
+settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def _gpu_count() -> int:
+    """CUDA devices that the driver offers, asked without any framework."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+GPUS = _gpu_count()
+
+
+def pytest_report_header() -> str:
+    return f"GPUs: {GPUS}" + ("" if GPUS else " (tests marked 'gpu' are skipped)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one place that skips GPU tests."""
+    if GPUS:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and the driver offers none"))
