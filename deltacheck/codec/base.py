@@ -57,6 +57,15 @@ class Codec(Protocol[Base]):
     """``Base`` is the codec's own holder of a shadow: a NumPy array for host codecs, a device array for device codecs."""
 
     name: str
+    run_bytes: int | None  # most bytes that one call should encode (bounds its output); None: whole leaves only
+
+    def copy(self, current: Base, out: Base | None) -> Base:
+        """A base that holds ``current``; written into ``out`` where that is given and fits."""
+        ...
+
+    def host(self, base: Base) -> U8:
+        """The base's bytes in host memory, uint8 1-D, without a copy where the memory allows it."""
+        ...
 
     def encode(self, current: Base, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
         """Encode the chunks of ``current`` against ``base``.

@@ -1,0 +1,44 @@
+"""deltacheck: delta checkpoints for LLM post-training.
+
+``open(root)`` reads any checkpoint without a framework; ``deltacheck.backends.torch.Engine`` and ``deltacheck.backends.orbax.manager`` write them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltacheck.handle import SaveHandle
+    from deltacheck.policy import Policy
+    from deltacheck.reader import Checkpoints, open
+    from deltacheck.records import LeafReport, LeafSpec, SaveReport
+    from deltacheck.verify import Finding
+
+__version__ = "0.1.0"
+
+# Public name -> module. Resolved on first use: `import deltacheck` alone must stay fast and pull in no framework.
+_PUBLIC = {
+    "Checkpoints": "deltacheck.reader",
+    "Finding": "deltacheck.verify",
+    "LeafReport": "deltacheck.records",
+    "LeafSpec": "deltacheck.records",
+    "Policy": "deltacheck.policy",
+    "SaveHandle": "deltacheck.handle",
+    "SaveReport": "deltacheck.records",
+    "open": "deltacheck.reader",
+}
+
+__all__ = ["Checkpoints", "Finding", "LeafReport", "LeafSpec", "Policy", "SaveHandle", "SaveReport", "errors", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("deltacheck.errors")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'deltacheck' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC, "errors"])

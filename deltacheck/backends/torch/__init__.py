@@ -1,0 +1,5 @@
+"""The PyTorch backend."""
+
+from deltacheck.backends.torch.engine import Engine
+
+__all__ = ["Engine"]

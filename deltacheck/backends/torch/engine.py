@@ -1,0 +1,252 @@
+"""The PyTorch engine: save and restore any nested state, asynchronously and bit for bit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from deltacheck import restore, tree
+from deltacheck.backends.base import match_targets, specs_of
+from deltacheck.backends.torch import leaves
+from deltacheck.backends.torch.guard import Guard, unchanged_check
+from deltacheck.codec import default_codec
+from deltacheck.errors import DeltacheckError
+from deltacheck.handle import SaveHandle
+from deltacheck.policy import Policy
+from deltacheck.save import LeafSource, Saver
+from deltacheck.store import collect
+from deltacheck.store.lease import Lease
+from deltacheck.store.root import Root, Store, commit, encode_manifest
+from deltacheck.store.schema import Manifest
+
+log = logging.getLogger("deltacheck")
+
+
+class Engine:
+    """Checkpoints of one training process in one directory.
+
+    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the training
+    loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the engine holds one *shadow*, a copy of the state,
+    to compare with. ``max_pending``: saves under way at most; larger: more overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are
+    under way, ``"wait"`` for one or ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own behind the training loop and copies the rest at once;
+    ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer. ``keep_last``: delete older checkpoints (default: keep
+    all). ``grace_seconds``: how long unneeded segments stay for readers that began before. ``io_timeout_seconds``: longest wait for the storage before a
+    save is given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit.
+
+    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``, ``UnsupportedFormat``, ``OSError`` where it
+    cannot be written.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        policy: Policy | None = None,
+        host_cache_bytes: int = 256 << 20,
+        max_pending: int = 1,
+        on_busy: str = "wait",
+        capture: str = "auto",
+        keep_last: int | None = None,
+        grace_seconds: float = 60.0,
+        io_timeout_seconds: float = 600.0,
+        exit_timeout_seconds: float = 120.0,
+    ) -> None:
+        if capture not in ("auto", "eager"):
+            raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
+        if on_busy not in ("wait", "skip"):
+            raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        path = Path(root).absolute()
+        store = Store.create(path)
+        self._lease = Lease(path)
+        self._root = Root(path, store)
+        self._on_busy = on_busy
+        self._capture = capture
+        self._keep_last = keep_last
+        self._grace_seconds = grace_seconds
+        try:
+            self._saver = Saver(
+                store,
+                default_codec(),
+                policy or Policy.exact(),
+                next_seq=self._root.next_seq(),
+                host_cache_bytes=host_cache_bytes,
+                max_pending=max_pending,
+                io_timeout_seconds=io_timeout_seconds,
+            )
+        except BaseException:
+            self._lease.release()
+            raise
+        self._guard = Guard(self.before_update)
+        self._at_exit = _close_at_exit(self, exit_timeout_seconds)
+
+    @property
+    def root(self) -> Path:
+        return self._root.path
+
+    def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Save ``state`` as of this call as checkpoint ``step``, and return while it is written.
+
+        ``state``: nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text, bytes and ``None``; state dicts of
+        modules, optimizers and schedulers are such. Tied tensors are stored once and tied again on restore. ``metrics``: numbers kept with the step.
+
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``SaveFailed`` for an earlier save's failure that nobody has seen yet (this
+        step is then not saved). A failure of this save is on the handle, in the log, and raised by the next call.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step must be an integer of at least 0, not {step!r}")
+        begin = time.perf_counter()
+        flat = tree.flatten(state, leaves.describe)
+        owned = self._guard.owned() if self._capture == "auto" else set()
+        sources = {path: self._source(path, flat.arrays[path], spec, owned) for path, spec in specs_of(flat).items()}
+        flattened = time.perf_counter() - begin
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        handle = self._saver.save(step, flat.skeleton, sources, self._commit, metrics=numbers, on_busy=self._on_busy)
+        handle._add_blocking(flattened)
+        return handle
+
+    def _source(self, path: str, value: object, spec: Any, owned: set[int]) -> LeafSource:
+        def current() -> Any:
+            return leaves.bytes_of(value)
+
+        lazy = isinstance(value, torch.Tensor) and leaves.is_plain(value) and value.untyped_storage().data_ptr() in owned
+        if not lazy:
+            return LeafSource(spec, current)
+        assert isinstance(value, torch.Tensor)
+        return LeafSource(spec, current, lazy=True, recheck=unchanged_check(path, value))
+
+    def before_update(self) -> None:
+        """Wait until the saves under way have read the state. Called before every torch optimizer step; call it yourself before any other write."""
+        self._saver.settle("captured")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Update the state inside ``with engine.lock():`` and no save under way sees it."""
+        self.before_update()
+        yield
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the engine of an optimizer before its first step, so that already the first save reads its tensors behind the training loop."""
+        self._guard.add(optimizer)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout`` seconds."""
+        self._saver.wait(timeout)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return self._root.steps()
+
+    def restore(self, step: int | None = None, into: object = None, *, max_bytes: int | None = None) -> Any:
+        """Restore a committed step (by default the newest), verified bit for bit; the next save continues its chain.
+
+        Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure: its tensors are filled in place,
+        wherever they live, and the state is returned with them and the restored numbers. ``max_bytes``: refuse before allocating more than this.
+
+        Raises ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
+        """
+        self._saver.check_usable()
+        self._saver.wait()
+        manifest = self._root.manifest(step)
+        target = None if into is None else tree.flatten(into, leaves.describe)
+        chosen = None if target is None else match_targets(manifest, target)
+        chains = restore.resolve(self._root, manifest)
+        loaded = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
+        if target is None or chosen is None:
+            placed: dict[tuple[str, str | None], object] = {}
+
+            def place(path: str, owner: str, tag: str | None) -> object:
+                if (owner, tag) not in placed:
+                    placed[owner, tag] = leaves.place(loaded[owner], tag)
+                return placed[owner, tag]
+
+            state = tree.unflatten(manifest.tree, place)
+        else:
+            self.before_update()
+            filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}
+            owners = tree.array_paths(target.skeleton)
+            state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
+        self._saver.adopt(
+            {
+                path: (chain.spec, loaded[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
+                for path, chain in chains.items()
+            },
+            manifest.segments,
+        )
+        return state
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than once does nothing."""
+        self._guard.close()
+        atexit.unregister(self._at_exit)
+        try:
+            self._saver.close(timeout)
+        finally:
+            self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except DeltacheckError:
+            if error is None:
+                raise
+            log.exception("a save failed while another error ended the training")
+
+    def _commit(self, manifest: Manifest) -> int:
+        commit(self._root.path, manifest)
+        if self._keep_last is not None:
+            try:
+                self._retain(self._keep_last)
+            except Exception:  # noqa: BLE001 - the step is committed; that old ones could not be deleted must not undo that
+                log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
+        return len(encode_manifest(manifest))
+
+    def _retain(self, keep_last: int) -> None:
+        checkpoints = self._root.checkpoints()
+        for old in checkpoints[: max(0, len(checkpoints) - keep_last)]:
+            collect.delete_checkpoint(self._root, old.seq)
+        if len(checkpoints) > keep_last:
+            collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+
+
+def _fill(value: object, item: restore.Loaded) -> object:
+    """A leaf of a restore target with the restored content: filled in place, but for NumPy scalars, which cannot be."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(leaves.tensor_of(item))
+        return value
+    if isinstance(value, np.ndarray):
+        np.copyto(value, restore.as_array(item))
+        return value
+    return restore.as_array(item)[()]
+
+
+def _close_at_exit(engine: Engine, timeout: float) -> Any:
+    """Finish pending saves when the interpreter ends, without keeping the engine alive."""
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        living = reference()
+        if living is not None:
+            try:
+                living.close(timeout)
+            except (DeltacheckError, TimeoutError) as error:
+                log.error("at exit: %s", error)
+
+    atexit.register(close)
+    return close

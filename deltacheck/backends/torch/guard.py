@@ -1,0 +1,74 @@
+"""Which tensors may be read after ``save`` returns: those that only an optimizer's step changes, because we can hold that step back.
+
+torch calls the global optimizer pre-step hook once before every real step, before any weight changes (also under ``torch.compile`` and DeepSpeed).
+Everything that the optimizers seen so far own is *guarded*: the hook waits until the captures under way have read it. A tensor of unknown owner is copied eagerly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from deltacheck.backends.torch.leaves import is_plain
+from deltacheck.errors import SnapshotTorn
+
+
+class Guard:
+    """Watches optimizer steps. ``before_step`` is called on the training thread before each of them."""
+
+    def __init__(self, before_step: Callable[[], None]) -> None:
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._before_step = before_step
+        self._hook = register_optimizer_step_pre_hook(self._on_step)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._optimizers.add(optimizer)
+        self._before_step()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know an optimizer before its first step."""
+        self._optimizers.add(optimizer)
+
+    def owned(self) -> set[int]:
+        """Addresses of all storages that the known optimizers own: parameters and state."""
+        found = set()
+        for optimizer in list(self._optimizers):
+            tensors = [p for group in optimizer.param_groups for p in group["params"]]
+            for state in optimizer.state.values():
+                tensors += list(_tensors(state))
+            found |= {tensor.untyped_storage().data_ptr() for tensor in tensors if is_plain(tensor)}
+        return found
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def unchanged_check(path: str, tensor: torch.Tensor) -> Callable[[], None]:
+    """A check for after the capture: raises ``SnapshotTorn`` where the tensor was written to since now.
+
+    Sees every in-place torch operation; not writes through ``.data``, NumPy or DLPack, which leave no trace.
+    """
+    version = tensor._version
+
+    def check() -> None:
+        if tensor._version != version:
+            raise SnapshotTorn(
+                f"leaf {path!r} was written to after save() and before its capture had finished (version {version}, now {tensor._version}). "
+                "Call engine.before_update() before such a write, or use Engine(capture='eager')"
+            )
+
+    return check

@@ -1,0 +1,80 @@
+"""torch tensors as leaves: what they are, their bytes, and tensors from bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
+from deltacheck.dtypes import dtype_named
+from deltacheck.errors import UnsupportedLeaf
+from deltacheck.restore import Loaded
+from deltacheck.tree import ArrayLeaf
+
+
+def describe(value: object) -> ArrayLeaf | None:
+    """Tensors and NumPy arrays; ``None`` for anything else.
+
+    Raises ``UnsupportedLeaf`` for tensors whose bytes are not a dense array in this process.
+    """
+    if not isinstance(value, torch.Tensor):
+        return describe_numpy(value)
+    if value.is_meta or type(value).__name__ == "FakeTensor":
+        raise UnsupportedLeaf("a meta or fake tensor has no content; materialise it first")
+    if type(value).__name__ == "DTensor":
+        raise UnsupportedLeaf(
+            "a DTensor is one shard of a leaf, and this engine saves whole leaves of one process; save value.full_tensor()"
+        )
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise UnsupportedLeaf(
+            f"a tensor of layout {value.layout} (quantized: {value.is_quantized}) is not a dense array; save its parts"
+        )
+    name = dtype_named(str(value.dtype).removeprefix("torch.")).name
+    identity = None
+    if value.numel():
+        identity = (str(value.device), value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
+    return ArrayLeaf(tuple(value.shape), name, identity)
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether the tensor's memory is its bytes in C order, on the host: only then can it be read where it lies, later."""
+    return (
+        value.device.type == "cpu"
+        and value.is_contiguous()
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_inference()
+    )
+
+
+def bytes_of(value: object) -> NDArray[np.uint8]:
+    """The bytes of a leaf, uint8 1-D in C order: a view of plain host tensors, a copy of all others."""
+    if not isinstance(value, torch.Tensor):
+        assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
+        return numpy_bytes(value)
+    with torch.no_grad():
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        flat: NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def tensor_of(item: Loaded) -> torch.Tensor:
+    """A loaded leaf as a host tensor that shares its memory."""
+    spec = item.chain.spec
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedLeaf(
+            f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with deltacheck.open(root).restore()"
+        )
+    if item.data.size == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.from_numpy(item.data).view(dtype).reshape(spec.shape)
+
+
+def place(item: Loaded, tag: str | None) -> object:
+    """A loaded leaf as what it was saved from, in memory of its own."""
+    found = place_numpy(item, tag)
+    return tensor_of(item).clone() if found is None else found

@@ -1,0 +1,81 @@
+"""Where a leaf is cut into chunks, and chunk files into zarr shards: pure arithmetic on shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_BYTES = 1 << 20  # target size of a chunk: the unit that is encoded, hashed and read alone
+SHARD_BYTES = 32 << 20  # target size of a zarr shard: one file of a keyframe
+PACK_BELOW_BYTES = 256 << 10  # smaller leaves share one array per storage type: a file each would cost more than its content
+
+
+def chunk_shape(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """The regular chunk of a leaf: at most about ``CHUNK_BYTES``, and contiguous in C order.
+
+    The form is ``(1, .., 1, rows, *whole trailing dimensions)``, so chunks taken in C order of the grid are consecutive runs of the leaf's memory.
+    Depends on shape and item size alone: every framework and every process cuts alike.
+    """
+    budget = max(1, CHUNK_BYTES // item_bytes)
+    chunk = [1] * len(shape)
+    for axis in range(len(shape) - 1, -1, -1):
+        chunk[axis] = max(1, min(shape[axis], budget))
+        if chunk[axis] < shape[axis]:
+            break
+        budget //= max(1, chunk[axis])
+    return tuple(chunk)
+
+
+def is_contiguous(shape: Sequence[int], chunk: Sequence[int]) -> bool:
+    """True where chunks of this shape are consecutive runs of a C-ordered leaf: the form that format version 1 asks for."""
+    if len(shape) != len(chunk) or any(c < 1 for c in chunk):
+        return False
+    axis = next((k for k, c in enumerate(chunk) if c != 1), len(chunk))
+    return all(c >= s for s, c in zip(shape[axis + 1 :], chunk[axis + 1 :], strict=True))
+
+
+def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
+    """Chunks along each axis."""
+    return tuple(-(-s // c) for s, c in zip(shape, chunk, strict=True))
+
+
+def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """The box of every chunk, in C order of the grid."""
+    for index in np.ndindex(*grid_shape(shape, chunk)):
+        yield tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(index, chunk, shape, strict=True))
+
+
+def bounds(shape: Sequence[int], chunk: Sequence[int], words_per_item: int = 1) -> NDArray[np.uint64]:
+    """Word offsets of the chunks, ``(chunks + 1,)`` from 0 to the number of words. REQUIRES: ``is_contiguous(shape, chunk)``."""
+    sizes = np.ones((1,), np.uint64)
+    for s, c in zip(shape, chunk, strict=True):
+        along = np.minimum(c, s - np.arange(0, s, c, dtype=np.int64)).astype(np.uint64)
+        sizes = np.multiply.outer(sizes, along).reshape(-1)
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes * np.uint64(words_per_item), dtype=np.uint64)])
+
+
+def shard_shape(shape: Sequence[int], chunk: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """The zarr shard of a natural array: whole chunks, about ``SHARD_BYTES``, no larger than the array needs."""
+    shard = list(chunk)
+    room = max(1, SHARD_BYTES // max(1, math.prod(chunk) * item_bytes))
+    for axis in range(len(shape) - 1, -1, -1):
+        times = max(1, min(room, -(-shape[axis] // chunk[axis])))
+        shard[axis] = chunk[axis] * times
+        room //= times
+    return tuple(shard)
+
+
+def chunks_of_slices(shape: Sequence[int], chunk: Sequence[int], slices: Sequence[slice]) -> list[int]:
+    """Numbers of the chunks that a box of step-1 slices touches, ascending."""
+    grid = grid_shape(shape, chunk)
+    spans = [
+        range(s.start // c, -(-s.stop // c) if s.stop > s.start else s.start // c) for s, c in zip(slices, chunk, strict=True)
+    ]
+    if any(len(span) == 0 for span in spans):
+        return []
+    if not spans:
+        return [0]
+    return np.ravel_multi_index(np.meshgrid(*spans, indexing="ij"), grid).reshape(-1).tolist()

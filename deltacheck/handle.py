@@ -1,0 +1,123 @@
+"""What a caller holds while a save goes on behind the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+from deltacheck.errors import SaveFailed
+from deltacheck.records import SaveReport
+
+#: The states of a save, in order. ``captured``: training may overwrite the state. ``encoded``: the shadow is up to date. ``durable``: every byte
+#: survives a power cut. ``committed``: the step exists.
+STATES = ("started", "captured", "encoded", "durable", "committed")
+
+
+class SaveHandle:
+    """One save. Reaches the states ``captured``, ``encoded``, ``durable``, ``committed`` in this order, or fails, or was skipped."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._changed = threading.Condition()
+        self._state = "started"
+        self._error: Exception | None = None
+        self._seen = False
+        self._report: SaveReport | None = None
+        self._blocking_seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"SaveHandle(step={self.step}, state={self.state!r})"
+
+    @property
+    def state(self) -> str:
+        """One of ``STATES``, ``"failed"`` or ``"skipped"``."""
+        return self._state
+
+    @property
+    def blocking_seconds(self) -> float:
+        """Wall time that the training thread has lost to this save so far, waits before the next optimizer step included."""
+        return self._blocking_seconds
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save cost, once it is committed."""
+        report = self._report
+        return None if report is None else dataclasses.replace(report, blocking_seconds=self._blocking_seconds)
+
+    def done(self) -> bool:
+        """Whether the save is committed, failed or skipped."""
+        return self._state in ("committed", "failed", "skipped")
+
+    def wait(self, state: str = "committed", timeout: float | None = None) -> SaveHandle:
+        """Wait until the save has reached ``state``; a skipped save has reached them all.
+
+        ``timeout`` in seconds. Raises the save's own error where it failed, ``TimeoutError`` where time ran out, ``ValueError`` for an unknown state.
+        """
+        target = STATES.index(state)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._reached(target), timeout):
+                raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s, not yet {state}")
+            if self._error is not None:
+                self._seen = True
+                raise self._error
+        return self
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait for the commit and return the report (``None`` where the save was skipped); raises as ``wait`` does."""
+        self.wait("committed", timeout)
+        return self.report
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait for the end and return the error, if there was one."""
+        try:
+            self.wait("committed", timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever failed the save is the answer here
+            return error
+        return None
+
+    def _reached(self, target: int) -> bool:
+        return self.done() or (self._state in STATES and STATES.index(self._state) >= target)
+
+    # The saver's side.
+
+    def _advance(self, state: str, report: SaveReport | None = None) -> None:
+        with self._changed:
+            self._state = state
+            self._report = report or self._report
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._state, self._error = "failed", error
+            self._changed.notify_all()
+
+    def _unseen_error(self) -> Exception | None:
+        """The error, if nobody was told yet; from now on somebody is."""
+        with self._changed:
+            error = None if self._seen else self._error
+            self._seen = True if error is not None else self._seen
+            return error
+
+    def _settle(self, state: str) -> None:
+        """Wait for ``state`` or the end, whatever the end is: the training thread's wait, counted as blocking time."""
+        begin = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._reached(STATES.index(state)))
+        self._blocking_seconds += time.perf_counter() - begin
+
+    def _add_blocking(self, seconds: float) -> None:
+        self._blocking_seconds += seconds
+
+
+def as_save_failed(step: int, error: BaseException) -> Exception:
+    """Any failure of a save as one of ours; the cause stays attached."""
+    if isinstance(error, SaveFailed):
+        return error
+    failed = SaveFailed(
+        f"the save of step {step} failed; earlier steps are as they were. Cause: {type(error).__name__}: {error}"
+    )
+    failed.__cause__ = error
+    return failed

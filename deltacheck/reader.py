@@ -1,0 +1,126 @@
+"""Read checkpoints as NumPy, whichever framework wrote them and with none installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+from numpy.typing import NDArray
+
+from deltacheck import grid, restore, tree, verify
+from deltacheck.restore import Chain, Loaded
+from deltacheck.store.root import Root, open_root
+from deltacheck.store.schema import Manifest
+
+Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
+
+
+class Checkpoints:
+    """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running training.
+
+    Made by ``deltacheck.open``.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.path)!r}, steps={self.steps()})"
+
+    @property
+    def path(self) -> Path:
+        return self._root.path
+
+    def steps(self) -> list[int]:
+        """The training steps that are committed, ascending."""
+        return self._root.steps()
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """What a step (by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
+        return self._root.manifest(step)
+
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        leaves: None = None,
+        slices: None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> Any: ...
+
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        leaves: Iterable[str] | None = None,
+        slices: Slices | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> dict[str, NDArray[Any]]: ...
+
+    def restore(
+        self,
+        step: int | None = None,
+        leaves: Iterable[str] | None = None,
+        slices: Slices | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> Any:
+        """Restore a step (by default the newest) and verify every byte of it.
+
+        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from ml_dtypes), tied leaves as
+        one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path: (slice | int, ...)}``, step-1 boxes, as
+        ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is cut. Only the chunks that are needed are read.
+        ``max_bytes``: refuse before allocating more than this.
+
+        Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError`` for a wrong slice.
+        """
+        manifest = self.manifest(step)
+        if leaves is None and slices is None:
+            return self._whole(manifest, max_bytes)
+        owners = tree.array_paths(manifest.tree)
+        wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
+        chains = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
+        loaded: dict[str, NDArray[Any]] = {}
+        whole = {owners[p]: chains[owners[p]] for p in wanted if p not in (slices or {})}
+        boxes = {p: restore.bounded(p, chains[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
+        budget = max_bytes
+        for path, item in restore.load(whole, max_bytes=budget).items():
+            loaded |= {p: restore.as_array(item) for p in wanted if owners[p] == path and p not in boxes}
+        for path, box in boxes.items():
+            chain = chains[owners[path]]
+            if budget is not None:
+                budget = max(0, budget - sum(array.nbytes for array in loaded.values()))
+            loaded[path] = restore.cut(_load_box(chain, box, budget), box)
+        return {path: loaded[path] for path in wanted}
+
+    def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
+        loaded = restore.load(restore.resolve(self._root, manifest), max_bytes=max_bytes)
+        arrays = {path: restore.as_array(item) for path, item in loaded.items()}
+        return tree.unflatten(
+            manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
+        )
+
+    def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
+        """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
+
+        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every byte.
+        """
+        return verify.verify(self._root, step, deep=deep)
+
+
+def _load_box(chain: Chain, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
+    chunks = grid.chunks_of_slices(chain.spec.shape, chain.spec.chunk, box)
+    path = chain.spec.path
+    return restore.load({path: chain}, {path: chunks}, max_bytes=max_bytes)[path]
+
+
+def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:  # noqa: A001 - deltacheck.open is the public name
+    """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax ``CheckpointManager``.
+
+    ``item``: the item of a manager's steps, needed only where they have more than one. Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
+    """
+    return Checkpoints(open_root(path, item))

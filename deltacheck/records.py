@@ -1,0 +1,89 @@
+"""Frozen records that travel between the rooms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck import grid
+from deltacheck.dtypes import DType, dtype_named
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """What one leaf is: its path, shape, element type and chunk shape."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str, shape: tuple[int, ...], dtype: str) -> LeafSpec:
+        """The spec of a leaf cut the standard way."""
+        return cls(path, shape, dtype, grid.chunk_shape(shape, dtype_named(dtype).item_bytes))
+
+    @property
+    def element(self) -> DType:
+        return dtype_named(self.dtype)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the leaf in memory."""
+        return math.prod(self.shape) * self.element.item_bytes
+
+    @property
+    def word_bytes(self) -> int:
+        return self.element.word_bytes
+
+    def bounds(self) -> NDArray[np.uint64]:
+        """Word offsets of the leaf's chunks, uint64 ``(chunks + 1,)``."""
+        if self.raw_bytes == 0:
+            return np.zeros(1, np.uint64)
+        return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)
+
+
+class LeafKind(StrEnum):
+    """How one save stored a leaf."""
+
+    KEYFRAME = "keyframe"
+    DELTA = "delta"
+    UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafReport:
+    """One leaf of one save. ``words`` and ``changed`` count the encoder's words; a keyframe counts all as changed.
+
+    ``encoded_bytes``: bytes of its streams (a keyframe: of its values) before the entropy stage.
+    """
+
+    path: str
+    kind: LeafKind
+    raw_bytes: int
+    encoded_bytes: int
+    words: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one committed save cost.
+
+    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added. ``blocking_seconds``: wall time that the
+    training thread lost, waits before the next optimizer step included. ``durable_seconds``: from the call to the commit.
+    """
+
+    step: int
+    seq: int
+    raw_bytes: int
+    stored_bytes: int
+    blocking_seconds: float
+    durable_seconds: float
+    leaves: tuple[LeafReport, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)

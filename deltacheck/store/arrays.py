@@ -1,0 +1,228 @@
+"""zarr arrays through TensorStore: the metadata that we derive, write and open with. The one file that speaks TensorStore.
+
+A reader never trusts a stored ``zarr.json``: it opens every array with the metadata that the leaf table implies
+(``assume_metadata``), so a forged or damaged one can neither redirect a read nor make it allocate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tensorstore as ts
+from numpy.typing import NDArray
+
+from deltacheck import grid
+from deltacheck.errors import ChainBroken, Damaged
+
+Attributes = Mapping[str, Any]
+
+# A missing key's generation: a write under this condition creates, and never replaces.
+_ABSENT = b"\x02"
+STREAM_CHUNK_BYTES = 1 << 20
+
+
+class Pending(Protocol):
+    """A write under way."""
+
+    def result(self, timeout: float | None = None) -> object: ...
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """All that defines a zarr array of ours.
+
+    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``: ``"values"``
+    (blosc lz4 with bit shuffle), ``"stream"`` (zstd level 1) or ``"store"`` (uncompressed); every one ends in crc32c.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...] | None
+    codec: str
+    attributes: Attributes = field(default_factory=dict)
+
+    @classmethod
+    def natural(cls, shape: tuple[int, ...], storage: str, chunk: tuple[int, ...], attributes: Attributes) -> ArraySpec:
+        """A keyframe of one leaf: the leaf's own shape, its chunks as zarr chunks."""
+        shard = grid.shard_shape(shape, chunk, np.dtype(storage).itemsize)
+        return cls(shape, storage, chunk, None if shard == chunk else shard, "values", attributes)
+
+    @classmethod
+    def flat(cls, length: int, dtype: str, codec: str, attributes: Attributes) -> ArraySpec:
+        """A 1-D array: packed leaves, a stream, an index. More than one chunk share zarr shards."""
+        item = np.dtype(dtype).itemsize
+        per_chunk = STREAM_CHUNK_BYTES // item
+        if length <= per_chunk:
+            return cls((length,), dtype, (max(1, length),), None, codec, attributes)
+        per_shard = per_chunk * min(-(-length // per_chunk), grid.SHARD_BYTES // STREAM_CHUNK_BYTES)
+        return cls((length,), dtype, (per_chunk,), (per_shard,), codec, attributes)
+
+    @classmethod
+    def table(cls, rows: int, columns: int, dtype: str, attributes: Attributes) -> ArraySpec:
+        """A 2-D table of a fixed width, such as an index or digests."""
+        per_chunk = max(1, STREAM_CHUNK_BYTES // (np.dtype(dtype).itemsize * columns))
+        return cls((rows, columns), dtype, (max(1, min(rows, per_chunk)), columns), None, "stream", attributes)
+
+    def metadata(self) -> dict[str, Any]:
+        """The ``zarr.json`` of the array."""
+        item = np.dtype(self.dtype).itemsize
+        little = {"name": "bytes", "configuration": {"endian": "little"}} if item > 1 else {"name": "bytes"}
+        compressor: dict[str, list[dict[str, Any]]] = {
+            "values": [
+                {
+                    "name": "blosc",
+                    "configuration": {
+                        "cname": "lz4",
+                        "clevel": 5,
+                        "shuffle": "bitshuffle",
+                        "typesize": item,
+                        "blocksize": 0,
+                    },
+                }
+            ],
+            "stream": [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}],
+            "store": [],
+        }
+        inner: list[dict[str, Any]] = [little, *compressor[self.codec], {"name": "crc32c"}]
+        if self.shard is not None:
+            index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+            configuration = {"chunk_shape": list(self.chunk), "codecs": inner, "index_codecs": index, "index_location": "end"}
+            inner = [{"name": "sharding_indexed", "configuration": configuration}]
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(self.shape),
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.shard or self.chunk)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            # A missing chunk is an error for us; for other readers a float hole shows as NaN and not as a plausible zero.
+            "fill_value": _fill_value(self.dtype),
+            "codecs": inner,
+            "attributes": dict(self.attributes),
+        }
+
+
+def _fill_value(dtype: str) -> Any:
+    if dtype == "bool":
+        return False
+    if dtype.startswith("complex"):
+        return ["NaN", "NaN"]
+    return "NaN" if dtype.startswith("float") else 0
+
+
+def context(threads: int | None = None, cache_bytes: int = 0) -> ts.Context:
+    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it."""
+    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}}
+    if threads is not None:
+        resources |= {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(4, threads)}}
+    return ts.Context(resources)
+
+
+def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.TensorStore:
+    return ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{path}/"},
+            "metadata": spec.metadata(),
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+            **how,
+        },
+        context=where,
+    ).result()
+
+
+def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
+    """Create the array and start writing ``values``.
+
+    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies).
+    """
+    target = _open(path, spec, where, create=True, open=False)
+    if math.prod(spec.shape) == 0:
+        return _Done()
+    return target.write(values, can_reference_source_data_indefinitely=True).commit  # type: ignore[no-any-return]
+
+
+class _Done:
+    def result(self, timeout: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class ReadableArray:
+    """An array of a committed segment, opened with the metadata that it must have."""
+
+    def __init__(self, path: Path, spec: ArraySpec, where: ts.Context) -> None:
+        self._path = path
+        self._spec = spec
+        self._array = _open(path, spec, where, open=True, assume_metadata=True)
+
+    def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
+        """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
+        return self.start(box).result()
+
+    def start(self, box: Sequence[slice] = ()) -> Reading:
+        """Begin to read a box."""
+        wanted = self._array[tuple(box)] if box else self._array
+        return Reading(wanted.read(), self._path)
+
+    def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
+        """Begin to read a box straight into ``out`` (same shape and dtype)."""
+        wanted = self._array[tuple(box)] if box else self._array
+        target = ts.array(out, copy=False)
+        return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path)
+
+
+class Reading:
+    """A read under way; its failure names the array."""
+
+    def __init__(self, future: Any, path: Path) -> None:
+        self._future = future
+        self._path = path
+
+    def result(self) -> Any:
+        try:
+            return self._future.result()
+        except ValueError as error:
+            raise read_error(error, self._path) from error
+
+
+def read_error(error: ValueError, path: Path) -> Damaged:
+    """TensorStore's ``ValueError`` as one of ours: the status code stands first in its text."""
+    text = str(error)
+    if text.startswith("NOT_FOUND"):
+        return ChainBroken(f"array {path} lacks data that was committed: {text}")
+    return Damaged(f"array {path} is damaged: {text}")
+
+
+def group_json(attributes: Attributes) -> bytes:
+    """The ``zarr.json`` of a group."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, separators=(",", ":")).encode()
+
+
+def create_file(directory: Path, name: str, content: bytes) -> bool:
+    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
+    return bool(store.write(name, content, if_equal=_ABSENT).result().generation)
+
+
+def replace_file(directory: Path, name: str, content: bytes) -> None:
+    """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
+    ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result().write(name, content).result()
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Bytes of all files below ``path``."""
+    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())

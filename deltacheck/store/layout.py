@@ -1,0 +1,76 @@
+"""Names on disk. Every name is made here, and every name that comes from disk is checked here before it is used as a path."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import xxhash
+
+from deltacheck.errors import Damaged
+
+FORMAT = "deltacheck"
+VERSION = 1
+ATTRIBUTE = "deltacheck"  # the one key under which our groups keep their attributes
+
+CHECKPOINTS = "checkpoints"
+SEGMENTS = "segments"
+CONTROL = "control"
+LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
+
+_SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
+_CHECKPOINT_ID = re.compile(r"c[0-9]{10}\Z")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_MAX_NAME = 160  # characters; file systems allow 255 bytes
+
+
+def segment_id(seq: int) -> str:
+    """A new segment's name: its sequence number, and a nonce so that no two writers ever share one."""
+    return f"s{seq:010d}-{secrets.token_hex(4)}"
+
+
+def checkpoint_id(seq: int) -> str:
+    return f"c{seq:010d}"
+
+
+def is_segment_id(name: str) -> bool:
+    return _SEGMENT_ID.match(name) is not None
+
+
+def is_checkpoint_id(name: str) -> bool:
+    return _CHECKPOINT_ID.match(name) is not None
+
+
+def seq_of(name: str) -> int:
+    """The sequence number in a segment's or checkpoint's name; ``Damaged`` where the name is neither."""
+    if not (is_segment_id(name) or is_checkpoint_id(name)):
+        raise Damaged(f"{name!r} is not the name of a segment or checkpoint")
+    return int(name[1:11])
+
+
+def array_names(paths: list[str]) -> dict[str, str]:
+    """One flat array name a leaf path: ``/`` becomes ``.``, other unsafe characters ``%XX``.
+
+    Names that would collide (also on a file system that ignores case), are reserved by zarr or are too long get a hash of the path
+    instead of their uniqueness; the leaf table, not the name, says which leaf an array is.
+    """
+    plain = {path: _plain_name(path) for path in paths}
+    taken: dict[str, int] = {}
+    for name in plain.values():
+        taken[name.lower()] = taken.get(name.lower(), 0) + 1
+    return {
+        path: name if taken[name.lower()] == 1 and _is_usable(name) else _hashed(path, name) for path, name in plain.items()
+    }
+
+
+def _plain_name(path: str) -> str:
+    name = path.replace("/", ".")
+    return _UNSAFE.sub(lambda m: "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass")), name)
+
+
+def _is_usable(name: str) -> bool:
+    return 0 < len(name) <= _MAX_NAME and name.strip(".") != "" and not name.startswith(("__", ".")) and name != "zarr.json"
+
+
+def _hashed(path: str, name: str) -> str:
+    return f"leaf.{name[:100].strip('._')}~{xxhash.xxh3_64_hexdigest(path.encode('utf-8', 'surrogatepass'))}"

@@ -1,0 +1,289 @@
+"""A root on disk: where its segments lie, which steps are committed, and the one act that commits a step.
+
+Two arrangements share all code below this file. An *engine root* holds its manifests under ``checkpoints/``. A *manager root* belongs to
+Orbax's ``CheckpointManager``: manifests lie in the step directories that Orbax commits by renaming, and our store is the directory
+``deltacheck`` beside them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from deltacheck.errors import Damaged, DeltacheckError, NotACheckpointRoot, RootBusy, SaveFailed, StepNotFound
+from deltacheck.store import arrays, layout, schema
+from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
+
+MANAGER_STORE = "deltacheck"  # our directory in a manager root
+_CACHE_BYTES = 64 << 20  # of decoded zarr chunks while reading: packed leaves share chunks
+_COMMIT_MARK = "commit_success.txt"  # keeps Orbax's clean-up of unfinished steps away from our store
+
+
+class Store:
+    """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default."""
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        self.path = path
+        self._threads = threads
+
+    @cached_property
+    def _context(self) -> ts.Context:
+        return arrays.context(self._threads, _CACHE_BYTES)
+
+    @classmethod
+    def create(cls, path: Path, threads: int | None = None) -> Store:
+        """Make the directories of a store where they are not there yet, durably.
+
+        Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else, ``UnsupportedFormat``.
+        """
+        if _group_attributes(path) is None:
+            if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
+                raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
+            missing = [p for p in (path, *path.parents) if not p.exists()]
+            for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
+                (path / name).mkdir(parents=True, exist_ok=True)
+                arrays.create_file(path / name, "zarr.json", arrays.group_json({}))
+                sync_directory(path / name)
+            about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
+            arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}))
+            for directory in (path, *(p.parent for p in missing)):
+                sync_directory(directory)
+        check_root(path)
+        if not os.access(path / layout.SEGMENTS, os.W_OK):
+            raise PermissionError(errno.EACCES, "the root is not writable", str(path))
+        return cls(path, threads)
+
+    def segment_ids(self) -> list[str]:
+        """Every segment directory, committed or not, ascending."""
+        return sorted(entry.name for entry in _entries(self.path / layout.SEGMENTS) if layout.is_segment_id(entry.name))
+
+    def writer(self, seq: int) -> SegmentWriter:
+        return SegmentWriter(self.path, layout.segment_id(seq), self._context)
+
+    def segment(self, ref: SegmentRef) -> Segment:
+        """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed."""
+        return Segment(self.path, ref, self._context)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRef:
+    """A committed checkpoint: its training step, its sequence number and where its manifest lies."""
+
+    step: int
+    seq: int
+    manifest_path: Path
+
+
+class Root:
+    """A root opened for reading; takes no lock and writes nothing. ``open_root`` makes one."""
+
+    def __init__(self, path: Path, store: Store, item: str | None = None) -> None:
+        self.path = path
+        self.store = store
+        self.is_manager_root = store.path != path
+        self._item = item
+        self._manifests: dict[Path, tuple[int, Manifest]] = {}
+
+    def manifest_paths(self) -> list[Path]:
+        """Every committed manifest file."""
+        if not self.is_manager_root:
+            folder = self.path / layout.CHECKPOINTS
+            found = [folder / entry.name / "zarr.json" for entry in _entries(folder) if layout.is_checkpoint_id(entry.name)]
+        else:
+            found = [p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item)]
+        return sorted(path for path in found if path.is_file())
+
+    def checkpoints(self) -> list[StepRef]:
+        """Every committed checkpoint whose manifest is whole, ascending by sequence number."""
+        found = []
+        for path in self.manifest_paths():
+            try:
+                manifest = self._read(path)
+            except Damaged:
+                continue  # verify names it; here it is simply not a step that can be restored
+            found.append(StepRef(manifest.step, manifest.seq, path))
+        return sorted(found, key=lambda ref: ref.seq)
+
+    def steps(self) -> list[int]:
+        """The training steps that are committed, ascending."""
+        return sorted({ref.step for ref in self.checkpoints()})
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """The manifest of a training step (its newest, where a resumed run repeated the step), or of the newest checkpoint.
+
+        Raises ``StepNotFound``, naming what there is.
+        """
+        checkpoints = self.checkpoints()
+        matching = [ref for ref in checkpoints if step is None or ref.step == step]
+        if not matching:
+            damaged = self._damaged_manifests()
+            if damaged and (step is None or not checkpoints):
+                raise damaged[0]
+            raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
+        newest = max(matching, key=lambda ref: ref.seq)
+        if self.is_manager_root and self._item is None:
+            items = sorted({ref.manifest_path.parent.name for ref in matching if ref.step == newest.step})
+            if len(items) > 1:
+                raise StepNotFound(
+                    f"step {newest.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...)"
+                )
+        return self._read(newest.manifest_path)
+
+    def _damaged_manifests(self) -> list[Damaged]:
+        found = []
+        for path in self.manifest_paths():
+            try:
+                self._read(path)
+            except Damaged as error:
+                found.append(error)
+        return found
+
+    def _read(self, path: Path) -> Manifest:
+        stamp = path.stat().st_mtime_ns
+        cached = self._manifests.get(path)
+        if cached is None or cached[0] != stamp:
+            cached = (stamp, read_manifest(path))
+            self._manifests[path] = cached
+        return cached[1]
+
+    def next_seq(self) -> int:
+        """One more than any sequence number that this root has seen."""
+        taken = [layout.seq_of(name) for name in self.store.segment_ids()]
+        taken += [
+            layout.seq_of(e.name) for e in _entries(self.store.path / layout.CHECKPOINTS) if layout.is_checkpoint_id(e.name)
+        ]
+        if self.is_manager_root:
+            taken += [ref.seq for ref in self.checkpoints()]
+        return max(taken, default=-1) + 1
+
+
+def open_root(path: str | os.PathLike[str], item: str | None = None, threads: int | None = None) -> Root:
+    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, or ``UnsupportedFormat``."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise NotACheckpointRoot(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
+    for store in (directory, directory / MANAGER_STORE):
+        if _group_attributes(store) is not None:
+            check_root(store)
+            return Root(directory, Store(store, threads), item)
+    raise NotACheckpointRoot(
+        f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has {MANAGER_STORE}/ in it"
+    )
+
+
+def check_root(path: Path) -> None:
+    """Refuse a root of another format, version or with unknown features."""
+    about = _group_attributes(path)
+    if about is None:
+        raise NotACheckpointRoot(f"{path} is not a deltacheck root")
+    schema.check_version(about, str(path / "zarr.json"))
+
+
+def create_manager_store(root: Path, threads: int | None = None) -> Store:
+    """The store beside the steps of a ``CheckpointManager``."""
+    path = root / MANAGER_STORE
+    path.mkdir(parents=True, exist_ok=True)
+    (path / _COMMIT_MARK).touch()
+    return Store.create(path, threads)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check one manifest file."""
+    return schema.from_zarr_json(path.read_bytes(), Manifest, str(path))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's file content, decoded again and compared before anyone writes it."""
+    content = arrays.group_json(schema.to_attributes(manifest))
+    if schema.from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
+        raise SaveFailed(f"step {manifest.step}: its manifest does not decode to itself; this is a defect, please report it")
+    return content
+
+
+def commit(root: Path, manifest: Manifest) -> None:
+    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
+
+    Raises ``RootBusy`` where another writer has taken the sequence number.
+    """
+    folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
+    content = encode_manifest(manifest)
+    folder.mkdir(exist_ok=True)
+    if not arrays.create_file(folder, "zarr.json", content):  # <- the step exists from here on
+        raise RootBusy(
+            f"checkpoint {folder.name} of {root} was committed by {read_manifest(folder / 'zarr.json').writer}: two writers"
+        )
+    sync_directory(folder)
+    sync_directory(folder.parent)
+
+
+def describe_steps(steps: list[int]) -> str:
+    """What a root has, in words short enough for an error."""
+    if not steps:
+        return "It has no committed step"
+    shown = (
+        ", ".join(map(str, steps))
+        if len(steps) <= 8
+        else f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
+    )
+    return f"Steps that it has: {shown}"
+
+
+def newest_whole_step(root: Root, before: int | None = None) -> int | None:
+    """The newest training step whose segments are all there with the right tables; ``before``: a sequence number to stay under."""
+    for ref in reversed(root.checkpoints()):
+        if before is not None and ref.seq >= before:
+            continue
+        try:
+            for segment in read_manifest(ref.manifest_path).segments:
+                root.store.segment(segment)
+        except DeltacheckError:
+            continue
+        return ref.step
+    return None
+
+
+def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
+    """The segments of a step in order; a missing one is a ``ChainBroken`` that names the step and the way out."""
+    try:
+        return [root.store.segment(ref) for ref in manifest.segments]
+    except Damaged as error:
+        other = newest_whole_step(root, before=manifest.seq)
+        way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
+        raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    """Directories in ``path`` (no links), or nothing where it is not there."""
+    try:
+        with os.scandir(path) as found:
+            return sorted((e for e in found if e.is_dir(follow_symlinks=False)), key=lambda e: e.name)
+    except FileNotFoundError:
+        return []
+
+
+def _is_manager_step(entry: os.DirEntry[str]) -> bool:
+    return entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
+
+
+def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
+    items = [e for e in _entries(Path(step.path)) if item is None or e.name == item]
+    # Whatever the file holds: a damaged manifest must be named, not overlooked.
+    return [path for e in items if (path := Path(e.path) / "zarr.json").is_file()]
+
+
+def _group_attributes(path: Path) -> dict[str, Any] | None:
+    """Our attributes of a group, or ``None`` where it is not one of ours."""
+    try:
+        with (path / "zarr.json").open("rb") as file:
+            about = json.loads(file.read(1 << 20))["attributes"][layout.ATTRIBUTE]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return about if isinstance(about, dict) else None

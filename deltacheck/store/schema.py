@@ -1,0 +1,235 @@
+"""The two JSON documents of the format, checked whole when they are read: a segment's table and a step's manifest.
+
+Both lie in the attributes of a zarr group under the key ``deltacheck``. Unknown keys are ignored, unknown ``must_understand`` features are refused
+(``docs/reference/format.md``, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from deltacheck import grid, tree
+from deltacheck.dtypes import dtype_named
+from deltacheck.errors import Damaged, UnsupportedFormat, UnsupportedLeaf
+from deltacheck.records import LeafSpec
+from deltacheck.store import layout
+
+MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
+_MAX_ELEMENTS = 1 << 56
+
+
+class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a whole leaf lies: in an array of its own (``array``), or in ``packed/<packed>`` from element ``offset`` on."""
+
+    array: str = ""
+    packed: str = ""
+    offset: int = 0
+
+
+class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a segment holds of one leaf.
+
+    ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row of its first chunk digest in the segment's digest
+    table; a keyframe has one for every chunk, a delta one for every row. ``delta``: runs of rows, ``(part, first row, rows)``.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    digest: str
+    digests: int
+    base: str = ""
+    key: KeyframeAt | None = None
+    delta: tuple[tuple[int, int, int], ...] = ()
+
+    def spec(self, path: str) -> LeafSpec:
+        return LeafSpec(path, self.shape, self.dtype, self.chunk)
+
+
+class Stream(msgspec.Struct, frozen=True, array_like=True):
+    """Length in bytes and codec of one stream array."""
+
+    length: int
+    codec: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A closed group of delta rows and their streams: bounds the memory that writing and reading takes."""
+
+    rows: int
+    streams: dict[str, Stream]
+
+
+class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The table of a segment."""
+
+    format: str
+    version: int
+    id: str
+    leaves: dict[str, LeafEntry]
+    digests: int
+    packed: dict[str, int] = {}
+    parts: tuple[Part, ...] = ()
+    must_understand: tuple[str, ...] = ()
+
+
+class SegmentRef(msgspec.Struct, frozen=True):
+    """A segment as a manifest names it. ``digest``: xxh3_128 of its ``zarr.json``. ``stored_bytes``: of all its files."""
+
+    id: str
+    digest: str
+    stored_bytes: int
+
+
+class LeafRecord(msgspec.Struct, frozen=True):
+    """What a step promises of one leaf. ``digest``: xxh3_128 of its chunks' digests in order (16 bytes each)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    digest: str
+
+    def spec(self, path: str) -> LeafSpec:
+        return LeafSpec(path, self.shape, self.dtype, self.chunk)
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
+
+    ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the epoch, for people only.
+    ``contract``: what a restore gives; version 1 knows ``exact``.
+    """
+
+    format: str
+    version: int
+    seq: int
+    step: int
+    nonce: str
+    time: float
+    writer: str
+    contract: str
+    segments: tuple[SegmentRef, ...]
+    tree: dict[str, Any]
+    leaves: dict[str, LeafRecord]
+    metrics: dict[str, float] = {}
+    must_understand: tuple[str, ...] = ()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all leaves in memory."""
+        return sum(record.spec(path).raw_bytes for path, record in self.leaves.items())
+
+
+Document = TypeVar("Document", SegmentTable, Manifest)
+
+
+def to_attributes(document: SegmentTable | Manifest) -> dict[str, Any]:
+    """The group attributes that carry ``document``, its checksum included."""
+    body = msgspec.to_builtins(document)
+    return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
+
+
+def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document:
+    """Decode and check a group's ``zarr.json``.
+
+    ``where`` names the file in errors. Raises ``Damaged`` (not JSON, checksum, schema, impossible values) or ``UnsupportedFormat``.
+    """
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise Damaged(f"{where} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document may have")
+    try:
+        group = json.loads(content, object_pairs_hook=_no_duplicates)
+        body = group["attributes"][layout.ATTRIBUTE]
+        checksum = body.pop("checksum")
+        if not isinstance(checksum, str):
+            raise TypeError("its checksum is not text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where} is damaged: {error}") from error
+    check_version(body, where)
+    if checksum != _checksum(body):
+        raise Damaged(f"{where} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}")
+    try:
+        document = msgspec.convert(body, kind, strict=False)
+        _CHECKS[kind](document)
+    except (msgspec.ValidationError, ValueError, TypeError, UnsupportedLeaf) as error:
+        raise Damaged(f"{where} is damaged: {error}") from error
+    return document
+
+
+def check_version(body: Mapping[str, Any], where: str) -> None:
+    """Refuse another format, a later version, or a feature that we do not know."""
+    if body.get("format") != layout.FORMAT:
+        raise Damaged(f"{where} is not a document of the {layout.FORMAT} format")
+    version = body.get("version")
+    if version != layout.VERSION:
+        raise UnsupportedFormat(
+            f"{where} has format version {version!r}; this deltacheck reads version {layout.VERSION}. Install the deltacheck that wrote it"
+        )
+    unknown = body.get("must_understand", [])
+    if unknown:
+        raise UnsupportedFormat(
+            f"{where} needs the features {unknown!r}, which this deltacheck does not know. Install a newer one"
+        )
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a JSON object has the same key twice")
+    return result
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
+
+
+def _check_leaf(path: str, leaf: LeafEntry | LeafRecord) -> None:
+    if (
+        any(s < 0 for s in leaf.shape)
+        or math.prod(leaf.shape) > _MAX_ELEMENTS
+        or not grid.is_contiguous(leaf.shape, leaf.chunk)
+    ):
+        raise ValueError(f"leaf {path!r} has the impossible shape {leaf.shape} or chunk {leaf.chunk}")
+    dtype_named(leaf.dtype)
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    for path, record in manifest.leaves.items():
+        _check_leaf(path, record)
+    seqs = [layout.seq_of(ref.id) if layout.is_segment_id(ref.id) else -1 for ref in manifest.segments]
+    if any(a >= b for a, b in zip([-1, *seqs], seqs, strict=False)) or any(seq > manifest.seq for seq in seqs):
+        raise ValueError("its segments are not in ascending order")
+    owners = set(tree.array_paths(manifest.tree).values())
+    if owners != set(manifest.leaves):
+        raise ValueError("its tree and its leaves do not match")
+
+
+def _check_segment(table: SegmentTable) -> None:
+    if not layout.is_segment_id(table.id):
+        raise ValueError(f"{table.id!r} is not the name of a segment")
+    names: set[str] = set()
+    for path, entry in table.leaves.items():
+        _check_leaf(path, entry)
+        if (entry.key is None) == (not entry.delta):
+            raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
+        if any(
+            not (0 <= p < len(table.parts) and r >= 0 and n > 0 and r + n <= table.parts[p].rows) for p, r, n in entry.delta
+        ):
+            raise ValueError(f"leaf {path!r} names rows that its parts do not have")
+        if entry.key is not None:
+            if entry.key.array in names:
+                raise ValueError(f"two leaves share the array {entry.key.array!r}")
+            names |= {entry.key.array} - {""}
+            if entry.key.array and ("/" in entry.key.array or entry.key.array.startswith(".")):
+                raise ValueError(f"{entry.key.array!r} is not an array name")
+            if not entry.key.array and entry.key.packed not in table.packed:
+                raise ValueError(f"leaf {path!r} names a packed array that the segment does not have")
+
+
+_CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment}

@@ -1,0 +1,307 @@
+"""One segment on disk: written once, its table last; read by table, array by array."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+import xxhash
+from numpy.typing import NDArray
+
+from deltacheck import grid
+from deltacheck.codec import base as codec_format
+from deltacheck.codec.base import STREAMS, U8, U32, U64
+from deltacheck.errors import ChainBroken, Damaged, SaveFailed
+from deltacheck.records import LeafSpec
+from deltacheck.store import arrays, layout, schema
+from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading
+from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
+
+# Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
+INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
+LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
+
+_STREAM_SAYS = "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's attributes"
+_INCOMPRESSIBLE_BITS = 7.85  # of 8: above this the zstd stage would cost time and save under 2 %
+
+
+def natural_attributes(spec: LeafSpec) -> dict[str, Any]:
+    """What a keyframe array says of itself, so that plain zarr is enough to read it."""
+    attributes: dict[str, Any] = {"leaf_path": spec.path, "dtype": spec.dtype}
+    if spec.element.storage != spec.dtype:
+        attributes["view"] = f"array[...].view(ml_dtypes.{spec.dtype})"
+    return attributes
+
+
+def natural_spec(spec: LeafSpec) -> ArraySpec:
+    return ArraySpec.natural(spec.shape, spec.element.storage, spec.chunk, natural_attributes(spec))
+
+
+def packed_spec(storage: str, length: int) -> ArraySpec:
+    says = {"content": f"leaves of storage type {storage}, one after the other; offsets are in this segment's leaf table"}
+    return ArraySpec.flat(length, storage, "values", says)
+
+
+def stream_spec(name: str, stream: Stream) -> ArraySpec:
+    return ArraySpec.flat(stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_SAYS})
+
+
+def index_spec(rows: int) -> ArraySpec:
+    return ArraySpec.table(rows, len(INDEX), "uint32", {"columns": list(INDEX), "content": "one row a stored chunk"})
+
+
+def digests_spec(rows: int) -> ArraySpec:
+    return ArraySpec.table(rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"})
+
+
+def _stream_codec(data: U8) -> str:
+    """``store`` where a sample shows that the entropy stage cannot pay."""
+    sample = data[:: max(1, data.size // 16384)]
+    counts = np.bincount(sample, minlength=256)
+    share = counts[counts > 0] / sample.size
+    bits = float(-(share * np.log2(share)).sum())
+    return "store" if sample.size >= 4096 and bits > _INCOMPRESSIBLE_BITS else "stream"
+
+
+class SegmentWriter:
+    """Writes one segment. Nothing that it writes exists for a reader before a manifest names it.
+
+    REQUIRES: calls come from one thread at a time.
+    """
+
+    def __init__(self, root: Path, segment_id: str, where: ts.Context) -> None:
+        self.id = segment_id
+        self.path = root / layout.SEGMENTS / segment_id
+        self._where = where
+        self.parts: list[Part] = []
+        self._packed: dict[str, list[NDArray[Any]]] = {}
+        self._packed_length: dict[str, int] = {}
+        self._pending: list[Pending] = []
+
+    def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
+        """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
+        values = host.view(spec.element.storage).reshape(spec.shape)
+        return self._write(self.path / layout.LEAVES / name, natural_spec(spec), values)
+
+    def put_packed(self, spec: LeafSpec, host: U8) -> KeyframeAt:
+        """Keep a copy of a small leaf for this segment's packed arrays."""
+        storage = spec.element.storage
+        offset = self._packed_length.get(storage, 0)
+        self._packed.setdefault(storage, []).append(host.copy().view(storage))
+        self._packed_length[storage] = offset + host.size // spec.element.item_bytes
+        return KeyframeAt(packed=storage, offset=offset)
+
+    def put_part(self, index: U32, streams: Mapping[str, U8]) -> tuple[int, list[Pending]]:
+        """Write a part; its number, and the writes under way. The streams stay untouched until these are done."""
+        number = len(self.parts)
+        path = self.path / layout.DELTA / str(number)
+        described = {name: Stream(int(data.size), _stream_codec(data)) for name, data in streams.items()}
+        self.parts.append(Part(index.shape[0], described))
+        pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
+        pending += [self._write(path / name, stream_spec(name, described[name]), data) for name, data in streams.items()]
+        return number, pending
+
+    def _write(self, path: Path, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+        pending = arrays.write(path, spec, values, self._where)
+        self._pending.append(pending)
+        return pending
+
+    def finish(self, leaves: Mapping[str, LeafEntry], digests: U64, deadline: float) -> SegmentRef:
+        """Wait for every write, then write the groups, the table last, and sync the directories.
+
+        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises ``SaveFailed`` when it passes; a failed write
+        raises what TensorStore raised.
+        """
+        packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
+        for storage, values in packed.items():
+            self._write(self.path / layout.PACKED / storage, packed_spec(storage, values.size), values)
+        self._write(self.path / layout.DIGESTS, digests_spec(digests.shape[0]), digests)
+        for pending in self._pending:
+            try:
+                pending.result(timeout=max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise SaveFailed(f"segment {self.id}: writing took longer than the deadline; the storage may hang") from None
+        self._pending.clear()
+        table = SegmentTable(
+            format=layout.FORMAT,
+            version=layout.VERSION,
+            id=self.id,
+            leaves=dict(leaves),
+            digests=digests.shape[0],
+            packed={storage: int(values.size) for storage, values in packed.items()},
+            parts=tuple(self.parts),
+        )
+        content = arrays.group_json(schema.to_attributes(table))
+        if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
+            raise SaveFailed(f"segment {self.id}: its table does not decode to itself; this is a defect, please report it")
+        for group in self._groups():
+            arrays.create_file(group, "zarr.json", arrays.group_json({}))
+        if not arrays.create_file(self.path, "zarr.json", content):
+            raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
+        sync_tree(self.path)
+        return SegmentRef(self.id, document_digest(content), arrays.bytes_on_disk(self.path))
+
+    def _groups(self) -> list[Path]:
+        present = [name for name in (layout.LEAVES, layout.PACKED, layout.DELTA) if (self.path / name).is_dir()]
+        return [self.path / name for name in present] + [self.path / layout.DELTA / str(k) for k in range(len(self.parts))]
+
+
+def document_digest(content: bytes) -> str:
+    """xxh3_128 of a whole file, hexadecimal."""
+    return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that the names in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """fsync every directory of a tree and its ancestor's entry for it (TensorStore syncs files, not directories)."""
+    for directory, _, _ in os.walk(path):
+        sync_directory(Path(directory))
+    sync_directory(path.parent)
+
+
+class Segment:
+    """A committed segment, opened for reading. REQUIRES: ``ref`` comes from a checked manifest."""
+
+    def __init__(self, root: Path, ref: SegmentRef, where: ts.Context) -> None:
+        self.id = ref.id
+        self.path = root / layout.SEGMENTS / ref.id
+        self._where = where
+        try:
+            content = (self.path / "zarr.json").read_bytes()
+        except FileNotFoundError:
+            raise ChainBroken(f"segment {ref.id} is not in {root}") from None
+        if document_digest(content) != ref.digest:
+            raise Damaged(
+                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}"
+            )
+        self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
+        if self.table.id != ref.id:
+            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
+        self._parts: dict[int, PartReader] = {}
+
+    @cached_property
+    def digests(self) -> U64:
+        """Chunk digests, uint64 ``(rows, 2)``."""
+        spec = digests_spec(self.table.digests)
+        return np.asarray(ReadableArray(self.path / layout.DIGESTS, spec, self._where).read(), np.uint64)
+
+    def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
+        """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
+        shape = [s.stop - s.start for s in box] if box else spec.shape
+        array = ReadableArray(self.path / layout.LEAVES / name, natural_spec(spec), self._where)
+        return array.start_into(out.view(spec.element.storage).reshape(shape), box)
+
+    @cached_property
+    def _packed(self) -> dict[str, ReadableArray]:
+        folder = self.path / layout.PACKED
+        return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
+
+    def start_packed(self, spec: LeafSpec, at: KeyframeAt) -> Reading:
+        """Begin to read a packed leaf."""
+        count = spec.raw_bytes // spec.element.item_bytes
+        return self._packed[at.packed].start([slice(at.offset, at.offset + count)])
+
+    def part(self, number: int) -> PartReader:
+        if number not in self._parts:
+            path = self.path / layout.DELTA / str(number)
+            self._parts[number] = PartReader(path, self.table.parts[number], self._where)
+        return self._parts[number]
+
+    def array_specs(self) -> dict[Path, ArraySpec]:
+        """Every array of the segment and the metadata that it must have."""
+        found: dict[Path, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
+        for path, entry in self.table.leaves.items():
+            if entry.key is not None and entry.key.array:
+                found[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
+        for storage, length in self.table.packed.items():
+            found[self.path / layout.PACKED / storage] = packed_spec(storage, length)
+        for number, part in enumerate(self.table.parts):
+            folder = self.path / layout.DELTA / str(number)
+            found[folder / "index"] = index_spec(part.rows)
+            found |= {folder / name: stream_spec(name, stream) for name, stream in part.streams.items()}
+        return found
+
+
+class PartReader:
+    """The rows of one part and their streams."""
+
+    def __init__(self, path: Path, part: Part, where: ts.Context) -> None:
+        self._path = path
+        self._part = part
+        self._where = where
+
+    @cached_property
+    def index(self) -> U32:
+        """uint32 ``(rows, 8)``, columns ``INDEX``."""
+        array = ReadableArray(self._path / "index", index_spec(self._part.rows), self._where)
+        return np.asarray(array.read(), np.uint32)
+
+    @cached_property
+    def _offsets(self) -> Mapping[str, U64]:
+        """Per stream, the offset of each row's bytes, ``(rows + 1,)``."""
+        sizes = stream_sizes(self.index)
+        zero = np.zeros(1, np.uint64)
+        offsets = {name: np.concatenate([zero, np.cumsum(sizes[name], dtype=np.uint64)]) for name in sizes}
+        for name, ends in offsets.items():
+            length = self._part.streams[name].length if name in self._part.streams else 0
+            if int(ends[-1]) != length:
+                raise Damaged(f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}")
+        return offsets
+
+    @cached_property
+    def _arrays(self) -> Mapping[str, ReadableArray]:
+        return {n: ReadableArray(self._path / n, stream_spec(n, s), self._where) for n, s in self._part.streams.items()}
+
+    def start(self, first: int, stop: int) -> dict[str, Reading]:
+        """Begin to read the streams of rows ``first`` to ``stop``."""
+        readings: dict[str, Reading] = {}
+        for name, offsets in self._offsets.items():
+            begin, end = int(offsets[first]), int(offsets[stop])
+            if end > begin:
+                readings[name] = self._arrays[name].start([slice(begin, end)])
+        return readings
+
+
+def stream_sizes(index: U32) -> dict[str, U64]:
+    """Bytes that each row owns in each stream (format.md 4.2), uint64 ``(rows,)`` per stream."""
+    words, width = index[:, WORDS].astype(np.uint64), index[:, WORD_BYTES].astype(np.uint64)
+    method = index[:, METHOD]
+    positions = (method == codec_format.SPARSE) | (method == codec_format.BITMAP)
+    tile_words = np.uint64(codec_format.TILE_BYTES) // np.maximum(width, np.uint64(1))
+    tiles = (words + tile_words - np.uint64(1)) // np.maximum(tile_words, np.uint64(1))
+    nothing = np.zeros(index.shape[0], np.uint64)
+
+    def where(condition: NDArray[np.bool_], size: U64) -> U64:
+        return np.where(condition, size, nothing)
+
+    sizes = {
+        "tiles": where(positions, tiles * np.uint64(6)),
+        "gaps": where(method == codec_format.SPARSE, index[:, GAP_BYTES].astype(np.uint64)),
+        "bitmap": where(method == codec_format.BITMAP, (words + np.uint64(7)) // np.uint64(8)),
+        "values": where(positions, index[:, CHANGED].astype(np.uint64)),
+        "wide": where(positions, index[:, WIDE_COUNT].astype(np.uint64) * width),
+        "raw": where(method == codec_format.RAW, words * width),
+    }
+    for k in range(8):
+        sizes[f"diff{k}"] = where((method == codec_format.DIFF) & (width > k), words)
+        sizes[f"plane{k}"] = where((method == codec_format.PLANES) & (width > k), words)
+    return {name: sizes[name] for name in STREAMS}
+
+
+def is_packed(spec: LeafSpec) -> bool:
+    """Whether a keyframe of this leaf shares an array with other small ones."""
+    return spec.raw_bytes < grid.PACK_BELOW_BYTES

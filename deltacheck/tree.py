@@ -1,0 +1,275 @@
+"""Nested state <-> ordered leaf paths and a JSON skeleton: the same paths for the same structure in both frameworks.
+
+A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``, ``%`` or a control character, and where it could be
+taken for an integer key, so two different key sequences never share a path. The skeleton is the rest: containers, key order, Python
+scalars, ties. It is plain JSON (``docs/reference/format.md``, section 3); reading it builds dicts, lists, tuples and scalars and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import optree
+
+from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Node: TypeAlias = "dict[str, Json]"
+
+NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"  # permanent tags: restored as NumPy in every framework
+MAX_DEPTH = 128  # containers in each other; a deeper tree is refused on both sides
+_LOOKS_LIKE_INTEGER = re.compile(r"-?[0-9]+\Z")
+_UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
+
+
+class ArrayLeaf(NamedTuple):
+    """What a backend says of a leaf that is an array.
+
+    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties mean nothing. ``tag``: what a
+    backend needs to give the array its own type again (``"jax.key:threefry2x32"``), ``None`` for a plain array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    identity: Hashable | None = None
+    tag: str | None = None
+
+
+class Flat(NamedTuple):
+    """A flattened tree. ``arrays``: path -> the backend's array, paths ascending, ties once; ``leaves``: the same keys, described."""
+
+    skeleton: Node
+    arrays: Mapping[str, object]
+    leaves: Mapping[str, ArrayLeaf]
+
+
+Describe: TypeAlias = Callable[[object], "ArrayLeaf | None"]
+
+
+def escape_key(key: object) -> str:
+    """One key as a path component; ``UnsupportedLeaf`` for a key that is neither text nor an integer."""
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise UnsupportedLeaf(f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or integer keys")
+    if isinstance(key, int):
+        return str(int(key))
+    if key == "" or _LOOKS_LIKE_INTEGER.match(key):
+        return "%" + (f"{ord(key[0]):02X}{key[1:]}" if key else "")
+    return _UNSAFE.sub(lambda m: f"%{ord(m.group()):02X}", key)
+
+
+def flatten(tree: object, describe: Describe) -> Flat:
+    """Take ``tree`` apart.
+
+    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything else, which must then be a Python scalar,
+    text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple, deque.
+    Tied leaves are held by the least of their paths, whatever the order of the keys.
+
+    Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
+    """
+    taken = _Taken(describe, {}, {}, {})
+    skeleton = _take_apart(tree, (), taken)
+    for places in taken.ties.values():
+        owner = min(path for path, _ in places)
+        for path, node in places:
+            if path != owner:
+                node["of"] = owner
+                del taken.arrays[path], taken.leaves[path]
+    order = sorted(taken.arrays)
+    return Flat(skeleton, {p: taken.arrays[p] for p in order}, {p: taken.leaves[p] for p in order})
+
+
+class _Taken(NamedTuple):
+    """What a walk has found so far. ``ties``: identity -> the places that share it."""
+
+    describe: Describe
+    arrays: dict[str, object]
+    leaves: dict[str, ArrayLeaf]
+    ties: dict[Hashable, list[tuple[str, Node]]]
+
+
+def _take_apart(value: object, keys: tuple[str, ...], taken: _Taken) -> Node:
+    path = "/".join(keys)
+    if len(keys) > MAX_DEPTH:
+        raise UnsupportedLeaf(f"leaf {path!r}: containers are nested deeper than {MAX_DEPTH}")
+    try:
+        array = taken.describe(value)
+    except UnsupportedLeaf as error:
+        raise UnsupportedLeaf(f"leaf {path!r}: {error}") from None
+    if array is not None:
+        if path in taken.arrays:
+            raise DuplicatePath(f"two leaves have the path {path!r}; rename one of them")
+        taken.arrays[path], taken.leaves[path] = value, array
+        node: Node = {"t": "array"} if array.tag is None else {"t": "array", "tag": array.tag}
+        if array.identity is not None:
+            taken.ties.setdefault((array.identity, array.shape, array.dtype), []).append((path, node))
+        return node
+    scalar = _scalar_node(value, path)
+    if scalar is not None:
+        return scalar
+
+    def child(key: object, item: object) -> Node:
+        return _take_apart(item, (*keys, escape_key(key)), taken)
+
+    if isinstance(value, OrderedDict):
+        return {"t": "odict", "k": [[_key(k), child(k, v)] for k, v in value.items()]}
+    if isinstance(value, dict):
+        return {"t": "dict", "k": [[_key(k), child(k, v)] for k, v in value.items()]}
+    if isinstance(value, deque):
+        return {"t": "deque", "maxlen": value.maxlen, "n": [child(i, v) for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
+    if isinstance(value, tuple) and not optree.is_namedtuple(value):
+        return {"t": "tuple", "n": [child(i, v) for i, v in enumerate(value)]}
+    return _node_of_registered(value, path, child)
+
+
+def _node_of_registered(value: object, path: str, child: Callable[[object, object], Node]) -> Node:
+    """A named tuple, or any other container that optree's registry can take apart: kept as its named fields."""
+    try:
+        one = optree.tree_flatten_one_level(cast("optree.PyTree[object]", value), none_is_leaf=True)
+    except ValueError:
+        raise UnsupportedLeaf(
+            f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly; "
+            "turn it into arrays, numbers, text, bytes or None, or leave it out"
+        ) from None
+    names = getattr(value, "_fields", None) or one.entries
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"t": "fields", "c": name, "k": [[_key(k), child(k, v)] for k, v in zip(names, one.children, strict=True)]}
+
+
+def _key(key: object) -> str | int:
+    escape_key(key)
+    return key if type(key) in (str, int) else (str(key) if isinstance(key, str) else int(cast("int", key)))
+
+
+def _scalar_node(value: object, path: str) -> Node | None:
+    kind = type(value)
+    if value is None:
+        return {"t": "none"}
+    if kind is bool:
+        return {"t": "bool", "v": cast("bool", value)}
+    if kind is int:
+        return {"t": "int", "v": str(value)}  # as text: JSON readers need not keep more than 53 bits
+    if kind is float:
+        return {"t": "float", "v": _float_text(cast("float", value))}
+    if kind is complex:
+        number = cast("complex", value)
+        return {"t": "complex", "v": [_float_text(number.real), _float_text(number.imag)]}
+    if kind is str:
+        text = cast("str", value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedLeaf(
+                f"leaf {path!r} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes"
+            ) from None
+        return {"t": "str", "v": text}
+    if isinstance(value, bytes | bytearray):
+        return {"t": "bytes", "v": base64.b64encode(value).decode()}
+    return None
+
+
+def _float_text(value: float) -> str:
+    """Exact and readable: C99 hexadecimal, or the bit pattern of a NaN."""
+    return value.hex() if value == value else "nan:" + struct.pack(">d", value).hex()
+
+
+def _float_of(text: str) -> float:
+    if text.startswith("nan:"):
+        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+    return float.fromhex(text)
+
+
+Place: TypeAlias = Callable[[str, str, "str | None"], object]
+
+
+def unflatten(skeleton: Node, place: Place) -> object:
+    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``, whose bytes are those of the leaf ``owner`` (itself, but for a tie).
+
+    Raises ``Damaged`` where the skeleton is not one.
+    """
+    return _build(skeleton, (), place)
+
+
+def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
+    path = "/".join(keys)
+    if len(keys) > MAX_DEPTH:
+        raise Damaged(f"tree skeleton is nested deeper than {MAX_DEPTH} at {path!r}")
+    try:
+        fields = cast("Node", node)
+        kind = fields["t"]
+        if kind == "array":
+            return place(path, cast("str", fields.get("of", path)), cast("str | None", fields.get("tag")))
+        if kind in _SCALARS:
+            return _SCALARS[cast("str", kind)](fields.get("v"))
+        pairs = list(_children(fields))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"tree skeleton is damaged at {path!r}: {error}") from error
+    values = [(key, _build(item, (*keys, escape_key(key)), place)) for key, item in pairs]
+    if kind == "odict":
+        return OrderedDict(values)
+    if kind in ("dict", "fields"):
+        return dict(values)
+    items = [value for _, value in values]
+    if kind == "tuple":
+        return tuple(items)
+    return items if kind == "list" else deque(items, maxlen=cast("int | None", fields.get("maxlen")))
+
+
+_SCALARS: Mapping[str, Callable[[Json], object]] = {
+    "none": lambda v: None,
+    "bool": lambda v: bool(v),
+    "int": lambda v: int(cast("str", v)),
+    "float": lambda v: _float_of(cast("str", v)),
+    "complex": lambda v: complex(*(_float_of(part) for part in cast("list[str]", v))),
+    "str": lambda v: str(v),
+    "bytes": lambda v: base64.b64decode(cast("str", v), validate=True),
+}
+
+
+def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
+    """The (key, child) pairs of a container node."""
+    if node["t"] in ("dict", "odict", "fields"):
+        yield from cast("list[tuple[str | int, Json]]", node["k"])
+    elif node["t"] in ("list", "tuple", "deque"):
+        yield from enumerate(cast("Sequence[Json]", node["n"]))
+    else:
+        raise ValueError(f"unknown node kind {node['t']!r}")
+
+
+def array_paths(skeleton: Node) -> dict[str, str]:
+    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie)."""
+    found: dict[str, str] = {}
+
+    def visit(node: Json, keys: tuple[str, ...]) -> None:
+        fields = cast("Node", node)
+        if fields["t"] == "array":
+            path = "/".join(keys)
+            found[path] = cast("str", fields.get("of", path))
+        elif fields["t"] not in _SCALARS:
+            for key, item in _children(fields):
+                visit(item, (*keys, escape_key(key)))
+
+    visit(skeleton, ())
+    return found
+
+
+def scalars(skeleton: Node) -> dict[str, object]:
+    """Every Python scalar of the tree: path -> value."""
+    found: dict[str, object] = {}
+
+    def visit(node: Json, keys: tuple[str, ...]) -> None:
+        fields = cast("Node", node)
+        if fields["t"] in _SCALARS:
+            found["/".join(keys)] = _SCALARS[cast("str", fields["t"])](fields.get("v"))
+        elif fields["t"] != "array":
+            for key, item in _children(fields):
+                visit(item, (*keys, escape_key(key)))
+
+    visit(skeleton, ())
+    return found
