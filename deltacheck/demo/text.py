@@ -1,0 +1,124 @@
+"""Training data that is on every machine: the sources of Python's standard library, as bytes.
+
+Pre-training reads the files as they are. Fine-tuning reads functions: the prompt is signature and docstring, the answer is the body.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Tokens 0 to 255 are bytes.
+BEGIN, ANSWER, END, PAD = 256, 257, 258, 259
+VOCABULARY = 260
+
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "__pycache__"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Training rows of equal length. `graded` marks the tokens that count in the loss when they are predicted."""
+
+    tokens: NDArray[np.int64]  # (rows, context + 1)
+    graded: NDArray[np.bool_]  # the same shape
+
+    def write(self, path: Path) -> None:
+        np.savez(path, tokens=self.tokens.astype(np.uint16), graded=self.graded)
+
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        with np.load(path) as arrays:
+            return cls(arrays["tokens"].astype(np.int64), arrays["graded"])
+
+
+def standard_library() -> list[str]:
+    """The sources of the standard library of the running interpreter, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    return [
+        (root / path).read_text(encoding="utf-8", errors="replace") for path in paths if _NOT_LIBRARY.isdisjoint(path.parts)
+    ]
+
+
+def functions(source: str) -> Iterator[tuple[str, str]]:
+    """Prompt and answer of every function that has a docstring and something after it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about code that is not ours
+            module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(module):
+        if (
+            not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or ast.get_docstring(node) is None
+            or len(node.body) < 2
+        ):
+            continue
+        first_of_body = node.body[0].end_lineno or node.lineno
+        yield "".join(lines[node.lineno - 1 : first_of_body]), "".join(lines[first_of_body : node.end_lineno])
+
+
+def pretraining_rows(sources: Iterable[str], context: int, limit: int = 4096) -> Rows:
+    """The sources laid end to end and cut into rows; every token is graded. At most `limit` rows, spread over all the text."""
+    text = np.frombuffer("\n".join(sources).encode(), dtype=np.uint8)
+    starts = np.arange(0, len(text) - context, context)
+    starts = starts[:: max(1, len(starts) // limit)][:limit]
+    tokens = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
+    return Rows(tokens, np.ones_like(tokens, dtype=np.bool_))
+
+
+def finetuning_rows(sources: Iterable[str], context: int) -> Rows:
+    """One row for each function that fits: BEGIN prompt ANSWER answer END PAD...; answer and END are graded."""
+    tokens, graded = [], []
+    for source in sources:
+        for prompt, answer in functions(source):
+            question, reply = list(prompt.encode()), list(answer.encode())
+            spare = context + 1 - len(question) - len(reply) - 3
+            if spare >= 0 and reply:
+                tokens.append([BEGIN, *question, ANSWER, *reply, END, *[PAD] * spare])
+                graded.append([False] * (len(question) + 2) + [True] * (len(reply) + 1) + [False] * spare)
+    return Rows(
+        np.array(tokens, dtype=np.int64).reshape(-1, context + 1), np.array(graded, dtype=np.bool_).reshape(-1, context + 1)
+    )
+
+
+class Batches:
+    """An endless stream of batches, shuffled anew in each epoch. Its place is a few integers, and the same place gives the same batch."""
+
+    def __init__(self, rows: Rows, batch: int, seed: int) -> None:
+        if len(rows.tokens) < batch:
+            raise ValueError(
+                f"{len(rows.tokens)} rows do not fill a batch of {batch}; are the standard library's sources installed?"
+            )
+        self._rows, self._batch, self._seed = rows, batch, seed
+        self._epoch, self._position = 0, 0
+        self._order = self._shuffled()
+
+    def __next__(self) -> Rows:
+        if self._position + self._batch > len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._shuffled()
+        chosen = self._order[self._position : self._position + self._batch]
+        self._position += self._batch
+        return Rows(self._rows.tokens[chosen], self._rows.graded[chosen])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._seed, self._epoch, self._position = state["seed"], state["epoch"], state["position"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> NDArray[np.int64]:
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows.tokens))
