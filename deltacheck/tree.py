@@ -49,6 +49,7 @@ class Flat(NamedTuple):
 
 
 Describe: TypeAlias = Callable[[object], "ArrayLeaf | None"]
+Expand: TypeAlias = Callable[[object], "Sequence[tuple[object, object]] | None"]
 
 
 def escape_key(key: object) -> str:
@@ -62,16 +63,17 @@ def escape_key(key: object) -> str:
     return _UNSAFE.sub(lambda m: f"%{ord(m.group()):02X}", key)
 
 
-def flatten(tree: object, describe: Describe) -> Flat:
+def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
     """Take ``tree`` apart.
 
     ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything else, which must then be a Python scalar,
-    text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple, deque.
+    text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple, deque; what else the backend's framework
+    takes for a container, ``expand(container)`` gives as (key, child) pairs.
     Tied leaves are held by the least of their paths, whatever the order of the keys.
 
     Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
     """
-    taken = _Taken(describe, {}, {}, {})
+    taken = _Taken(describe, expand, {}, {}, {})
     skeleton = _take_apart(tree, (), taken)
     for places in taken.ties.values():
         owner = min(path for path, _ in places)
@@ -87,6 +89,7 @@ class _Taken(NamedTuple):
     """What a walk has found so far. ``ties``: identity -> the places that share it."""
 
     describe: Describe
+    expand: Expand
     arrays: dict[str, object]
     leaves: dict[str, ArrayLeaf]
     ties: dict[Hashable, list[tuple[str, Node]]]
@@ -125,21 +128,26 @@ def _take_apart(value: object, keys: tuple[str, ...], taken: _Taken) -> Node:
         return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
     if isinstance(value, tuple) and not optree.is_namedtuple(value):
         return {"t": "tuple", "n": [child(i, v) for i, v in enumerate(value)]}
-    return _node_of_registered(value, path, child)
-
-
-def _node_of_registered(value: object, path: str, child: Callable[[object, object], Node]) -> Node:
-    """A named tuple, or any other container that optree's registry can take apart: kept as its named fields."""
-    try:
-        one = optree.tree_flatten_one_level(cast("optree.PyTree[object]", value), none_is_leaf=True)
-    except ValueError:
+    pairs = _fields_of(value, taken.expand)
+    if pairs is None:
         raise UnsupportedLeaf(
             f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly; "
             "turn it into arrays, numbers, text, bytes or None, or leave it out"
-        ) from None
-    names = getattr(value, "_fields", None) or one.entries
+        )
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"t": "fields", "c": name, "k": [[_key(k), child(k, v)] for k, v in zip(names, one.children, strict=True)]}
+    return {"t": "fields", "c": name, "k": [[_key(k), child(k, v)] for k, v in pairs]}
+
+
+def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]] | None:
+    """The named fields of a named tuple, or of any other container that the backend or optree's registry can take apart."""
+    pairs = None if optree.is_namedtuple(value) else expand(value)
+    if pairs is not None:
+        return pairs
+    try:
+        one = optree.tree_flatten_one_level(cast("optree.PyTree[object]", value), none_is_leaf=True)
+    except ValueError:
+        return None
+    return list(zip(getattr(value, "_fields", None) or one.entries, one.children, strict=True))
 
 
 def _key(key: object) -> str | int:
