@@ -1,0 +1,59 @@
+"""What the host codecs ask of their arguments, checked once at the border."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.codec.base import U8, U64
+
+WORD_BYTES = (1, 2, 4, 8)
+_MOST_WORDS = (1 << 32) - 1  # a row counts words in uint32
+
+
+def as_bytes(name: str, array: NDArray[np.generic]) -> U8:
+    """The bytes of a C-contiguous array, uint8 1-D, never a copy; ``ValueError`` naming the argument where there are none to view."""
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be a C-contiguous numpy array, not {_described(array)}")
+    return array.reshape(-1).view(np.uint8)
+
+
+def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
+    """``bounds`` as it came, once it is known to cut ``total_bytes`` into chunks of whole words; else ``ValueError``."""
+    if word_bytes not in WORD_BYTES:
+        raise ValueError(f"word_bytes must be one of {WORD_BYTES}, not {word_bytes!r}")
+    if not isinstance(bounds, np.ndarray) or bounds.dtype != np.uint64 or bounds.ndim != 1 or bounds.size == 0:
+        raise ValueError(f"bounds must be uint64 of shape (chunks + 1,), not {_described(bounds)}")
+    if bounds[0] != 0 or np.any(bounds[1:] < bounds[:-1]):
+        raise ValueError("bounds must ascend from 0")
+    if int(bounds[-1]) * word_bytes != total_bytes:
+        raise ValueError(f"bounds end at {int(bounds[-1])} words of {word_bytes} bytes, but there are {total_bytes} bytes")
+    if np.any(bounds[1:] - bounds[:-1] > _MOST_WORDS):
+        raise ValueError("a chunk must have fewer than 2^32 words")
+    return np.ascontiguousarray(bounds)
+
+
+def checked_base(base: NDArray[np.generic], total_bytes: int) -> U8:
+    """The bytes of a base: writable, and as many as the current array has; else ``ValueError``."""
+    view = as_bytes("base", base)
+    if not view.flags.writeable:
+        raise ValueError("base must be writable: it is updated in place")
+    if view.size != total_bytes:
+        raise ValueError(f"base has {view.size} bytes, current has {total_bytes}")
+    return view
+
+
+def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
+    """A base that holds ``current``, in ``out`` where that has the same number of bytes."""
+    source = as_bytes("current", current)
+    if out is None or out.nbytes != source.size or not out.flags.writeable or not out.flags.c_contiguous:
+        return source.copy()
+    target = as_bytes("out", out)
+    np.copyto(target, source)
+    return target
+
+
+def _described(array: object) -> str:
+    if isinstance(array, np.ndarray):
+        return f"{array.dtype} of shape {array.shape}, strides {array.strides}"
+    return type(array).__name__

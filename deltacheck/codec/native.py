@@ -1,0 +1,68 @@
+"""The codec of the native extension: the bytes of the reference at memory speed, with the GIL released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck import _native
+from deltacheck.codec import memory
+from deltacheck.codec.base import STREAMS, U8, U64, Encoded
+from deltacheck.errors import DamagedStream
+
+# What this file expects of the extension; raised on both sides whenever a door of the extension changes.
+INTERFACE = 1
+if _native.INTERFACE != INTERFACE:
+    raise ImportError(f"deltacheck._native has interface {_native.INTERFACE}, this package needs {INTERFACE}: build it again")
+
+
+class NativeCodec:
+    """Bases are NumPy arrays. Work is shared by ``threads()`` threads, the caller among them; bytes do not depend on their number."""
+
+    name = "native"
+    # Larger: fewer calls. Smaller: less memory, since a call's output may be as large as its input.
+    run_bytes: int | None = 64 << 20
+
+    def copy(self, current: NDArray[Any], out: NDArray[Any] | None) -> U8:
+        return memory.copied(current, out)
+
+    def host(self, base: NDArray[Any]) -> U8:
+        return memory.as_bytes("base", base)
+
+    def encode(
+        self, current: NDArray[Any], base: NDArray[Any] | None, bounds: U64, word_bytes: int
+    ) -> tuple[Encoded, NDArray[Any] | None]:
+        now = memory.as_bytes("current", current)
+        bounds = memory.checked_bounds(bounds, now.size, word_bytes)
+        shadow = None if base is None else memory.checked_base(base, now.size)
+        rows, streams = _native.encode(now, shadow, bounds, word_bytes)
+        return Encoded(rows, {name: stream for name, stream in zip(STREAMS, streams, strict=True) if stream is not None}), base
+
+    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
+        shadow = memory.checked_base(base, base.nbytes)
+        bounds = memory.checked_bounds(bounds, shadow.size, word_bytes)
+        for name in encoded.streams:
+            if name not in STREAMS:
+                raise DamagedStream(f"there is no stream {name!r}")
+        rows = np.ascontiguousarray(encoded.rows, np.uint32)
+        streams = [memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None for name in STREAMS]
+        refusal = _native.apply(rows, streams, shadow, bounds, word_bytes)
+        if refusal is not None:
+            raise DamagedStream(refusal)
+
+
+def threads() -> int:
+    """Threads that one call may use, its caller among them. At first: the processors this process may run on, at most 8."""
+    return _native.threads()
+
+
+def set_threads(count: int) -> None:
+    """REQUIRES: ``count >= 1``. Holds for calls that start afterwards, in the whole process."""
+    _native.set_threads(count)
+
+
+def instruction_set() -> str:
+    """The kernels in use, for example ``"x86-64-v3"``; the environment variable ``DELTACHECK_ISA`` chooses others at first use."""
+    return _native.instruction_set()

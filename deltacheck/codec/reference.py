@@ -1,0 +1,390 @@
+"""The codec in NumPy: format.md, section 4, told a second time.
+
+Meant to be read beside that document and to be checked against: names and order are the document's, nothing is shared with the native
+encoder, and nothing is clever for the sake of speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.codec import memory
+from deltacheck.codec.base import (
+    BITMAP,
+    DIFF,
+    METHOD_NAMES,
+    PLANES,
+    RAW,
+    ROW_WIDTH,
+    SPARSE,
+    STREAMS,
+    TILE_BYTES,
+    U8,
+    U32,
+    U64,
+    UNCHANGED,
+    Encoded,
+)
+from deltacheck.errors import DamagedStream
+
+Words = NDArray[Any]  # unsigned, of 1, 2, 4 or 8 bytes, little endian
+Bits = NDArray[np.bool_]
+
+ESCAPE = 255  # in gaps: 255 more unchanged words; in values: the difference is in wide
+SAMPLE_EVERY = 8  # tiles 0, 8, 16, .. are the sample
+BYTE_COST = 8 * 256  # one byte at full cost, in 1/256 bit
+
+
+class ReferenceCodec:
+    """The executable specification. Bases are NumPy arrays."""
+
+    name = "reference"
+    run_bytes: int | None = 64 << 20
+
+    def copy(self, current: NDArray[Any], out: NDArray[Any] | None) -> U8:
+        return memory.copied(current, out)
+
+    def host(self, base: NDArray[Any]) -> U8:
+        return memory.as_bytes("base", base)
+
+    def encode(
+        self, current: NDArray[Any], base: NDArray[Any] | None, bounds: U64, word_bytes: int
+    ) -> tuple[Encoded, NDArray[Any] | None]:
+        now = memory.as_bytes("current", current)
+        bounds = memory.checked_bounds(bounds, now.size, word_bytes)
+        shadow = None if base is None else memory.checked_base(base, now.size)
+        rows: list[Row] = []
+        streams: dict[str, list[U8]] = {name: [] for name in STREAMS}
+        for chunk, part in enumerate(_chunks(bounds, word_bytes)):
+            words = _words(now[part], word_bytes)
+            row, made = _encode_chunk(chunk, words, None if shadow is None else _words(shadow[part], word_bytes))
+            if row.method == UNCHANGED:
+                continue
+            rows.append(row)
+            for name, content in made.items():
+                streams[name].append(content)
+            if shadow is not None:
+                shadow[part] = now[part]
+        joined = {name: np.concatenate(parts) for name, parts in streams.items() if sum(p.size for p in parts)}
+        return Encoded(np.array(rows, np.uint32).reshape(-1, ROW_WIDTH), joined), base
+
+    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
+        shadow = memory.checked_base(base, base.nbytes)
+        bounds = memory.checked_bounds(bounds, shadow.size, word_bytes)
+        parts = list(_chunks(bounds, word_bytes))
+        rows = _checked_rows(encoded.rows, np.diff(bounds))
+        pieces = _cut(encoded.streams, rows, np.diff(bounds), word_bytes)
+        for row, streams in zip(rows, pieces, strict=True):
+            part = parts[row.chunk]
+            words = _decode_chunk(row, streams, _words(shadow[part], word_bytes))
+            shadow[part] = words.view(np.uint8)
+
+
+class Row(NamedTuple):
+    """One row of format.md 4.3."""
+
+    chunk: int
+    method: int
+    changed: int
+    gap_bytes: int
+    wide_count: int
+
+
+# --- 4: words, tiles, difference -----------------------------------------------------------------------------------------------
+
+
+def _chunks(bounds: U64, word_bytes: int) -> Iterator[slice]:
+    edges = [int(b) * word_bytes for b in bounds]
+    for low, high in pairwise(edges):
+        yield slice(low, high)
+
+
+def _words(data: U8, word_bytes: int) -> Words:
+    return np.frombuffer(data.tobytes(), dtype=f"<u{word_bytes}")
+
+
+def _tiles(words: NDArray[Any], word_bytes: int) -> list[NDArray[Any]]:
+    """The tiles of something that has one entry a word."""
+    size = TILE_BYTES // word_bytes
+    return [words[start : start + size] for start in range(0, words.size, size)]
+
+
+def zigzag(current: Words, base: Words) -> Words:
+    """``z`` of every word."""
+    bits = 8 * current.itemsize
+    d = current - base  # modulo 2^bits: NumPy arrays of unsigned integers wrap
+    sign = d.view(f"<i{current.itemsize}") >> (bits - 1)
+    return (d << d.dtype.type(1)) ^ sign.view(d.dtype)
+
+
+def unzigzag(z: Words) -> Words:
+    """``d`` of every ``z``."""
+    one = z.dtype.type(1)
+    return (z >> one) ^ (np.zeros_like(z) - (z & one))
+
+
+def rotate_left(words: Words) -> Words:
+    """By one bit for 2 and 4 bytes, else not at all: what the value planes show."""
+    if words.itemsize not in (2, 4):
+        return words
+    top = words.dtype.type(8 * words.itemsize - 1)
+    return (words << words.dtype.type(1)) | (words >> top)
+
+
+def rotate_right(words: Words) -> Words:
+    if words.itemsize not in (2, 4):
+        return words
+    top = words.dtype.type(8 * words.itemsize - 1)
+    return (words >> words.dtype.type(1)) | (words << top)
+
+
+# --- 4.2: streams --------------------------------------------------------------------------------------------------------------
+
+
+def byte_planes(words: Words) -> list[U8]:
+    """Byte ``k`` of every word, for ``k`` = 0 (least significant) to ``w - 1``."""
+    table = words.view(np.uint8).reshape(words.size, words.itemsize)
+    return [np.ascontiguousarray(table[:, k]) for k in range(words.itemsize)]
+
+
+def join_planes(planes: list[U8]) -> Words:
+    return np.ascontiguousarray(np.stack(planes, axis=1)).view(f"<u{len(planes)}").reshape(-1)
+
+
+def gap_code(changed: Bits) -> U8:
+    """The gaps of one tile."""
+    positions = np.flatnonzero(changed)
+    gaps = np.diff(positions, prepend=-1) - 1
+    last = np.cumsum(gaps // 255 + 1) - 1  # where the byte that ends each gap stands
+    code = np.full(int(last[-1]) + 1 if last.size else 0, ESCAPE, np.uint8)
+    code[last] = gaps % 255
+    return code
+
+
+def values_code(z: Words) -> U8:
+    """The values of the changed words of any number of tiles. ``z``: of all words."""
+    changed = z[z != 0]
+    small = changed <= 255
+    return np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(np.uint8)
+
+
+def wide_words(z: Words) -> Words:
+    return z[z > 255]
+
+
+def tiles_table(tiles: list[Words], gaps: list[U8]) -> U8:
+    """``gaps``: one array a tile, empty ones under bitmap."""
+    table = [(np.count_nonzero(z), g.size, wide_words(z).size) for z, g in zip(tiles, gaps, strict=True)]
+    return np.array(table, "<u2").reshape(-1).view(np.uint8)
+
+
+def bitmap_code(z: Words) -> U8:
+    return np.packbits(z != 0, bitorder="little")
+
+
+# --- 4.4: how the method is chosen ------------------------------------------------------------------------------------------
+
+
+def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``L(x)``. REQUIRES: ``x >= 1``."""
+    e = np.zeros_like(x)
+    for bit in range(1, 64):
+        e[x >= np.uint64(1 << bit)] = bit
+    one, top = np.uint64(1), np.uint64(31)
+    m = np.where(e <= top, x << (top - np.minimum(e, top)), x >> (np.maximum(e, top) - top))
+    r = e
+    for _ in range(8):
+        m, r = (m * m) >> top, r << one
+        carry = m >> np.uint64(32)
+        m, r = m >> carry, r + carry
+    return r
+
+
+def cost(content: U8) -> int:
+    """What an entropy coder is expected to need for a byte string, in 1/256 bit."""
+    n = content.size
+    if n == 0:
+        return 0
+    histogram = np.bincount(content).astype(np.uint64)
+    h = histogram[histogram > 0]
+    entropy = int(np.sum(h * (log2_256(np.array([n], np.uint64)) - log2_256(h))))
+    t = int(h.max())
+    skew = (n - t) * (2 * t - n) // n if 2 * t > n else 0
+    return min(BYTE_COST * n, entropy + BYTE_COST * skew)
+
+
+def choose(current: Words, base: Words | None) -> int:
+    """The method with the least estimated cost (before step 6 looks at its exact size)."""
+    word_bytes = current.itemsize
+    sample = _tiles(current, word_bytes)[::SAMPLE_EVERY]
+    costs: dict[int, int] = {}  # in the document's order: the first of equals wins
+    if base is not None:
+        z = [zigzag(c, b) for c, b in zip(sample, _tiles(base, word_bytes)[::SAMPLE_EVERY], strict=True)]
+        every = np.concatenate(z)
+        if not every.any():
+            return SPARSE
+        values = cost(values_code(every)) + cost(wide_words(every).view(np.uint8))
+        costs[DIFF] = sum(cost(plane) for plane in byte_planes(every))
+        costs[BITMAP] = cost(np.concatenate([bitmap_code(t) for t in z])) + values
+        costs[SPARSE] = cost(np.concatenate([gap_code(t != 0) for t in z])) + values
+    joined = np.concatenate(sample)
+    costs[RAW] = BYTE_COST * joined.nbytes
+    costs[PLANES] = sum(cost(plane) for plane in byte_planes(rotate_left(joined)))
+    return min(costs, key=lambda method: costs[method])
+
+
+# --- encode ----------------------------------------------------------------------------------------------------------------
+
+
+def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, dict[str, U8]]:
+    word_bytes = current.itemsize
+    changed = current.size if base is None else int(np.count_nonzero(current != base))
+    if changed == 0:
+        return Row(chunk, UNCHANGED, 0, 0, 0), {}
+    method = choose(current, base)
+    if method in (SPARSE, BITMAP):
+        assert base is not None
+        z = zigzag(current, base)
+        tiles = _tiles(z, word_bytes)
+        gaps = [gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles]
+        wide = wide_words(z)
+        positions = {"gaps": np.concatenate(gaps)} if method == SPARSE else {"bitmap": bitmap_code(z)}
+        streams = {"tiles": tiles_table(tiles, gaps), **positions, "values": values_code(z), "wide": wide.view(np.uint8)}
+        if sum(content.size for content in streams.values()) < current.nbytes:
+            return Row(chunk, method, changed, sum(g.size for g in gaps), wide.size), streams
+        method = RAW
+    if method == DIFF:
+        assert base is not None
+        streams = {f"diff{k}": plane for k, plane in enumerate(byte_planes(zigzag(current, base)))}
+    elif method == PLANES:
+        streams = {f"plane{k}": plane for k, plane in enumerate(byte_planes(rotate_left(current)))}
+    else:
+        streams = {"raw": current.view(np.uint8)}
+    return Row(chunk, method, changed, 0, 0), streams
+
+
+# --- decode: every check of 4.3 before a word of the chunk is written --------------------------------------------------------
+
+
+def _refuse(chunk: int, why: str, tile: int | None = None) -> DamagedStream:
+    return DamagedStream(f"chunk {chunk}: {why}" if tile is None else f"chunk {chunk}, tile {tile}: {why}")
+
+
+def _checked_rows(table: U32, words: U64) -> list[Row]:
+    """The rows, once they are known to describe chunks of a run with ``words[c]`` words in chunk ``c``."""
+    rows = [Row(*(int(v) for v in line)) for line in table.reshape(-1, ROW_WIDTH)]
+    before = -1
+    for row in rows:
+        if row.chunk >= words.size:
+            raise _refuse(row.chunk, f"there are only {words.size} chunks")
+        if row.chunk <= before:
+            raise _refuse(row.chunk, f"its row comes after that of chunk {before}")
+        before = row.chunk
+        if row.method not in (SPARSE, BITMAP, DIFF, PLANES, RAW):
+            raise _refuse(row.chunk, f"method {row.method} is not known")
+        if row.changed > words[row.chunk]:
+            raise _refuse(row.chunk, f"{row.changed} words are said to have changed, there are only {words[row.chunk]}")
+        if row.gap_bytes and row.method != SPARSE:
+            raise _refuse(row.chunk, f"gap_bytes must be 0 under {METHOD_NAMES[row.method]}")
+        if row.wide_count and row.method not in (SPARSE, BITMAP):
+            raise _refuse(row.chunk, f"wide_count must be 0 under {METHOD_NAMES[row.method]}")
+    return rows
+
+
+def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
+    """Bytes of each stream of a chunk, as they follow from its row."""
+    if row.method in (SPARSE, BITMAP):
+        positions = {"gaps": row.gap_bytes} if row.method == SPARSE else {"bitmap": -(-words // 8)}
+        tiles = -(-words * word_bytes // TILE_BYTES)
+        return {"tiles": 6 * tiles, **positions, "values": row.changed, "wide": row.wide_count * word_bytes}
+    if row.method == RAW:
+        return {"raw": words * word_bytes}
+    return {f"{'diff' if row.method == DIFF else 'plane'}{k}": words for k in range(word_bytes)}
+
+
+def _cut(streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int) -> list[dict[str, U8]]:
+    """Each chunk's own part of every stream."""
+    for name in streams:
+        if name not in STREAMS:
+            raise DamagedStream(f"there is no stream {name!r}")
+    taken = dict.fromkeys(STREAMS, 0)
+    nothing = np.empty(0, np.uint8)
+    pieces = []
+    for row in rows:
+        piece = {}
+        for name, size in _sizes(row, int(words[row.chunk]), word_bytes).items():
+            whole = streams.get(name, nothing)
+            piece[name] = whole[taken[name] : taken[name] + size]
+            taken[name] += size
+            if taken[name] > whole.size:
+                raise _refuse(row.chunk, f"stream {name} ends inside it")
+        pieces.append(piece)
+    for name, whole in streams.items():
+        if whole.size != taken[name]:
+            raise DamagedStream(f"stream {name} has {whole.size - taken[name]} bytes that belong to no chunk")
+    return pieces
+
+
+def _decode_chunk(row: Row, streams: dict[str, U8], base: Words) -> Words:
+    word_bytes = base.itemsize
+    if row.method == RAW:
+        return np.frombuffer(streams["raw"].tobytes(), base.dtype)
+    if row.method == PLANES:
+        return rotate_right(join_planes([streams[f"plane{k}"] for k in range(word_bytes)]))
+    if row.method == DIFF:
+        return base + unzigzag(join_planes([streams[f"diff{k}"] for k in range(word_bytes)]))
+    return base + unzigzag(_sparse_differences(row, streams, base.size, word_bytes))
+
+
+def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes: int) -> Words:
+    """``z`` of every word, 0 where nothing changed; every check of 4.3 for sparse and bitmap."""
+    table = streams["tiles"].view("<u2").reshape(-1, 3).astype(np.int64)
+    for column, said in ((0, row.changed), (1, row.gap_bytes), (2, row.wide_count)):
+        if table[:, column].sum() != said:
+            raise _refuse(row.chunk, f"its tiles own {table[:, column].sum()} {_TILE_COLUMNS[column]}, its row says {said}")
+    bits = np.unpackbits(streams["bitmap"], bitorder="little") if row.method == BITMAP else np.empty(0, np.uint8)
+    if bits[words:].any():
+        raise _refuse(row.chunk, "an unused bit of the bitmap is set")
+    wide = np.frombuffer(streams["wide"].tobytes(), f"<u{word_bytes}")
+    z = np.zeros(words, f"<u{word_bytes}")
+    size = TILE_BYTES // word_bytes
+    gap_at = value_at = wide_at = 0
+    for tile, (count, gap_bytes, wide_count) in enumerate(table.tolist()):
+        room = min(size, words - tile * size)
+        if row.method == SPARSE:
+            positions = _gap_positions(row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, room)
+        else:
+            positions = np.flatnonzero(bits[tile * size : tile * size + room])
+            if positions.size != count:
+                raise _refuse(row.chunk, f"its bitmap has {positions.size} bits, its entry says {count}", tile)
+        values = streams["values"][value_at : value_at + count].astype(z.dtype)
+        escaped = values == ESCAPE
+        if np.count_nonzero(escaped) != wide_count:
+            raise _refuse(row.chunk, f"{np.count_nonzero(escaped)} of its values are wide, its entry says {wide_count}", tile)
+        mine = wide[wide_at : wide_at + wide_count]
+        if np.any(mine <= 255):
+            raise _refuse(row.chunk, "a wide difference fits a value", tile)
+        values[~escaped] += z.dtype.type(1)
+        values[escaped] = mine
+        z[tile * size + positions] = values
+        gap_at, value_at, wide_at = gap_at + gap_bytes, value_at + count, wide_at + wide_count
+    return z
+
+
+_TILE_COLUMNS = ("changed words", "gap bytes", "wide differences")
+
+
+def _gap_positions(row: Row, tile: int, code: U8, count: int, room: int) -> NDArray[np.int64]:
+    """Positions of the changed words in a tile of ``room`` words."""
+    ends = np.flatnonzero(code != ESCAPE)
+    if ends.size != count or (code.size and ends[-1:].tolist() != [code.size - 1]):
+        raise _refuse(row.chunk, f"its {code.size} gap bytes do not make {count} gaps", tile)
+    steps = np.cumsum(code.astype(np.int64))[ends] + np.arange(count)
+    if count and steps[-1] >= room:
+        raise _refuse(row.chunk, f"a position lies outside its {room} words", tile)
+    return steps
