@@ -54,6 +54,8 @@ class SaveHandle:
 
         ``timeout`` in seconds. Raises the save's own error where it failed, ``TimeoutError`` where time ran out, ``ValueError`` for an unknown state.
         """
+        if state not in STATES:
+            raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         target = STATES.index(state)
         with self._changed:
             if not self._changed.wait_for(lambda: self._reached(target), timeout):

@@ -41,6 +41,10 @@ class LeafSpec:
     def word_bytes(self) -> int:
         return self.element.word_bytes
 
+    @property
+    def chunk_count(self) -> int:
+        return math.prod(grid.grid_shape(self.shape, self.chunk))
+
     def bounds(self) -> NDArray[np.uint64]:
         """Word offsets of the leaf's chunks, uint64 ``(chunks + 1,)``."""
         if self.raw_bytes == 0:

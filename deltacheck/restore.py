@@ -6,6 +6,7 @@ digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], ma
 
 
 def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Sequence[tuple[Segment, LeafEntry]]) -> U64:
-    count = spec.bounds().size - 1
+    count = spec.chunk_count
     segment, entry = key
     digests = segment.digests[entry.digests : entry.digests + count].copy()
     for segment, entry in deltas:
@@ -110,9 +111,10 @@ def load(
 ) -> dict[str, Loaded]:
     """Read, decode and verify leaves, or the named chunks of each.
 
-    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger. Raises ``Damaged`` naming the leaf and file.
+    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the machine's memory).
+    Raises ``Damaged`` naming the leaf and file.
     """
-    wanted = {path: (chunks or {}).get(path, list(range(chain.spec.bounds().size - 1))) for path, chain in chains.items()}
+    wanted = {path: (chunks or {}).get(path, list(range(chain.spec.chunk_count))) for path, chain in chains.items()}
     total = sum(_bytes_of(chains[path].spec, numbers) for path, numbers in wanted.items())
     if max_bytes is not None and total > max_bytes:
         raise BudgetExceeded(
@@ -142,7 +144,7 @@ def _read_keyframes(loaded: Mapping[str, Loaded]) -> None:
             continue
         if not at.array:
             packed.append((item, segment.start_packed(spec, at)))
-        elif len(item.chunks) == spec.bounds().size - 1:
+        elif len(item.chunks) == spec.chunk_count:
             natural.append(segment.start_natural(spec, at.array, item.data))
         else:
             all_boxes = list(grid.boxes(spec.shape, spec.chunk))

@@ -27,6 +27,7 @@ def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[F
     Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged.
     """
     findings: list[Finding] = []
+    root = root.afresh()
     if step is None:
         for path in root.manifest_paths():
             try:

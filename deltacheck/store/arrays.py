@@ -145,7 +145,7 @@ def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Ten
 def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
     """Create the array and start writing ``values``.
 
-    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies).
+    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has no cache.
     """
     target = _open(path, spec, where, create=True, open=False)
     if math.prod(spec.shape) == 0:

@@ -32,11 +32,16 @@ class Store:
 
     def __init__(self, path: Path, threads: int | None = None) -> None:
         self.path = path
-        self._threads = threads
+        self.threads = threads
 
     @cached_property
-    def _context(self) -> ts.Context:
-        return arrays.context(self._threads, _CACHE_BYTES)
+    def _reading(self) -> ts.Context:
+        return arrays.context(self.threads, _CACHE_BYTES)
+
+    @cached_property
+    def _writing(self) -> ts.Context:
+        # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of it since.
+        return arrays.context(self.threads, cache_bytes=0)
 
     @classmethod
     def create(cls, path: Path, threads: int | None = None) -> Store:
@@ -66,11 +71,11 @@ class Store:
         return sorted(entry.name for entry in _entries(self.path / layout.SEGMENTS) if layout.is_segment_id(entry.name))
 
     def writer(self, seq: int) -> SegmentWriter:
-        return SegmentWriter(self.path, layout.segment_id(seq), self._context)
+        return SegmentWriter(self.path, layout.segment_id(seq), self._writing)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed."""
-        return Segment(self.path, ref, self._context)
+        return Segment(self.path, ref, self._reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,10 @@ class Root:
         self._item = item
         self._manifests: dict[Path, tuple[int, Manifest]] = {}
 
+    def afresh(self) -> Root:
+        """The same root with nothing cached: what is read next comes from the disk."""
+        return Root(self.path, Store(self.store.path, self.store.threads), self._item)
+
     def manifest_paths(self) -> list[Path]:
         """Every committed manifest file."""
         if not self.is_manager_root:
@@ -103,14 +112,7 @@ class Root:
 
     def checkpoints(self) -> list[StepRef]:
         """Every committed checkpoint whose manifest is whole, ascending by sequence number."""
-        found = []
-        for path in self.manifest_paths():
-            try:
-                manifest = self._read(path)
-            except Damaged:
-                continue  # verify names it; here it is simply not a step that can be restored
-            found.append(StepRef(manifest.step, manifest.seq, path))
-        return sorted(found, key=lambda ref: ref.seq)
+        return self._read_all()[0]  # verify names the damaged ones; here they are simply not steps that can be restored
 
     def steps(self) -> list[int]:
         """The training steps that are committed, ascending."""
@@ -119,14 +121,15 @@ class Root:
     def manifest(self, step: int | None = None) -> Manifest:
         """The manifest of a training step (its newest, where a resumed run repeated the step), or of the newest checkpoint.
 
-        Raises ``StepNotFound``, naming what there is.
+        Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that is meant: falling
+        back to an older step is the caller's choice.
         """
-        checkpoints = self.checkpoints()
+        checkpoints, damaged = self._read_all()
         matching = [ref for ref in checkpoints if step is None or ref.step == step]
+        if damaged and (not matching or (step is None and max(damaged) > checkpoints[-1].manifest_path)):
+            way_out = f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number" if checkpoints else "No other step is left"
+            raise Damaged(f"{damaged[max(damaged)]}. {way_out}")
         if not matching:
-            damaged = self._damaged_manifests()
-            if damaged and (step is None or not checkpoints):
-                raise damaged[0]
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
         newest = max(matching, key=lambda ref: ref.seq)
         if self.is_manager_root and self._item is None:
@@ -137,14 +140,19 @@ class Root:
                 )
         return self._read(newest.manifest_path)
 
-    def _damaged_manifests(self) -> list[Damaged]:
-        found = []
+    def _read_all(self) -> tuple[list[StepRef], dict[Path, Damaged]]:
+        """The checkpoints, ascending by sequence number, and what is wrong with the manifests that cannot be read."""
+        found, damaged = [], {}
         for path in self.manifest_paths():
             try:
-                self._read(path)
+                manifest = self._read(path)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
             except Damaged as error:
-                found.append(error)
-        return found
+                damaged[path] = error
+            else:
+                found.append(StepRef(manifest.step, manifest.seq, path))
+        return sorted(found, key=lambda ref: ref.seq), damaged
 
     def _read(self, path: Path) -> Manifest:
         stamp = path.stat().st_mtime_ns

@@ -15,6 +15,7 @@ import msgspec
 import xxhash
 
 from deltacheck import grid, tree
+from deltacheck.codec.base import STREAMS
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import Damaged, UnsupportedFormat, UnsupportedLeaf
 from deltacheck.records import LeafSpec
@@ -211,25 +212,57 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def _check_segment(table: SegmentTable) -> None:
+    """Everything that a table declares must follow from its leaves: nothing in it can make a reader allocate or open more than they need."""
     if not layout.is_segment_id(table.id):
         raise ValueError(f"{table.id!r} is not the name of a segment")
     names: set[str] = set()
+    packed: dict[str, list[tuple[int, int]]] = {}
+    digests: list[tuple[int, int]] = []
+    rows: dict[int, list[tuple[int, int]]] = {}
+    raw_bytes: dict[int, int] = {}
     for path, entry in table.leaves.items():
         _check_leaf(path, entry)
+        spec = entry.spec(path)
         if (entry.key is None) == (not entry.delta):
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
-        if any(
-            not (0 <= p < len(table.parts) and r >= 0 and n > 0 and r + n <= table.parts[p].rows) for p, r, n in entry.delta
-        ):
-            raise ValueError(f"leaf {path!r} names rows that its parts do not have")
-        if entry.key is not None:
-            if entry.key.array in names:
-                raise ValueError(f"two leaves share the array {entry.key.array!r}")
-            names |= {entry.key.array} - {""}
-            if entry.key.array and ("/" in entry.key.array or entry.key.array.startswith(".")):
-                raise ValueError(f"{entry.key.array!r} is not an array name")
-            if not entry.key.array and entry.key.packed not in table.packed:
-                raise ValueError(f"leaf {path!r} names a packed array that the segment does not have")
+        chunks = spec.chunk_count
+        stored = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
+        if stored > chunks:
+            raise ValueError(f"leaf {path!r} has {stored} rows for {chunks} chunks")
+        digests.append((entry.digests, stored))
+        for part, first, count in entry.delta:
+            rows.setdefault(part, []).append((first, count))
+            raw_bytes[part] = raw_bytes.get(part, 0) + spec.raw_bytes
+        if entry.key is not None and entry.key.array:
+            if entry.key.array in names or "/" in entry.key.array or entry.key.array.startswith("."):
+                raise ValueError(f"{entry.key.array!r} is not an array name, or stands twice")
+            names.add(entry.key.array)
+        elif entry.key is not None:
+            if entry.key.packed != spec.element.storage:
+                raise ValueError(f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as {spec.element.storage!r}")
+            packed.setdefault(entry.key.packed, []).append((entry.key.offset, spec.raw_bytes // spec.element.item_bytes))
+    _check_covers(digests, table.digests, "digests")
+    if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
+        raise ValueError("its packed arrays or its parts are not those that its leaves name")
+    for storage, ranges in packed.items():
+        _check_covers(ranges, table.packed[storage], f"packed/{storage}")
+    for number, part in enumerate(table.parts):
+        _check_covers(rows[number], part.rows, f"delta/{number}")
+        limit = 2 * raw_bytes[number] + 1024 * part.rows
+        for name, stream in part.streams.items():
+            if name not in STREAMS or stream.codec not in ("stream", "store") or not 0 < stream.length <= limit:
+                raise ValueError(f"part {number} has the impossible stream {name!r} of {stream.length} bytes")
+
+
+def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
+    """Ranges ``(first, count)`` must cover ``total`` exactly, without a gap or an overlap."""
+    at = 0
+    for first, count in sorted(ranges):
+        if first != at or count < 0:
+            raise ValueError(f"its leaves do not cover {what} exactly: a range begins at {first}, not {at}")
+        at += count
+    if at != total:
+        raise ValueError(f"its leaves need {at} rows or elements of {what}, it declares {total}")
 
 
 _CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment}

@@ -1,0 +1,210 @@
+"""Damage of every kind in every kind of file: an error that names it, or no harm. Never a silent wrong restore."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from states import differences, nudge, training_state
+
+import deltacheck
+from deltacheck import errors
+from deltacheck.backends.torch import Engine, leaves
+from deltacheck.restore import load, resolve
+from deltacheck.store.root import open_root
+from deltacheck.tree import unflatten
+
+Damage = Callable[[Path, random.Random], None]
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def extend(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 64)))
+
+
+def zero(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(len(content))
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    path.write_bytes(content)
+
+
+def delete(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def swap(path: Path, rng: random.Random) -> None:
+    others = [p for p in path.parents[2].rglob(path.name) if p != path and p.is_file()]
+    shutil.copyfile(rng.choice(others), path) if others else flip(path, rng)
+
+
+DAMAGES: list[Damage] = [flip, truncate, extend, zero, delete, swap]
+TRIALS = 40  # of each damage; `make soak` will raise it
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("run")
+    state, states = small_state(), []
+    with Engine(root) as engine:
+        for step in range(4):
+            states.append(copy.deepcopy(state))
+            engine.save(step, state)
+            nudge(state, (0.01, 0.4, 1.0)[step % 3], seed=step)
+    return root, states
+
+
+def small_state() -> dict[str, Any]:
+    state = training_state()
+    for holder, key in (
+        (state["model"], "embed.weight"),
+        (state["optimizer"]["state"][0], "exp_avg"),
+        (state["optimizer"]["state"][0], "master"),
+    ):
+        holder[key] = holder[key][:300, :300].contiguous()
+    return state
+
+
+def restored(root: Path, step: int) -> Any:
+    opened = open_root(root)
+    manifest = opened.manifest(step)
+    loaded = load(resolve(opened, manifest))
+    return unflatten(manifest.tree, lambda path, owner, tag: leaves.place(loaded[owner], tag))
+
+
+@pytest.fixture
+def copied(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    root = tmp_path / "copy"
+    shutil.copytree(run[0], root)
+    yield root, run[1]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_damage_is_never_silent(copied: tuple[Path, list[dict[str, Any]]], damage: Damage) -> None:
+    root, states = copied
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p.stat().st_size and "control" not in p.parts)
+    for trial in range(TRIALS):
+        victim = rng.choice(files)
+        original = victim.read_bytes()
+        damage(victim, rng)
+        about = f"seed {seed}, trial {trial}: {damage.__name__} {victim.relative_to(root)}"
+        for step, state in enumerate(states):
+            try:
+                found = list(differences(state, restored(root, step)))
+            except errors.DeltacheckError:
+                continue
+            assert not found, f"{about}: step {step} came back wrong: {found[:2]}"
+        victim.write_bytes(original)
+    assert deltacheck.open(root).verify(deep=True) == []
+
+
+def test_every_damage_to_data_is_found_by_verify(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+    root, _ = copied
+    rng = random.Random(5)
+    files = sorted(p for p in root.rglob("*") if p.is_file() and "control" not in p.parts and p.parent != root)
+    documents = [p for p in files if p.name == "zarr.json"]
+    ours = [p for p in documents if b'"checksum":"' in p.read_bytes()]
+    metadata = [p for p in documents if p not in ours and b'"array"' in p.read_bytes()]
+    data = [p for p in files if p not in documents]
+    for victim in rng.sample(data, 15) + rng.sample(ours, 4) + rng.sample(metadata, 8):
+        original = victim.read_bytes()
+        deep = victim in data
+        flip_in_the_middle(victim)
+        try:
+            findings = deltacheck.open(root).verify(deep=deep)
+        except errors.DeltacheckError:
+            findings = ["refused"]  # type: ignore[list-item]
+        assert findings, f"a flipped bit in {victim.relative_to(root)} was not found"
+        victim.write_bytes(original)
+
+
+def flip_in_the_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_missing_segment_is_named_together_with_the_newest_whole_step(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+    root, _ = copied
+    newest = deltacheck.open(root).manifest(3).segments[-1].id
+    shutil.rmtree(root / "segments" / newest)
+    with pytest.raises(
+        errors.ChainBroken, match=rf"step 3 .*segment {newest} is not in .*Newest earlier step that is whole: 2"
+    ):
+        deltacheck.open(root).restore(3)
+    deltacheck.open(root).restore(2)
+    findings = deltacheck.open(root).verify()
+    assert [finding.step for finding in findings] == [3]
+
+
+def test_a_segment_of_another_run_is_refused(copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """Two runs mixed by a restore from backup: the same names, the same shapes, other bytes."""
+    root, _ = copied
+    with Engine(tmp_path / "other") as engine:
+        engine.save(0, small_state())
+    theirs = tmp_path / "other" / "segments" / deltacheck.open(tmp_path / "other").manifest(0).segments[0].id
+    ours = root / "segments" / deltacheck.open(root).manifest(0).segments[0].id
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    with pytest.raises(errors.Damaged, match="not the file that was committed"):
+        deltacheck.open(root).restore(0)
+
+
+def test_a_stale_chunk_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
+    """A chunk file of an older save in the place of a newer one: crc32c is content, xxh3 in the chain is which content."""
+    state = {"w": torch.zeros(1000, 1000)}
+    with Engine(tmp_path) as engine:
+        for step in range(3):
+            state["w"] += torch.randn(1000, 1000) * 1e-6
+            engine.save(step, state)
+    segments = [tmp_path / "segments" / ref.id for ref in deltacheck.open(tmp_path).manifest(2).segments]
+    older, newer = (sorted((segment / "delta" / "0").rglob("c.*")) for segment in segments[-2:])
+    for a in older:
+        for b in newer:
+            if (
+                a.parent.name == b.parent.name
+                and a.stat().st_size == b.stat().st_size
+                and a.parent.name.startswith(("diff", "plane", "raw"))
+            ):
+                shutil.copyfile(a, b)
+    with pytest.raises(errors.Damaged, match="leaf 'w'"):
+        deltacheck.open(tmp_path).restore(2)
+
+
+def test_a_damaged_manifest_hides_its_step_but_not_the_others(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+    root, states = copied
+    flip_in_the_middle(root / "checkpoints" / "c0000000003" / "zarr.json")
+    opened = deltacheck.open(root)
+    assert opened.steps() == [0, 1, 2]
+    for asked in (3, None):
+        with pytest.raises(errors.Damaged, match=r"c0000000003.*Newest step that can be read: 2"):
+            opened.restore(asked)
+    assert not list(differences(states[2], restored(root, 2)))
+    assert "c0000000003" in opened.verify()[0].problem
+
+
+def test_a_symbolic_link_is_not_followed_out_of_the_root(copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root, _ = copied
+    manifest = root / "checkpoints" / "c0000000003"
+    shutil.move(manifest, tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    assert deltacheck.open(root).steps() == [0, 1, 2]
