@@ -6,6 +6,7 @@ It tells what it does in JSON lines on standard output, which the parent process
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -49,7 +50,7 @@ def finetune(plan: Plan, folder: Path) -> None:
             tell("resumed", step=training.step, seconds=time.perf_counter() - began)
         under_way: SaveHandle | None = None
         for step in (step for step in plan.checkpoints() if step > training.step):
-            train_until(training, step)
+            loss = train_until(training, step)
             # Both ways save the same state. torch.save goes first, and only once nothing of ours is under way that could slow it;
             # what that makes training wait is charged to our save.
             began = time.perf_counter()
@@ -59,7 +60,7 @@ def finetune(plan: Plan, folder: Path) -> None:
             size, seconds = torch_save(training.state(), folder / "torch_save.pt")
             tell("torch_saved", step=step, bytes=size, seconds=seconds)
             tell("saving", step=step)
-            under_way = engine.save(step, training.state())
+            under_way = engine.save(step, training.state(), metrics={"loss": loss})
         tell_saved(under_way, waited_seconds=0.0)
 
 
@@ -69,11 +70,14 @@ def start_finetuning(plan: Plan, folder: Path) -> Training:
     return finetuning(plan, Rows.read(folder / "finetune.npz"), weights)
 
 
-def train_until(training: Training, step: int) -> None:
+def train_until(training: Training, step: int) -> float:
+    """Train up to ``step``; the last loss."""
+    loss = math.nan
     while training.step < step:
         began = time.perf_counter()
         loss = training.train_step()
         tell("stepped", step=training.step, loss=loss, seconds=time.perf_counter() - began)
+    return loss
 
 
 def torch_save(state: dict[str, Any], path: Path) -> tuple[int, float]:
@@ -94,9 +98,8 @@ def tell_saved(handle: SaveHandle | None, waited_seconds: float) -> None:
         return
     classes: dict[str, dict[str, int]] = {}
     for leaf in report.leaves:
-        sums = classes.setdefault(leaf_class(leaf.path), {"raw_bytes": 0, "encoded_bytes": 0, "words": 0, "changed": 0})
+        sums = classes.setdefault(leaf_class(leaf.path), {"raw_bytes": 0, "words": 0, "changed": 0})
         sums["raw_bytes"] += leaf.raw_bytes
-        sums["encoded_bytes"] += leaf.encoded_bytes
         sums["words"] += leaf.words
         sums["changed"] += leaf.changed
     tell(

@@ -21,9 +21,9 @@ class Plan:
     dropout: float = 0.1  # in fine-tuning: makes the state of torch's generator a part of a correct resume
 
     batch: int = 8
-    pretrain_steps: int = 120
+    pretrain_steps: int = 100
     pretrain_rate: float = 1e-3
-    steps: int = 48  # of fine-tuning
+    steps: int = 40  # of fine-tuning
     rate: float = 5e-6  # at its peak; post-training rates lie between 1e-6 and 1e-5, where few bf16 weights move in a step
     every: int = 4  # steps between two checkpoints
 

@@ -61,30 +61,27 @@ def _summary(outcome: Outcome) -> Table:
         table.add_row(name, f"{mine / scale:.1f} {unit}", f"{other / scale:.1f} {unit}", f"{mine / other:.1%}")
 
     table.add_row("checkpoints measured", str(len(ours)), str(len(theirs)), "")
-    compared("bytes per checkpoint, mean", mean(save["stored_bytes"] for save in ours), whole, "MB", 1e6)
+    compared("bytes a checkpoint, mean", mean(save["stored_bytes"] for save in ours), whole, "MB", 1e6)
     if deltas:
-        compared("bytes per checkpoint, after the first", mean(save["stored_bytes"] for save in deltas), whole, "MB", 1e6)
-    compared("training waits per checkpoint, median", blocking, torch_blocking, "ms", 1e-3)
+        compared("bytes after the first, mean", mean(save["stored_bytes"] for save in deltas), whole, "MB", 1e6)
+    compared("training waits, median", blocking, torch_blocking, "ms", 1e-3)
     table.add_row("until durable, median", f"{median(save['durable_seconds'] for save in ours) * 1e3:.1f} ms", "as above", "")
-    table.add_row("restore and load, after the kill", f"{outcome.restore_seconds * 1e3:.0f} ms", "", "")
-    table.add_row("a training step, median", f"{median(outcome.step_seconds) * 1e3:.0f} ms", "", "")
+    table.add_row("restore after the kill", f"{outcome.restore_seconds * 1e3:.0f} ms", "", "")
+    table.add_row("one training step, median", f"{median(outcome.step_seconds) * 1e3:.0f} ms", "", "")
     table.add_row("steps lost to the kill", str(outcome.kill["last_step"] - outcome.kill["newest_checkpoint"]), "", "")
     return table
 
 
 def _classes(outcome: Outcome) -> Table:
     deltas = [save["classes"] for save in outcome.saved if not save["keyframe"]]
-    table = Table(title=f"what changed between two checkpoints ({outcome.every} steps), mean of {len(deltas)}")
-    for heading in ("leaves", "raw", "words changed", "encoded / raw"):
+    table = Table(title=f"changed in {outcome.every} steps, mean of {len(deltas)}")
+    for heading in ("leaves", "in memory", "words changed"):
         table.add_column(heading, justify="left" if heading == "leaves" else "right")
     for name in CLASSES:
         found = [classes[name] for classes in deltas if name in classes]
-        if not found:
-            continue
-        raw, encoded, words, changed = (
-            sum(sums[field] for sums in found) for field in ("raw_bytes", "encoded_bytes", "words", "changed")
-        )
-        table.add_row(name, f"{raw / len(found) / 1e6:.2f} MB", f"{changed / words:.2%}", f"{encoded / raw:.1%}")
+        if found:
+            raw, words, changed = (sum(sums[field] for sums in found) for field in ("raw_bytes", "words", "changed"))
+            table.add_row(name, f"{raw / len(found) / 1e6:.2f} MB", f"{changed / words:.2%}")
     return table
 
 

@@ -263,14 +263,14 @@ def _compare_states(plan: Plan, folder: Path, bar: Bar) -> Iterator[Verdict]:
 
     expected = torch.load(folder / "reference.pt", weights_only=True)
     with Engine(folder / "checkpoints") as engine:
-        yield checks.compare("final state, restored in PyTorch", expected, engine.restore(plan.steps))
+        yield checks.compare("final state in PyTorch", expected, engine.restore(plan.steps))
     bar.at(1)
     arrays = deltacheck.open(folder / "checkpoints").restore(plan.steps)
-    yield checks.compare("final state, restored without a framework", expected, arrays)
+    yield checks.compare("final state in NumPy", expected, arrays)
     bar.at(2)
-    yield checks.in_jax("final state, restored as a JAX pytree", expected, arrays)
+    yield checks.in_jax("final state as a JAX pytree", expected, arrays)
     bar.at(3)
-    yield checks.in_plain_zarr("first checkpoint, opened with plain zarr-python", folder / "checkpoints", plan.checkpoints()[0])
+    yield checks.in_plain_zarr("first checkpoint in plain zarr", folder / "checkpoints", plan.checkpoints()[0])
     bar.at(4)
 
 
