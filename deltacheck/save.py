@@ -412,6 +412,11 @@ class Saver:
         handle._add_blocking(time.perf_counter() - begin)
         return handle
 
+    def number_from(self, seq: int) -> None:
+        """Give the next save at least this sequence number: savers that share a store must not use one twice."""
+        with self._lock:
+            self._next_seq = max(self._next_seq, seq)
+
     def adopt(self, leaves: Mapping[str, tuple[LeafSpec, Any, U64, str, list[str]]], refs: Iterable[SegmentRef]) -> None:
         """Take a restored step as the shadow, so that the chain goes on without new keyframes.
 
