@@ -1,6 +1,7 @@
 """deltacheck: delta checkpoints for LLM post-training.
 
-``open(root)`` reads any checkpoint without a framework; ``deltacheck.backends.torch.Engine`` and ``deltacheck.backends.orbax.manager`` write them.
+``open(root)`` reads any checkpoint without a framework; ``deltacheck.backends.torch.Engine`` and
+``deltacheck.backends.orbax.manager`` write them.
 """
 
 from __future__ import annotations

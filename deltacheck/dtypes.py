@@ -26,8 +26,9 @@ class DType:
     """One element type.
 
     ``name``: as JAX and ml_dtypes spell it. ``item_bytes``: bytes of one element in memory (sub-byte types take one).
-    ``word_bytes``: what the encoder compares (1, 2, 4 or 8). ``storage``: the zarr data type of a natural array; a type that zarr-python lacks
-    is stored as the unsigned integer of the same size, so that plain zarr opens it and ``.view()`` brings it back.
+    ``word_bytes``: what the encoder compares (1, 2, 4 or 8). ``storage``: the zarr data type of a natural array; a type that
+    zarr-python lacks is stored as the unsigned integer of the same size, so that plain zarr opens it and ``.view()`` brings it
+    back.
     """
 
     name: str

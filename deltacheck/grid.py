@@ -16,8 +16,8 @@ PACK_BELOW_BYTES = 256 << 10  # smaller leaves share one array per storage type:
 def chunk_shape(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     """The regular chunk of a leaf: at most about ``CHUNK_BYTES``, and contiguous in C order.
 
-    The form is ``(1, .., 1, rows, *whole trailing dimensions)``, so chunks taken in C order of the grid are consecutive runs of the leaf's memory.
-    Depends on shape and item size alone: every framework and every process cuts alike.
+    The form is ``(1, .., 1, rows, *whole trailing dimensions)``, so chunks taken in C order of the grid are consecutive runs of
+    the leaf's memory. Depends on shape and item size alone: every framework and every process cuts alike.
     """
     budget = max(1, CHUNK_BYTES // item_bytes)
     chunk = [1] * len(shape)

@@ -9,8 +9,8 @@ import time
 from deltacheck.errors import SaveFailed
 from deltacheck.records import SaveReport
 
-#: The states of a save, in order. ``captured``: training may overwrite the state. ``encoded``: the shadow is up to date. ``durable``: every byte
-#: survives a power cut. ``committed``: the step exists.
+# The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is up to date. durable: every
+# byte survives a power cut. committed: the step exists.
 STATES = ("started", "captured", "encoded", "durable", "committed")
 
 
@@ -52,7 +52,8 @@ class SaveHandle:
     def wait(self, state: str = "committed", timeout: float | None = None) -> SaveHandle:
         """Wait until the save has reached ``state``; a skipped save has reached them all.
 
-        ``timeout`` in seconds. Raises the save's own error where it failed, ``TimeoutError`` where time ran out, ``ValueError`` for an unknown state.
+        ``timeout`` in seconds. Raises the save's own error where it failed, ``TimeoutError`` where time ran out, ``ValueError``
+        for an unknown state.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")

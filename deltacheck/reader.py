@@ -71,12 +71,13 @@ class Checkpoints:
     ) -> Any:
         """Restore a step (by default the newest) and verify every byte of it.
 
-        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from ml_dtypes), tied leaves as
-        one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path: (slice | int, ...)}``, step-1 boxes, as
-        ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is cut. Only the chunks that are needed are read.
-        ``max_bytes``: refuse before allocating more than this.
+        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from
+        ml_dtypes), tied leaves as one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path:
+        (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
+        cut. Only the chunks that are needed are read. ``max_bytes``: refuse before allocating more than this.
 
-        Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError`` for a wrong slice.
+        Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
+        for a wrong slice.
         """
         manifest = self.manifest(step)
         if leaves is None and slices is None:
@@ -107,7 +108,8 @@ class Checkpoints:
     def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
 
-        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every byte.
+        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every
+        byte.
         """
         return verify.verify(self._root, step, deep=deep)
 
@@ -118,9 +120,10 @@ def _load_box(chain: Chain, box: tuple[slice, ...], max_bytes: int | None) -> Lo
     return restore.load({path: chain}, {path: chunks}, max_bytes=max_bytes)[path]
 
 
-def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:  # noqa: A001 - deltacheck.open is the public name
+def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:
     """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax ``CheckpointManager``.
 
-    ``item``: the item of a manager's steps, needed only where they have more than one. Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
+    ``item``: the item of a manager's steps, needed only where they have more than one. Raises ``NotACheckpointRoot``,
+    ``UnsupportedFormat``.
     """
     return Checkpoints(open_root(path, item))

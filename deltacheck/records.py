@@ -79,8 +79,9 @@ class LeafReport:
 class SaveReport:
     """What one committed save cost.
 
-    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added. ``blocking_seconds``: wall time that the
-    training thread lost, waits before the next optimizer step included. ``durable_seconds``: from the call to the commit.
+    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added.
+    ``blocking_seconds``: wall time that the training thread lost, waits before the next optimizer step included.
+    ``durable_seconds``: from the call to the commit.
     """
 
     step: int

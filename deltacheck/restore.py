@@ -1,7 +1,7 @@
 """Carry out a restore: resolve the chain -> read -> apply -> verify. Returns host bytes; backends place them.
 
-Every byte that is handed out has been compared with a digest that the step's manifest names: manifest -> digest of each segment's table ->
-digest of each leaf -> digests of its chunks -> bytes.
+Every byte that is handed out has been compared with a digest that the step's manifest names: manifest -> digest of each
+segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Loaded(NamedTuple):
 def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) -> dict[str, Chain]:
     """The chain of every asked leaf, each link checked by the digests that the tables carry.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have.
+    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
+    have.
     """
     segments = open_segments(root, manifest)
     wanted = list(manifest.leaves) if paths is None else list(dict.fromkeys(paths))
@@ -95,7 +96,7 @@ def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Se
         row = entry.digests
         for part, first, rows in entry.delta:
             chunks = segment.part(part).index[first : first + rows, columns.CHUNK]
-            if digests.shape[0] != count or chunks.size and int(chunks.max()) >= count:
+            if digests.shape[0] != count or (chunks.size and int(chunks.max()) >= count):
                 raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {count} chunks")
             digests[chunks] = segment.digests[row : row + rows]
             row += rows
@@ -111,14 +112,15 @@ def load(
 ) -> dict[str, Loaded]:
     """Read, decode and verify leaves, or the named chunks of each.
 
-    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the machine's memory).
-    Raises ``Damaged`` naming the leaf and file.
+    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the
+    machine's memory). Raises ``Damaged`` naming the leaf and file.
     """
     wanted = {path: (chunks or {}).get(path, list(range(chain.spec.chunk_count))) for path, chain in chains.items()}
     total = sum(_bytes_of(chains[path].spec, numbers) for path, numbers in wanted.items())
-    if max_bytes is not None and total > max_bytes:
+    budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if max_bytes is None else max_bytes
+    if total > budget:
         raise BudgetExceeded(
-            f"the restore would allocate {total} bytes, more than max_bytes={max_bytes}; name fewer leaves or slices"
+            f"the restore would allocate {total} bytes, more than max_bytes={budget}; name fewer leaves or slices"
         )
     loaded = {
         p: Loaded(chains[p], numbers, np.empty(_bytes_of(chains[p].spec, numbers), np.uint8)) for p, numbers in wanted.items()

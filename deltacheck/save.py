@@ -1,10 +1,12 @@
 """Carry out a save: capture -> encode -> write -> commit, behind the training loop.
 
-Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and hands them to the store; the *committer*
-waits for the disk, writes the manifest and promotes the step. A save may be captured while the one before it is still on its way to disk.
+Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and hands them to the store; the
+*committer* waits for the disk, writes the manifest and promotes the step. A save may be captured while the one before it is
+still on its way to disk.
 
-The shadow (``_Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that fails after that
-leaves no shadow: the next save writes keyframes (``Saver._fail``), and saves already encoded on top of the failed one fail too.
+The shadow (``_Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that
+fails after that leaves no shadow: the next save writes keyframes (``Saver._fail``), and saves already encoded on top of the
+failed one fail too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from deltacheck.codec.base import CHANGED, CHUNK, METHOD, U8, U32, U64, Codec, Encoded
+from deltacheck.codec.base import CHANGED, CHUNK, METHOD, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
@@ -47,8 +49,8 @@ KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded
 class LeafSource:
     """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes.
 
-    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before ``save`` returns.
-    ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
+    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
+    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
     """
 
     spec: LeafSpec
@@ -323,9 +325,9 @@ def _index_rows(rows: U32, leaf_number: int, leaf: _Leaf) -> U32:
 class Saver:
     """Saves of one root, one after the other. Made by a backend; one saver a root and process.
 
-    ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks training
-    later; smaller: less memory.
-    ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
+    ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
+    training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
+    storage before a save is given up.
     """
 
     def __init__(
@@ -376,9 +378,10 @@ class Saver:
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
-        ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``: what happens
-        when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``). Raises ``SaveFailed`` for an
-        earlier save's failure that nobody has been told of yet (this step is then not saved), ``ValueError`` for a wrong ``on_busy``.
+        ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``:
+        what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
+        Raises ``SaveFailed`` for an earlier save's failure that nobody has been told of yet (this step is then not saved),
+        ``ValueError`` for a wrong ``on_busy``.
         """
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
@@ -420,7 +423,8 @@ class Saver:
     def adopt(self, leaves: Mapping[str, tuple[LeafSpec, Any, U64, str, list[str]]], refs: Iterable[SegmentRef]) -> None:
         """Take a restored step as the shadow, so that the chain goes on without new keyframes.
 
-        Per path: spec, base (the codec's, owned from now on), chunk digests, keyframe segment, delta segments. REQUIRES: no save is pending.
+        Per path: spec, base (the codec's, owned from now on), chunk digests, keyframe segment, delta segments. REQUIRES: no
+        save is pending.
         """
         with self._lock:
             self.epoch += 1

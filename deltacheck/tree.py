@@ -1,8 +1,9 @@
 """Nested state <-> ordered leaf paths and a JSON skeleton: the same paths for the same structure in both frameworks.
 
-A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``, ``%`` or a control character, and where it could be
-taken for an integer key, so two different key sequences never share a path. The skeleton is the rest: containers, key order, Python
-scalars, ties. It is plain JSON (``docs/reference/format.md``, section 3); reading it builds dicts, lists, tuples and scalars and nothing else.
+A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``, ``%`` or a control
+character, and where it could be taken for an integer key, so two different key sequences never share a path. The skeleton is
+the rest: containers, key order, Python scalars, ties. It is plain JSON (``docs/reference/format.md``, section 3); reading it
+builds dicts, lists, tuples and scalars and nothing else.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
 class ArrayLeaf(NamedTuple):
     """What a backend says of a leaf that is an array.
 
-    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties mean nothing. ``tag``: what a
-    backend needs to give the array its own type again (``"jax.key:threefry2x32"``), ``None`` for a plain array.
+    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties mean nothing. ``tag``: what
+    a backend needs to give the array its own type again (``"jax.key:threefry2x32"``), ``None`` for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -66,10 +67,10 @@ def escape_key(key: object) -> str:
 def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
     """Take ``tree`` apart.
 
-    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything else, which must then be a Python scalar,
-    text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple, deque; what else the backend's framework
-    takes for a container, ``expand(container)`` gives as (key, child) pairs.
-    Tied leaves are held by the least of their paths, whatever the order of the keys.
+    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything else, which must then be a
+    Python scalar, text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple,
+    deque; what else the backend's framework takes for a container, ``expand(container)`` gives as (key, child) pairs. Tied
+    leaves are held by the least of their paths, whatever the order of the keys.
 
     Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
     """
@@ -152,7 +153,7 @@ def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]]
 
 def _key(key: object) -> str | int:
     escape_key(key)
-    return key if type(key) in (str, int) else (str(key) if isinstance(key, str) else int(cast("int", key)))
+    return str(key) if isinstance(key, str) else int(cast("int", key))
 
 
 def _scalar_node(value: object, path: str) -> Node | None:
@@ -197,7 +198,7 @@ Place: TypeAlias = Callable[[str, str, "str | None"], object]
 
 
 def unflatten(skeleton: Node, place: Place) -> object:
-    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``, whose bytes are those of the leaf ``owner`` (itself, but for a tie).
+    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``: the bytes of the leaf ``owner`` (itself, but for ties).
 
     Raises ``Damaged`` where the skeleton is not one.
     """

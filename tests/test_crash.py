@@ -28,7 +28,9 @@ def test_a_run_that_is_killed_again_and_again_never_loses_an_acknowledged_step(t
     rng = random.Random(seed)
     root, next_step, leftovers = tmp_path / "root", 0, 0
     for kill in range(KILLS):
-        with subprocess.Popen([sys.executable, str(CHILD), str(root), str(next_step)], stdout=subprocess.PIPE, text=True) as child:
+        with subprocess.Popen(
+            [sys.executable, str(CHILD), str(root), str(next_step)], stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdout is not None
             first = child.stdout.readline()
             assert first, f"seed {seed}, kill {kill}: the child ended by itself"
@@ -58,14 +60,21 @@ def test_a_run_that_is_killed_again_and_again_never_loses_an_acknowledged_step(t
 
 
 def test_a_process_that_ends_with_a_save_under_way_finishes_it_first(tmp_path: Path) -> None:
-    code = "import sys, torch\nfrom deltacheck.backends.torch import Engine\nengine = Engine(sys.argv[1])\nengine.save(3, {'x': torch.randn(2000, 1000)})"
+    code = (
+        "import sys, torch; from deltacheck.backends.torch import Engine; engine = Engine(sys.argv[1])\n"
+        "engine.save(3, {'x': torch.randn(2000, 1000)})"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     assert deltacheck.open(tmp_path).steps() == [3]
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
 def test_an_exception_in_the_training_loop_still_finishes_the_save_under_way(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Engine(tmp_path) as engine:
-        engine.save(0, {"x": torch.randn(1000, 1000)})
-        1 / 0  # noqa: B018
+    def training() -> None:
+        with Engine(tmp_path) as engine:
+            engine.save(0, {"x": torch.randn(1000, 1000)})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        training()
     assert deltacheck.open(tmp_path).verify(deep=True) == []

@@ -6,7 +6,7 @@ import copy
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,10 @@ def restored(root: Path, step: int) -> Any:
 
 
 @pytest.fixture
-def copied(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+def copied(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path / "copy"
     shutil.copytree(run[0], root)
-    yield root, run[1]
+    return root, run[1]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)

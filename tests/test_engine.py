@@ -473,6 +473,6 @@ def test_restored_tensors_are_the_callers_own(tmp_path: Path) -> None:
 def test_a_restore_that_would_exceed_the_budget_is_refused_before_it_allocates(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         engine.save(0, {"x": torch.zeros(1000)})
-        with pytest.raises(errors.BudgetExceeded, match="4000 bytes.*max_bytes=3999"):
+        with pytest.raises(errors.BudgetExceeded, match=r"4000 bytes.*max_bytes=3999"):
             engine.restore(max_bytes=3999)
         engine.restore(max_bytes=4000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -57,7 +58,7 @@ def test_a_missing_step_is_named_together_with_those_that_exist(tmp_path: Path) 
             engine.restore()
         engine.save(10, {"x": torch.zeros(1)})
         engine.wait()
-        with pytest.raises(errors.StepNotFound, match="has no step 5. Steps that it has: 10"):
+        with pytest.raises(errors.StepNotFound, match=r"has no step 5\. Steps that it has: 10"):
             engine.restore(5)
         with pytest.raises(errors.StepNotFound, match="no leaf 'y'; near it: 'x'"):
             deltacheck.open(tmp_path).restore(leaves=["y"])
@@ -101,7 +102,11 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
     with Engine(tmp_path) as engine:
         with pytest.raises(errors.RootBusy, match=f"process {os.getpid()} on "):
             Engine(tmp_path)
-        code = "import sys\nfrom deltacheck import errors\nfrom deltacheck.store.lease import Lease\nfrom pathlib import Path\ntry:\n Lease(Path(sys.argv[1]))\nexcept errors.RootBusy as e:\n print(e)"
+        code = (
+            "import sys; from pathlib import Path; from deltacheck import errors; from deltacheck.store.lease import Lease\n"
+            "try: Lease(Path(sys.argv[1]))\n"
+            "except errors.RootBusy as error: print(error)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
         )
@@ -202,10 +207,8 @@ def test_a_save_that_stands_on_a_failed_one_fails_too(
         full_disk.append(4)
         handles = [engine.save(1, state)]
         nudge(state)
-        try:
+        with contextlib.suppress(errors.SaveFailed):  # the failure may be known already
             handles.append(engine.save(2, state))
-        except errors.SaveFailed:
-            pass  # the failure was already known
         for handle in handles:
             handle.exception(60)
         full_disk.clear()
@@ -215,9 +218,11 @@ def test_a_save_that_stands_on_a_failed_one_fails_too(
 
 
 def test_a_failure_at_the_end_of_the_with_block_is_raised_there(tmp_path: Path, full_disk: list[int]) -> None:
-    with pytest.raises(errors.SaveFailed, match="No space left"), Engine(tmp_path) as engine:
-        full_disk.append(0)
-        engine.save(0, {"x": torch.zeros(1)})
+    engine = Engine(tmp_path)
+    full_disk.append(0)
+    engine.save(0, {"x": torch.zeros(1)})
+    with pytest.raises(errors.SaveFailed, match="No space left"):
+        engine.__exit__(None, None, None)
     full_disk.clear()
 
 

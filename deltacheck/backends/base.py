@@ -1,7 +1,7 @@
 """What a backend must do, and what all backends share.
 
-A backend turns a tree of its framework into ``tree.Flat`` (``describe``), gives the bytes of a leaf in the form that its codec takes (capture),
-and puts restored bytes where the framework wants them (place). It keeps no format knowledge of its own.
+A backend turns a tree of its framework into ``tree.Flat`` (``describe``), gives the bytes of a leaf in the form that its codec
+takes (capture), and puts restored bytes where the framework wants them (place). It keeps no format knowledge of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def describe_numpy(value: object) -> ArrayLeaf | None:
     return ArrayLeaf(value.shape, dtype_named(value.dtype.name).name, identity, NUMPY_ARRAY)
 
 
-def numpy_bytes(value: np.ndarray | np.generic) -> np.ndarray:  # type: ignore[type-arg]
+def numpy_bytes(value: np.ndarray | np.generic) -> np.ndarray:
     """The bytes of a NumPy array, uint8 1-D in C order; a view where its memory allows it."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
@@ -55,8 +55,8 @@ def place_numpy(item: Loaded, tag: str | None) -> object | None:
 def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
     """Which stored leaf fills which leaf of a restore target: target path (ties once) -> stored path.
 
-    Raises ``TreeMismatch`` naming the leaves and both values where paths, shapes or dtypes differ, or where leaves that are tied in the target were saved
-    with different content.
+    Raises ``TreeMismatch`` naming the leaves and both values where paths, shapes or dtypes differ, or where leaves that are
+    tied in the target were saved with different content.
     """
     stored, wanted = array_paths(manifest.tree), array_paths(target.skeleton)
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())

@@ -11,8 +11,8 @@ import xxhash
 class Policy:
     """What a save promises and how long its chains may grow. Make one with ``Policy.exact()``.
 
-    ``contract``: ``"exact"``, bit for bit. ``max_chain_depth``: most deltas that a restore applies to a leaf. Larger: fewer keyframes to
-    write, longer restore, more segments that a step depends on.
+    ``contract``: ``"exact"``, bit for bit. ``max_chain_depth``: most deltas that a restore applies to a leaf. Larger: fewer
+    keyframes to write, longer restore, more segments that a step depends on.
     """
 
     contract: str
@@ -29,8 +29,8 @@ class Policy:
 def needs_keyframe(policy: Policy, path: str, depth: int | None) -> bool:
     """Whether a leaf is written whole: it has no base (``depth=None``), or its chain has reached its limit.
 
-    The limit is staggered over leaves by a hash of the path, between half of ``max_chain_depth`` and all of it, so that keyframes
-    do not all fall on one save. It depends on nothing else: every process decides alike.
+    The limit is staggered over leaves by a hash of the path, between half of ``max_chain_depth`` and all of it, so that
+    keyframes do not all fall on one save. It depends on nothing else: every process decides alike.
     """
     if depth is None:
         return True

@@ -38,8 +38,9 @@ class Pending(Protocol):
 class ArraySpec:
     """All that defines a zarr array of ours.
 
-    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``: ``"values"``
-    (blosc lz4 with bit shuffle), ``"stream"`` (zstd level 1) or ``"store"`` (uncompressed); every one ends in crc32c.
+    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``:
+    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd level 1) or ``"store"`` (uncompressed); every one ends in
+    crc32c.
     """
 
     shape: tuple[int, ...]
@@ -145,12 +146,13 @@ def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Ten
 def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
     """Create the array and start writing ``values``.
 
-    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has no cache.
+    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has
+    no cache.
     """
     target = _open(path, spec, where, create=True, open=False)
     if math.prod(spec.shape) == 0:
         return _Done()
-    return target.write(values, can_reference_source_data_indefinitely=True).commit  # type: ignore[no-any-return]
+    return target.write(values, can_reference_source_data_indefinitely=True).commit
 
 
 class _Done:
@@ -171,7 +173,8 @@ class ReadableArray:
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
-        return self.start(box).result()
+        values: NDArray[Any] = self.start(box).result()
+        return values
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""

@@ -1,7 +1,8 @@
 """Garbage collection: remove segments that no committed step needs, and never one that any needs.
 
-The order is what makes it safe beside a writer: list segments first, *then* read the live manifests. A segment that appears after the listing is
-not a candidate; a manifest that appears after it can only need segments that are protected, newer, or needed by an older step too.
+The order is what makes it safe beside a writer: list segments first, *then* read the live manifests. A segment that appears
+after the listing is not a candidate; a manifest that appears after it can only need segments that are protected, newer, or
+needed by an older step too.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def collect(
 ) -> Collected:
     """Remove segments that are not needed.
 
-    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that began before may end. Longer: safer for slow
-    readers; shorter: disk space sooner. ``protected``: segments of saves under way. ``writer_is_dead``: also segments newer than the newest
-    step may go (REQUIRES: the caller holds the lease, or no save is under way). ``dry_run`` changes nothing.
+    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that began before
+    may end. Longer: safer for slow readers; shorter: disk space sooner. ``protected``: segments of saves under way.
+    ``writer_is_dead``: also segments newer than the newest step may go (REQUIRES: the caller holds the lease, or no save is
+    under way). ``dry_run`` changes nothing.
 
     Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown.
     """

@@ -51,8 +51,8 @@ def seq_of(name: str) -> int:
 def array_names(paths: list[str]) -> dict[str, str]:
     """One flat array name a leaf path: ``/`` becomes ``.``, other unsafe characters ``%XX``.
 
-    Names that would collide (also on a file system that ignores case), are reserved by zarr or are too long get a hash of the path
-    instead of their uniqueness; the leaf table, not the name, says which leaf an array is.
+    Names that would collide (also on a file system that ignores case), are reserved by zarr or are too long get a hash of the
+    path instead of their uniqueness; the leaf table, not the name, says which leaf an array is.
     """
     plain = {path: _plain_name(path) for path in paths}
     taken: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """One writer a root: an advisory lock on the control group, with the holder's name in its attributes.
 
-The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be cleaned up after. The fence that holds without
-the lock is the exclusive creation of the next manifest (``root.py``).
+The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be cleaned up after. The fence
+that holds without the lock is the exclusive creation of the next manifest (``root.py``).
 """
 
 from __future__ import annotations

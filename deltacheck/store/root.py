@@ -1,8 +1,8 @@
 """A root on disk: where its segments lie, which steps are committed, and the one act that commits a step.
 
-Two arrangements share all code below this file. An *engine root* holds its manifests under ``checkpoints/``. A *manager root* belongs to
-Orbax's ``CheckpointManager``: manifests lie in the step directories that Orbax commits by renaming, and our store is the directory
-``deltacheck`` beside them.
+Two arrangements share all code below this file. An *engine root* holds its manifests under ``checkpoints/``. A *manager root*
+belongs to Orbax's ``CheckpointManager``: manifests lie in the step directories that Orbax commits by renaming, and our store is
+the directory ``deltacheck`` beside them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ class Store:
 
     @cached_property
     def _writing(self) -> ts.Context:
-        # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of it since.
+        # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of
+        # it since.
         return arrays.context(self.threads, cache_bytes=0)
 
     @classmethod
     def create(cls, path: Path, threads: int | None = None) -> Store:
         """Make the directories of a store where they are not there yet, durably.
 
-        Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else, ``UnsupportedFormat``.
+        Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else,
+        ``UnsupportedFormat``.
         """
         if _group_attributes(path) is None:
             if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
@@ -121,13 +123,17 @@ class Root:
     def manifest(self, step: int | None = None) -> Manifest:
         """The manifest of a training step (its newest, where a resumed run repeated the step), or of the newest checkpoint.
 
-        Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that is meant: falling
-        back to an older step is the caller's choice.
+        Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that
+        is meant: falling back to an older step is the caller's choice.
         """
         checkpoints, damaged = self._read_all()
         matching = [ref for ref in checkpoints if step is None or ref.step == step]
         if damaged and (not matching or (step is None and max(damaged) > checkpoints[-1].manifest_path)):
-            way_out = f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number" if checkpoints else "No other step is left"
+            way_out = (
+                f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number"
+                if checkpoints
+                else "No other step is left"
+            )
             raise Damaged(f"{damaged[max(damaged)]}. {way_out}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")

@@ -1,7 +1,7 @@
 """The two JSON documents of the format, checked whole when they are read: a segment's table and a step's manifest.
 
-Both lie in the attributes of a zarr group under the key ``deltacheck``. Unknown keys are ignored, unknown ``must_understand`` features are refused
-(``docs/reference/format.md``, sections 2 and 3).
+Both lie in the attributes of a zarr group under the key ``deltacheck``. Unknown keys are ignored, unknown ``must_understand``
+features are refused (``docs/reference/format.md``, sections 2 and 3).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
 class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a segment holds of one leaf.
 
-    ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row of its first chunk digest in the segment's digest
-    table; a keyframe has one for every chunk, a delta one for every row. ``delta``: runs of rows, ``(part, first row, rows)``.
+    ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row of its first chunk digest
+    in the segment's digest table; a keyframe has one for every chunk, a delta one for every row. ``delta``: runs of rows,
+    ``(part, first row, rows)``.
     """
 
     dtype: str
@@ -103,8 +104,8 @@ class LeafRecord(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
-    ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the epoch, for people only.
-    ``contract``: what a restore gives; version 1 knows ``exact``.
+    ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the
+    epoch, for people only. ``contract``: what a restore gives; version 1 knows ``exact``.
     """
 
     format: str
@@ -139,7 +140,8 @@ def to_attributes(document: SegmentTable | Manifest) -> dict[str, Any]:
 def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document:
     """Decode and check a group's ``zarr.json``.
 
-    ``where`` names the file in errors. Raises ``Damaged`` (not JSON, checksum, schema, impossible values) or ``UnsupportedFormat``.
+    ``where`` names the file in errors. Raises ``Damaged`` (not JSON, checksum, schema, impossible values) or
+    ``UnsupportedFormat``.
     """
     if len(content) > MAX_DOCUMENT_BYTES:
         raise Damaged(f"{where} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document may have")
@@ -239,17 +241,19 @@ def _check_segment(table: SegmentTable) -> None:
             names.add(entry.key.array)
         elif entry.key is not None:
             if entry.key.packed != spec.element.storage:
-                raise ValueError(f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as {spec.element.storage!r}")
+                raise ValueError(
+                    f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as {spec.element.storage!r}"
+                )
             packed.setdefault(entry.key.packed, []).append((entry.key.offset, spec.raw_bytes // spec.element.item_bytes))
     _check_covers(digests, table.digests, "digests")
     if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
         raise ValueError("its packed arrays or its parts are not those that its leaves name")
     for storage, ranges in packed.items():
         _check_covers(ranges, table.packed[storage], f"packed/{storage}")
-    for number, part in enumerate(table.parts):
-        _check_covers(rows[number], part.rows, f"delta/{number}")
-        limit = 2 * raw_bytes[number] + 1024 * part.rows
-        for name, stream in part.streams.items():
+    for number, declared in enumerate(table.parts):
+        _check_covers(rows[number], declared.rows, f"delta/{number}")
+        limit = 2 * raw_bytes[number] + 1024 * declared.rows
+        for name, stream in declared.streams.items():
             if name not in STREAMS or stream.codec not in ("stream", "store") or not 0 < stream.length <= limit:
                 raise ValueError(f"part {number} has the impossible stream {name!r} of {stream.length} bytes")
 

@@ -115,8 +115,8 @@ class SegmentWriter:
     def finish(self, leaves: Mapping[str, LeafEntry], digests: U64, deadline: float) -> SegmentRef:
         """Wait for every write, then write the groups, the table last, and sync the directories.
 
-        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises ``SaveFailed`` when it passes; a failed write
-        raises what TensorStore raised.
+        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises ``SaveFailed`` when it passes; a failed
+        write raises what TensorStore raised.
         """
         packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
         for storage, values in packed.items():

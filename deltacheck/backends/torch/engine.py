@@ -36,16 +36,18 @@ log = logging.getLogger("deltacheck")
 class Engine:
     """Checkpoints of one training process in one directory.
 
-    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the training
-    loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the engine holds one *shadow*, a copy of the state,
-    to compare with. ``max_pending``: saves under way at most; larger: more overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are
-    under way, ``"wait"`` for one or ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own behind the training loop and copies the rest at once;
-    ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer. ``keep_last``: delete older checkpoints (default: keep
-    all). ``grace_seconds``: how long unneeded segments stay for readers that began before. ``io_timeout_seconds``: longest wait for the storage before a
-    save is given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit.
+    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes
+    between the training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the
+    engine holds one *shadow*, a copy of the state, to compare with. ``max_pending``: saves under way at most; larger: more
+    overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are under way, ``"wait"`` for one or
+    ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own behind the training loop and copies the rest
+    at once; ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer. ``keep_last``:
+    delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
+    before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
+    wait for pending saves at interpreter exit.
 
-    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``, ``UnsupportedFormat``, ``OSError`` where it
-    cannot be written.
+    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
+    ``UnsupportedFormat``, ``OSError`` where it cannot be written.
     """
 
     def __init__(
@@ -99,11 +101,13 @@ class Engine:
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Save ``state`` as of this call as checkpoint ``step``, and return while it is written.
 
-        ``state``: nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text, bytes and ``None``; state dicts of
-        modules, optimizers and schedulers are such. Tied tensors are stored once and tied again on restore. ``metrics``: numbers kept with the step.
+        ``state``: nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text, bytes and ``None``; state
+        dicts of modules, optimizers and schedulers are such. Tied tensors are stored once and tied again on restore.
+        ``metrics``: numbers kept with the step.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``SaveFailed`` for an earlier save's failure that nobody has seen yet (this
-        step is then not saved). A failure of this save is on the handle, in the log, and raised by the next call.
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``SaveFailed`` for an earlier save's
+        failure that nobody has seen yet (this step is then not saved). A failure of this save is on the handle, in the log, and
+        raised by the next call.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
@@ -152,10 +156,12 @@ class Engine:
     def restore(self, step: int | None = None, into: object = None, *, max_bytes: int | None = None) -> Any:
         """Restore a committed step (by default the newest), verified bit for bit; the next save continues its chain.
 
-        Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure: its tensors are filled in place,
-        wherever they live, and the state is returned with them and the restored numbers. ``max_bytes``: refuse before allocating more than this.
+        Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
+        its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
+        ``max_bytes``: refuse before allocating more than this.
 
-        Raises ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
+        Raises ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
+        segment and way out).
         """
         self._saver.check_usable()
         self._saver.wait()
@@ -212,7 +218,7 @@ class Engine:
         if self._keep_last is not None:
             try:
                 self._retain(self._keep_last)
-            except Exception:  # noqa: BLE001 - the step is committed; that old ones could not be deleted must not undo that
+            except Exception:
                 log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
         return len(encode_manifest(manifest))
 

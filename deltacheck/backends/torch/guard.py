@@ -1,7 +1,8 @@
 """Which tensors may be read after ``save`` returns: those that only an optimizer's step changes, because we can hold that step back.
 
-torch calls the global optimizer pre-step hook once before every real step, before any weight changes (also under ``torch.compile`` and DeepSpeed).
-Everything that the optimizers seen so far own is *guarded*: the hook waits until the captures under way have read it. A tensor of unknown owner is copied eagerly.
+torch calls the global optimizer pre-step hook once before every real step, before any weight changes (also under
+``torch.compile`` and DeepSpeed). Everything that the optimizers seen so far own is *guarded*: the hook waits until the captures
+under way have read it. A tensor of unknown owner is copied eagerly.
 """
 
 from __future__ import annotations

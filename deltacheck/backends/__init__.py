@@ -1,0 +1,1 @@
+"""The only rooms where a framework is imported: one folder each."""
