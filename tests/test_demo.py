@@ -15,10 +15,15 @@ from deltacheck.demo.plan import tiny
 pytest.importorskip("torch")
 
 
+def _said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, without the line breaks of the console's width."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.timeout(300)  # four processes that import torch, one after the other
 def test_quick_demo_is_killed_resumes_and_ends_bit_for_bit_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run.main(seed=11, quick=True, keep=tmp_path / "kept", json_file=tmp_path / "figures.json")
-    said = capsys.readouterr().out
+    said = _said(capsys)
     assert code == 0, said
     assert "killed with SIGKILL" in said
     assert "Bit for bit the same" in said
@@ -44,7 +49,7 @@ def test_a_comparison_that_fails_is_named_and_gives_exit_code_1(
 
     monkeypatch.setattr(run, "perform", perform)
     assert run.main(seed=1, quick=True) == 1
-    assert "NOT the same: final state" in capsys.readouterr().out
+    assert "NOT the same: final state" in _said(capsys)
 
 
 def test_a_child_that_fails_is_one_clear_line_and_the_end_of_its_log(
@@ -52,7 +57,7 @@ def test_a_child_that_fails_is_one_clear_line_and_the_end_of_its_log(
 ) -> None:
     monkeypatch.setattr(run, "_write_rows", lambda plan, folder, progress: None)  # so that the first child finds no data
     assert run.main(seed=1, quick=True, keep=tmp_path / "kept") == 1
-    said = capsys.readouterr().out
+    said = _said(capsys)
     assert "The demo failed. pretrain ended with exit code 1" in said
     assert "pretrain.npz" in said
 
@@ -60,13 +65,13 @@ def test_a_child_that_fails_is_one_clear_line_and_the_end_of_its_log(
 def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert run.main(quick=True, keep=tmp_path) == 1
-    assert "not empty" in capsys.readouterr().out
+    assert "not empty" in _said(capsys)
     assert (tmp_path / "mine").exists()
 
 
 def test_too_few_steps_to_be_killed_between_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(quick=True, steps=8) == 2
-    assert "give at least 12" in capsys.readouterr().out
+    assert "give at least 12" in _said(capsys)
 
 
 def test_importing_the_demo_imports_no_framework() -> None:
