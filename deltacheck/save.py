@@ -118,11 +118,13 @@ class _Work:
         self.handle = handle
         self.seq = seq
         self.tree = tree
-        self.sources = sources
+        self.specs = {path: source.spec for path, source in sources.items()}
+        self.lazy = [source for source in sources.values() if source.lazy]
         self.metrics = metrics
         self.commit = commit
         self.epoch, self.leaves = saver.epoch, saver.leaves
         self.order = {path: number for number, path in enumerate(sources)}
+        self.may_be_committed = False
         self.begin = time.perf_counter()
         self.writer: SegmentWriter = saver.store.writer(seq)
         self.keyframes: list[str] = []
@@ -251,10 +253,10 @@ class _Work:
             leaf.digests[stored] = fresh
             leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
             self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))
-        for path, source in self.sources.items():
+        for path, spec in self.specs.items():
             leaf = leaves[path]
             self.segments |= {leaf.key_segment, *leaf.delta_segments}
-            self.records[path] = LeafRecord(source.spec.dtype, source.spec.shape, source.spec.chunk, leaf.digest)
+            self.records[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf.digest)
 
     def _enter(
         self, leaf: _Leaf, digests: U64, key: KeyframeAt | None = None, delta: tuple[tuple[int, int, int], ...] = ()
@@ -292,7 +294,7 @@ class _Work:
         )
 
     def report(self, stored_bytes: int) -> SaveReport:
-        leaves = tuple(self._leaf_report(source.spec) for source in self.sources.values())
+        leaves = tuple(self._leaf_report(spec) for spec in self.specs.values())
         return SaveReport(
             step=self.handle.step,
             seq=self.seq,
@@ -500,11 +502,11 @@ class Saver:
     def _encode_loop(self) -> None:
         while (work := self._to_encode.get()) is not None:
             try:
-                for source in work.sources.values():
-                    if source.lazy:
-                        work.capture(source)
-                        if work.unsealed_bytes >= PART_BYTES:
-                            work.seal()
+                for source in work.lazy:
+                    work.capture(source)
+                    if work.unsealed_bytes >= PART_BYTES:
+                        work.seal()
+                work.lazy.clear()  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()
                 work.handle._advance("encoded")
@@ -527,6 +529,7 @@ class Saver:
                     self._refs[ref.id] = ref
                 work.handle._advance("durable")
                 self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
+                work.may_be_committed = True
                 stored = work.commit(work.manifest(self._refs))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
             except BaseException as error:  # noqa: BLE001 - as above
@@ -540,5 +543,6 @@ class Saver:
                 self.leaves = {}
         failure = as_save_failed(work.handle.step, error)
         log.error("%s", failure)
-        shutil.rmtree(work.writer.path, ignore_errors=True)  # what stays behind is removed by gc
+        if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know
+            shutil.rmtree(work.writer.path, ignore_errors=True)
         work.handle._fail(failure)

@@ -261,3 +261,52 @@ def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
             assert_same(state, engine.restore(2))
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last fsync fails: the manifest is there, so what it names must stay."""
+    from deltacheck.store import root as store_root
+
+    state = training_state()
+    with Engine(tmp_path) as engine:
+        original = store_root.sync_directory
+
+        def failing(path: Path) -> None:
+            original(path)
+            if path.name == "checkpoints":
+                raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(store_root, "sync_directory", failing)
+        assert "Input/output error" in str(engine.save(0, state).exception(60))
+        monkeypatch.undo()
+        assert_same(state, engine.restore(0))
+
+
+def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gc
+    import threading
+    import weakref
+
+    from deltacheck import save
+
+    go = threading.Event()
+    original = save._Work.finish_segment
+
+    def finish(self: Any) -> Any:
+        assert go.wait(30)
+        return original(self)
+
+    monkeypatch.setattr(save._Work, "finish_segment", finish)
+    with Engine(tmp_path) as engine:
+        tensor = torch.randn(300, 300)
+        alive = weakref.ref(tensor)
+        handle = engine.save(0, {"x": tensor})
+        handle.wait("encoded", timeout=30)
+        del tensor
+        gc.collect()
+        assert alive() is None
+        go.set()

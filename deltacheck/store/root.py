@@ -222,8 +222,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
-def commit(root: Path, manifest: Manifest) -> None:
-    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
+def commit(root: Path, manifest: Manifest) -> int:
+    """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
     Raises ``RootBusy`` where another writer has taken the sequence number.
     """
@@ -236,6 +236,7 @@ def commit(root: Path, manifest: Manifest) -> None:
         )
     sync_directory(folder)
     sync_directory(folder.parent)
+    return len(content)
 
 
 def describe_steps(steps: list[int]) -> str:

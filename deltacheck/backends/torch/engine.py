@@ -27,7 +27,7 @@ from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect
 from deltacheck.store.lease import Lease
-from deltacheck.store.root import Root, Store, commit, encode_manifest
+from deltacheck.store.root import Root, Store, commit
 from deltacheck.store.schema import Manifest
 
 log = logging.getLogger("deltacheck")
@@ -214,13 +214,13 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> int:
-        commit(self._root.path, manifest)
+        written = commit(self._root.path, manifest)
         if self._keep_last is not None:
             try:
                 self._retain(self._keep_last)
             except Exception:
                 log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
-        return len(encode_manifest(manifest))
+        return written
 
     def _retain(self, keep_last: int) -> None:
         checkpoints = self._root.checkpoints()
