@@ -1,0 +1,369 @@
+#include "delta.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace deltacheck {
+namespace {
+
+// --- which kernels
+// ------------------------------------------------------------------------------------------------------------------
+
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> usable;
+#ifdef DELTACHECK_X86_LEVELS
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) usable.push_back(&kKernelsX86V4);
+  if (__builtin_cpu_supports("x86-64-v3")) usable.push_back(&kKernelsX86V3);
+  if (__builtin_cpu_supports("x86-64-v2")) usable.push_back(&kKernelsX86V2);
+#endif
+  usable.push_back(&kKernelsPlain);
+  return usable;
+}
+
+const Kernels* kernels_named(const std::string& name) {
+  for (const Kernels* kernels : usable_kernels()) {
+    if (name == kernels->instruction_set) return kernels;
+  }
+  throw std::invalid_argument("no kernels for the instruction set '" + name + "' on this processor");
+}
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> kernels{[] {
+    const char* asked = std::getenv("DELTACHECK_ISA");
+    return asked != nullptr ? kernels_named(asked) : usable_kernels().front();
+  }()};
+  return kernels;
+}
+
+std::atomic<int>& thread_count() {
+  static std::atomic<int> count{std::min(8, usable_processors())};
+  return count;
+}
+
+// --- encode
+// -------------------------------------------------------------------------------------------------------------------------
+
+Bytes allocate(size_t size) {
+  uint8_t* memory = static_cast<uint8_t*>(std::malloc(size));
+  if (memory == nullptr) throw std::bad_alloc();
+  return {std::unique_ptr<uint8_t, Free>(memory), size};
+}
+
+// What one thread works with. Room for the largest chunk's positions: pages that are not written to are never made.
+class Worker {
+ public:
+  Worker(uint64_t most_words, int word_bytes) {
+    const uint64_t tiles = tiles_of(most_words, word_bytes), most = most_words * word_bytes + kMostTileBytes;
+    const uint64_t room[kStreams] = {kTileEntryBytes * tiles, most, most_words / 8 + 8, most, most};
+    for (int stream = kTiles; stream <= kWide; ++stream) buffers_[stream] = allocate(room[stream]);
+  }
+
+  PositionStreams out(Method method) {
+    return {at(kTiles), at(method == kSparse ? kGaps : kBits), at(kValues), at(kWide)};
+  }
+  uint8_t* at(int stream) { return buffers_[stream].data.get(); }
+
+  const std::unique_ptr<Scratch> scratch{new Scratch};
+
+ private:
+  Bytes buffers_[kWide + 1];
+};
+
+class Encoder {
+ public:
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base)
+      : run_(run), current_(current), base_(base), kernels_(*chosen().load()) {
+    for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
+      const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
+      most_words_ = std::max(most_words_, words);
+      tiles_ += tiles_of(words, run.word_bytes);
+    }
+  }
+
+  Encoded encode() {
+    const int useful = static_cast<int>(std::min<uint64_t>(run_.chunks, static_cast<uint64_t>(threads())));
+    run_on_threads(useful, [this] { work(); });
+    if (failed_) throw std::bad_alloc();
+    for (Bytes& stream : result_.streams) shrink(&stream);
+    return std::move(result_);
+  }
+
+ private:
+  void work() {
+    try {
+      Worker worker(most_words_, run_.word_bytes);
+      for (;;) {
+        const uint64_t chunk = next_chunk_.fetch_add(1);
+        if (chunk >= run_.chunks) return;
+        encode_chunk(chunk, &worker);
+      }
+    } catch (const std::bad_alloc&) {
+      std::lock_guard lock(mutex_);
+      failed_ = true;
+      turn_.notify_all();
+    }
+  }
+
+  void encode_chunk(uint64_t chunk, Worker* worker) {
+    const uint64_t start = run_.bounds[chunk] * run_.word_bytes, words = run_.bounds[chunk + 1] - run_.bounds[chunk];
+    const uint8_t* current = current_ + start;
+    uint8_t* base = base_ != nullptr ? base_ + start : nullptr;
+    Row row{static_cast<uint32_t>(chunk), kUnchanged, 0, 0, 0};
+    uint8_t* at[kStreams] = {};
+    if (words == 0) {
+      reserve(row, words, at);
+      return;
+    }
+    Method method = kernels_.choose(run_.word_bytes, current, base, words, worker->scratch.get());
+    bool base_done = false;
+    if (method == kSparse || method == kBitmap) {
+      const PositionStreams out = worker->out(method);
+      const bool fits =
+          kernels_.encode_positions(run_.word_bytes, method, current, base, words, worker->scratch.get(), out, &row);
+      if (row.changed == 0 || fits) {
+        row.method = row.changed == 0 ? kUnchanged : method;
+        reserve(row, words, at);
+        for (int stream = kTiles; stream <= kWide; ++stream) {
+          const uint64_t size = stream_bytes(row, stream, words, run_.word_bytes);
+          if (size > 0) std::memcpy(at[stream], worker->at(stream), size);
+        }
+        return;
+      }
+      method = kRaw;
+      base_done = true;
+    }
+    // The sizes follow from the method alone, so the streams are written where they stay; only `changed` is not known
+    // before.
+    row.method = method;
+    Row* const stored = reserve(row, words, at);
+    if (base_done) {
+      std::memcpy(at[kWords], current, words * run_.word_bytes);
+      return;
+    }
+    const int first = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
+    stored->changed =
+        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch.get(), at + first);
+  }
+
+  // Waits until the chunks before have their places, then gives this one its own. The thread that has the lowest chunk
+  // never waits, so the line moves whatever the number of threads. Returns where the row stands.
+  Row* reserve(const Row& row, uint64_t words, uint8_t** at) {
+    std::unique_lock lock(mutex_);
+    turn_.wait(lock, [&] { return failed_ || placed_ == row.chunk; });
+    if (failed_) throw std::bad_alloc();
+    Row* stored = nullptr;
+    if (row.method != kUnchanged) {
+      if (result_.rows.capacity() == 0) result_.rows.reserve(run_.chunks);  // rows never move: threads fill them in
+      result_.rows.push_back(row);
+      stored = &result_.rows.back();
+      for (int stream = 0; stream < kStreams; ++stream) {
+        const uint64_t size = stream_bytes(row, stream, words, run_.word_bytes);
+        if (size == 0) continue;
+        Bytes& whole = result_.streams[stream];
+        if (whole.data == nullptr) {
+          whole = allocate(most_bytes(stream));
+          whole.size = 0;
+        }
+        at[stream] = whole.data.get() + whole.size;
+        whole.size += size;
+      }
+    }
+    ++placed_;
+    lock.unlock();
+    turn_.notify_all();
+    return stored;
+  }
+
+  // Most bytes that the run can have in a stream, all of them together at most the run's: a chunk is never stored in
+  // more than its own.
+  size_t most_bytes(int stream) const {
+    if (stream == kTiles) return kTileEntryBytes * tiles_;
+    if (stream == kBits) return run_.words() / 8 + run_.chunks;
+    if (stream == kGaps || stream == kWide || stream == kWords) return run_.bytes();
+    return run_.words();
+  }
+
+  // Gives back what was not used. Large blocks are whole pages of their own: nothing is copied.
+  static void shrink(Bytes* stream) {
+    if (stream->data == nullptr) return;
+    if (void* smaller = std::realloc(stream->data.get(), stream->size)) {
+      (void)stream->data.release();
+      stream->data.reset(static_cast<uint8_t*>(smaller));
+    }
+  }
+
+  const Run& run_;
+  const uint8_t* const current_;
+  uint8_t* const base_;
+  const Kernels& kernels_;
+  uint64_t most_words_ = 0, tiles_ = 0;
+  std::atomic<uint64_t> next_chunk_{0};
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable turn_;
+  uint64_t placed_ = 0;
+  bool failed_ = false;
+  Encoded result_;
+};
+
+// --- apply
+// --------------------------------------------------------------------------------------------------------------------------
+
+std::string counted(uint64_t number) { return std::to_string(number); }
+
+std::string in_chunk(uint64_t chunk, const std::string& why) { return "chunk " + counted(chunk) + ": " + why; }
+
+// What is wrong with a row by itself; empty if nothing is.
+std::string problem_with(const Row& row, uint64_t words) {
+  if (row.method == kUnchanged || row.method >= kMethods) return "method " + counted(row.method) + " is not known";
+  if (row.changed > words) {
+    return counted(row.changed) + " words are said to have changed, there are only " + counted(words);
+  }
+  const std::string under = std::string(" must be 0 under ") + kMethodNames[row.method];
+  if (row.gap_bytes != 0 && row.method != kSparse) return "gap_bytes" + under;
+  if (row.wide_count != 0 && row.method != kSparse && row.method != kBitmap) return "wide_count" + under;
+  return "";
+}
+
+// Where each row's part of every stream stands; or why there is none.
+std::string place(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
+                  std::vector<ChunkStreams>* places) {
+  uint64_t taken[kStreams] = {};
+  places->resize(row_count);
+  for (uint64_t i = 0; i < row_count; ++i) {
+    const Row& row = rows[i];
+    if (row.chunk >= run.chunks) return in_chunk(row.chunk, "there are only " + counted(run.chunks) + " chunks");
+    if (i > 0 && row.chunk <= rows[i - 1].chunk) {
+      return in_chunk(row.chunk, "its row comes after that of chunk " + counted(rows[i - 1].chunk));
+    }
+    const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
+    const std::string problem = problem_with(row, words);
+    if (!problem.empty()) return in_chunk(row.chunk, problem);
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const uint64_t size = stream_bytes(row, stream, words, run.word_bytes);
+      (*places)[i].at[stream] = nullptr;
+      if (size == 0) continue;
+      if (size > streams[stream].size - taken[stream]) {
+        return in_chunk(row.chunk, std::string("stream ") + kStreamNames[stream] + " ends inside it");
+      }
+      (*places)[i].at[stream] = streams[stream].data + taken[stream];
+      taken[stream] += size;
+    }
+  }
+  for (int stream = 0; stream < kStreams; ++stream) {
+    const uint64_t rest = streams[stream].size - taken[stream];
+    if (rest != 0)
+      return std::string("stream ") + kStreamNames[stream] + " has " + counted(rest) + " bytes that belong to no chunk";
+  }
+  return "";
+}
+
+std::string told(const Row& row, const Refusal& refusal) {
+  const std::string found = counted(refusal.found), said = counted(refusal.said);
+  const std::string tile = "chunk " + counted(row.chunk) + ", tile " + counted(refusal.tile) + ": ";
+  switch (refusal.check) {
+    case Check::kPassed:
+      return "";
+    case Check::kChangedSum:
+      return in_chunk(row.chunk, "its tiles own " + found + " changed words, its row says " + said);
+    case Check::kGapSum:
+      return in_chunk(row.chunk, "its tiles own " + found + " gap bytes, its row says " + said);
+    case Check::kWideSum:
+      return in_chunk(row.chunk, "its tiles own " + found + " wide differences, its row says " + said);
+    case Check::kUnusedBit:
+      return in_chunk(row.chunk, "an unused bit of the bitmap is set");
+    case Check::kTileBits:
+      return tile + "its bitmap has " + found + " bits, its entry says " + said;
+    case Check::kTileGaps:
+      return tile + "its " + found + " gap bytes do not make " + said + " gaps";
+    case Check::kTilePosition:
+      return tile + "a position lies outside its " + said + " words";
+    case Check::kTileEscapes:
+      return tile + found + " of its values are wide, its entry says " + said;
+    case Check::kTileWide:
+      return tile + "a wide difference fits a value";
+  }
+  return "";
+}
+
+}  // namespace
+
+void Free::operator()(uint8_t* memory) const { std::free(memory); }
+
+std::string problem_with(const Run& run, uint64_t bytes) {
+  if (run.word_bytes != 1 && run.word_bytes != 2 && run.word_bytes != 4 && run.word_bytes != 8) {
+    return "word_bytes must be 1, 2, 4 or 8, not " + std::to_string(run.word_bytes);
+  }
+  if (run.bounds[0] != 0) return "bounds must ascend from 0";
+  for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
+    if (run.bounds[chunk + 1] < run.bounds[chunk]) return "bounds must ascend from 0";
+    if ((run.bounds[chunk + 1] - run.bounds[chunk]) >> 32) return "a chunk must have fewer than 2^32 words";
+  }
+  if (bytes % static_cast<uint64_t>(run.word_bytes) != 0 ||
+      run.words() != bytes / static_cast<uint64_t>(run.word_bytes)) {
+    return "bounds end at " + counted(run.words()) + " words of " + std::to_string(run.word_bytes) +
+           " bytes, but there are " + counted(bytes) + " bytes";
+  }
+  if (run.chunks >> 32) return "there must be fewer than 2^32 chunks";
+  return "";
+}
+
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
+
+std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
+  std::vector<ChunkStreams> places;
+  std::string problem = place(run, rows, row_count, streams, &places);
+  if (!problem.empty()) return problem;
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> next_row{0}, bad_row{row_count};
+  std::mutex mutex;
+  Refusal refusal;  // of bad_row, under the mutex
+  const auto work = [&] {
+    for (;;) {
+      const uint64_t i = next_row.fetch_add(1);
+      // Rows before a bad one are all taken by now, and each thread finishes its own: the first bad row is found on any
+      // number of threads.
+      if (i >= bad_row.load()) return;
+      const Row& row = rows[i];
+      const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
+      const Refusal found = kernels.check_chunk(run.word_bytes, row, places[i], words);
+      if (found.check != Check::kPassed) {
+        std::lock_guard lock(mutex);
+        if (i < bad_row.load()) {
+          bad_row = i;
+          refusal = found;
+        }
+        continue;
+      }
+      kernels.apply_chunk(run.word_bytes, row, places[i], base + run.bounds[row.chunk] * run.word_bytes, words);
+    }
+  };
+  run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))), work);
+  return bad_row < row_count ? told(rows[bad_row], refusal) : "";
+}
+
+int threads() { return thread_count(); }
+
+void set_threads(int count) { thread_count() = std::max(1, count); }
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : usable_kernels()) names.emplace_back(kernels->instruction_set);
+  return names;
+}
+
+std::string instruction_set() { return chosen().load()->instruction_set; }
+
+void use_instruction_set(const std::string& name) { chosen() = kernels_named(name); }
+
+}  // namespace deltacheck

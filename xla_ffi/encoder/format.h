@@ -1,0 +1,208 @@
+// The numbers and the scalar arithmetic of docs/reference/format.md, section 4. Everything here is part of the format.
+//
+// Host and device code include this file. Functions have internal linkage: it is compiled once for each instruction
+// set, and no copy made for a newer processor may be picked for an older one.
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#  define DELTACHECK_HD __host__ __device__ static inline
+#else
+#  define DELTACHECK_HD static inline
+#endif
+
+namespace deltacheck {
+
+// All permanent.
+constexpr uint32_t kTileBytes = 16384;  // of the chunk; one constant for every processor
+constexpr uint32_t kEscape = 255;       // in gaps: 255 more unchanged words; in values: the difference is in wide
+constexpr uint32_t kSampleEvery = 8;    // tiles 0, 8, 16, .. are the sample
+constexpr uint32_t kTileEntryBytes = 6;
+
+enum Method : uint32_t { kUnchanged = 0, kSparse = 1, kBitmap = 2, kDiff = 3, kPlanes = 4, kRaw = 5 };
+constexpr uint32_t kMethods = 6;
+constexpr const char* kMethodNames[kMethods] = {"unchanged", "sparse", "bitmap", "diff", "planes", "raw"};
+
+// In the order in which streams are listed everywhere; diff and planes take one each for every byte of a word.
+enum Stream : int {
+  kTiles,
+  kGaps,
+  kBits,
+  kValues,
+  kWide,
+  kDiff0,
+  kPlane0 = kDiff0 + 8,
+  kWords = kPlane0 + 8,
+  kStreams
+};
+constexpr const char* kStreamNames[kStreams] = {
+    "tiles", "gaps",  "bitmap", "values", "wide",   "diff0",  "diff1",  "diff2",  "diff3",  "diff4",  "diff5",
+    "diff6", "diff7", "plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7", "raw"};
+
+struct Row {
+  uint32_t chunk, method, changed, gap_bytes, wide_count;
+};
+constexpr uint32_t kRowWidth = 5;
+
+// Unsigned words of W bytes. `Memory` is the same in memory of any alignment and any declared type.
+template <int W>
+struct Word;
+template <>
+struct Word<1> {
+  using type = uint8_t;
+  using signed_type = int8_t;
+  typedef uint8_t Memory;
+};
+template <>
+struct Word<2> {
+  using type = uint16_t;
+  using signed_type = int16_t;
+  typedef uint16_t Memory __attribute__((may_alias, aligned(1)));
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+  using signed_type = int32_t;
+  typedef uint32_t Memory __attribute__((may_alias, aligned(1)));
+};
+template <>
+struct Word<8> {
+  using type = uint64_t;
+  using signed_type = int64_t;
+  typedef uint64_t Memory __attribute__((may_alias, aligned(1)));
+};
+
+template <int W>
+constexpr uint32_t kTileWords = kTileBytes / W;
+
+DELTACHECK_HD uint64_t tiles_of(uint64_t words, int word_bytes) {
+  return (words * word_bytes + kTileBytes - 1) / kTileBytes;
+}
+
+// z of a word.
+template <int W>
+DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current, typename Word<W>::type base) {
+  using U = typename Word<W>::type;
+  using S = typename Word<W>::signed_type;
+  const U d = static_cast<U>(current - base);
+  return static_cast<U>(static_cast<U>(d << 1) ^ static_cast<U>(static_cast<S>(d) >> (8 * W - 1)));
+}
+
+// d of a z.
+template <int W>
+DELTACHECK_HD typename Word<W>::type unzigzag(typename Word<W>::type z) {
+  using U = typename Word<W>::type;
+  return static_cast<U>(static_cast<U>(z >> 1) ^ static_cast<U>(0 - (z & 1)));
+}
+
+// Value planes show bfloat16 and float32 with all exponent bits in the top byte.
+template <int W>
+DELTACHECK_HD typename Word<W>::type rotated_left(typename Word<W>::type word) {
+  using U = typename Word<W>::type;
+  if (W != 2 && W != 4) return word;
+  return static_cast<U>(static_cast<U>(word << 1) | static_cast<U>(word >> (8 * W - 1)));
+}
+
+template <int W>
+DELTACHECK_HD typename Word<W>::type rotated_right(typename Word<W>::type word) {
+  using U = typename Word<W>::type;
+  if (W != 2 && W != 4) return word;
+  return static_cast<U>(static_cast<U>(word >> 1) | static_cast<U>(word << (8 * W - 1)));
+}
+
+// Bytes that a chunk of `words` words owns in `stream`, as they follow from its row.
+DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, int word_bytes) {
+  const bool positions = row.method == kSparse || row.method == kBitmap;
+  if (stream == kTiles) return positions ? kTileEntryBytes * tiles_of(words, word_bytes) : 0;
+  if (stream == kGaps) return row.method == kSparse ? row.gap_bytes : 0;
+  if (stream == kBits) return row.method == kBitmap ? (words + 7) / 8 : 0;
+  if (stream == kValues) return positions ? row.changed : 0;
+  if (stream == kWide) return positions ? uint64_t{row.wide_count} * word_bytes : 0;
+  if (stream == kWords) return row.method == kRaw ? words * word_bytes : 0;
+  if (stream < kPlane0) return row.method == kDiff && stream - kDiff0 < word_bytes ? words : 0;
+  return row.method == kPlanes && stream - kPlane0 < word_bytes ? words : 0;
+}
+
+// --- 4.4: the cost of a byte string, in 1/256 bit
+// ---------------------------------------------------------------------------------
+
+constexpr uint64_t kByteCost = 8 * 256;
+
+// L(x) as the document defines it. REQUIRES: x >= 1. Slow; log2_256 gives the same.
+static constexpr uint32_t log2_256_by_squaring(uint64_t x) {
+  uint32_t e = 0;
+  while (x >> e > 1) ++e;
+  uint64_t m = e <= 31 ? x << (31 - e) : x >> (e - 31);
+  uint32_t r = e;
+  for (int step = 0; step < 8; ++step) {
+    m = (m * m) >> 31;
+    r *= 2;
+    if (m >> 32) {
+      m >>= 1;
+      ++r;
+    }
+  }
+  return r;
+}
+
+// L is 256 e + f(m) with f from 0 to 255 that never falls: f is known from the least m of each of its values. By the 8
+// bits of m below its leading one, `first` gives f at the low end of that eighth of the way; f rises by at most 2 until
+// its high end (256 log2' <= 1.4427 a step).
+struct Log2Table {
+  uint32_t least[258];
+  uint8_t first[256];
+};
+
+static constexpr Log2Table make_log2_table() {
+  Log2Table table{};
+  for (uint32_t f = 0; f < 256; ++f) {
+    uint64_t low = uint64_t{1} << 31, high = uint64_t{1} << 32;  // least m with f(m) >= f
+    while (low < high) {
+      const uint64_t middle = low + (high - low) / 2;
+      if (log2_256_by_squaring(middle) - 31 * 256 >= f)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    table.least[f] = static_cast<uint32_t>(low);
+  }
+  table.least[256] = table.least[257] = 0xffffffffu;
+  for (uint32_t step = 0; step < 256; ++step) {
+    table.first[step] =
+        static_cast<uint8_t>(log2_256_by_squaring((uint64_t{1} << 31) + (uint64_t{step} << 23)) - 31 * 256);
+  }
+  return table;
+}
+
+#ifndef __CUDACC__
+static constexpr Log2Table kLog2Table = make_log2_table();
+
+// L(x). REQUIRES: x >= 1.
+static inline uint32_t log2_256(uint64_t x) {
+  const uint32_t e = 63 - __builtin_clzll(x);
+  const uint32_t m = static_cast<uint32_t>(e <= 31 ? x << (31 - e) : x >> (e - 31));
+  const uint32_t f = kLog2Table.first[(m >> 23) & 255];
+  return 256 * e + f + (f < 255 && m >= kLog2Table.least[f + 1]) + (f < 254 && m >= kLog2Table.least[f + 2]);
+}
+
+// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
+// `skew = false` leaves out the skew term: a bound from below (see choose in segment.h).
+template <typename Counter>
+static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
+  if (n == 0) return 0;
+  const uint64_t whole = log2_256(n);
+  uint64_t sum = 0, most = 0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const uint64_t h = histogram[byte];
+    if (h == 0) continue;
+    sum += h * (whole - log2_256(h));
+    most = h > most ? h : most;
+  }
+  if (skew && 2 * most > n) sum += kByteCost * ((n - most) * (2 * most - n) / n);
+  return sum < kByteCost * n ? sum : kByteCost * n;
+}
+#endif
+
+}  // namespace deltacheck

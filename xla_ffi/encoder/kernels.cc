@@ -1,0 +1,51 @@
+// Compiled once for each instruction set, with DELTACHECK_KERNELS the name of the table and DELTACHECK_INSTRUCTION_SET
+// its text. No function of this file but those behind the table may have external linkage: the linker would pick one
+// copy for all processors.
+
+#include "kernels.h"
+
+#include "segment.h"
+
+namespace deltacheck {
+namespace {
+
+// Calls `function<W>` for the W that `word_bytes` says. REQUIRES: 1, 2, 4 or 8.
+#define DELTACHECK_FOR_WORD(function, ...) \
+  switch (word_bytes) {                    \
+    case 1:                                \
+      return function<1>(__VA_ARGS__);     \
+    case 2:                                \
+      return function<2>(__VA_ARGS__);     \
+    case 4:                                \
+      return function<4>(__VA_ARGS__);     \
+    default:                               \
+      return function<8>(__VA_ARGS__);     \
+  }
+
+Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch) {
+  DELTACHECK_FOR_WORD(choose, current, base, words, scratch)
+}
+
+bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                          Scratch* scratch, const PositionStreams& out, Row* row){
+    DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, scratch, out, row)}
+
+uint32_t
+    encode_dense_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                     Scratch* scratch,
+                     uint8_t* const* out){DELTACHECK_FOR_WORD(encode_dense, method, current, base, words, scratch, out)}
+
+Refusal check_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words) {
+  DELTACHECK_FOR_WORD(check_chunk, row, streams, words)
+}
+
+void apply_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words) {
+  DELTACHECK_FOR_WORD(apply_chunk, row, streams, base, words)
+}
+
+}  // namespace
+
+const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET, choose_any,      encode_positions_any,
+                                    encode_dense_any,           check_chunk_any, apply_chunk_any};
+
+}  // namespace deltacheck

@@ -1,0 +1,77 @@
+// The encoder of one chunk (segment.h) as function pointers: one table for each instruction set that this build was
+// compiled for.
+
+#pragma once
+
+#include <cstdint>
+
+#include "format.h"
+
+namespace deltacheck {
+
+// Most bytes that one tile adds to gaps, values and wide together: every word changed and wide; and where no word is
+// near another.
+constexpr uint32_t kMostTileBytes = 2 * kTileBytes + kTileBytes + kTileBytes / 255 + 64;
+
+// Room for a tile's intermediate results, for any size of word. About 100 KiB: lives on the heap, one for each thread.
+struct Scratch {
+  alignas(64) uint64_t masks[kTileBytes / 64];
+  alignas(64) uint16_t positions[kTileBytes + 64];  // the last block may store up to 64 more than there are
+  alignas(64) uint8_t every_z[kTileBytes];          // of all words of the tile
+  alignas(64) uint8_t z[kTileBytes];                // of its changed words
+  alignas(64) uint8_t gaps[kMostTileBytes];
+  alignas(64) uint8_t values[kTileBytes];
+  alignas(64) uint8_t wide[kTileBytes + 8];
+  alignas(64) uint32_t plane_counts[8][256];
+  alignas(64) uint32_t gap_counts[256], bit_counts[256], value_counts[256];
+};
+
+// Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes` bytes or what the
+// format allows at most, whichever is less, in each.
+struct PositionStreams {
+  uint8_t* tiles;
+  uint8_t* positions;  // gaps or bitmap
+  uint8_t* values;
+  uint8_t* wide;
+};
+
+// One chunk's part of every stream; null where it owns nothing.
+struct ChunkStreams {
+  const uint8_t* at[kStreams];
+};
+
+enum class Check : uint32_t {
+  kPassed,
+  kChangedSum,
+  kGapSum,
+  kWideSum,
+  kUnusedBit,
+  kTileBits,
+  kTileGaps,
+  kTilePosition,
+  kTileEscapes,
+  kTileWide,
+};
+
+struct Refusal {
+  Check check = Check::kPassed;
+  uint32_t tile = 0;
+  uint64_t found = 0, said = 0;
+};
+
+// Functions are described in segment.h, where they take `word_bytes` as their template argument.
+struct Kernels {
+  const char* instruction_set;
+  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch);
+  bool (*encode_positions)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                           Scratch* scratch, const PositionStreams& out, Row* row);
+  uint32_t (*encode_dense)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                           Scratch* scratch, uint8_t* const* out);
+  Refusal (*check_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words);
+  void (*apply_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words);
+};
+
+extern const Kernels kKernelsPlain;  // what the compiler makes for every processor of this kind
+extern const Kernels kKernelsX86V2, kKernelsX86V3, kKernelsX86V4;
+
+}  // namespace deltacheck

@@ -1,0 +1,506 @@
+// The encoder of one chunk, docs/reference/format.md section 4: which method, its streams, the new base; and back,
+// checked.
+//
+// Knows no framework, allocates nothing, starts no thread. Internal linkage throughout, see format.h. Functions are
+// templates on the bytes of a word; words may lie at any address. Lengths are in words unless the name says bytes. The
+// host is little endian.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "compare.h"
+#include "format.h"
+#include "kernels.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are written as they stand in memory");
+
+namespace deltacheck {
+
+namespace {
+
+inline uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t tile_words) {
+  const uint64_t rest = words - tile * tile_words;
+  return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
+}
+
+// --- one tile: changed words, their positions and differences
+// ---------------------------------------------------------------------
+
+// The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
+inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
+  constexpr uint64_t kTop = uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
+  for (uint32_t block = 0; block < blocks; ++block) {
+    uint64_t bits = masks[block];
+    if (bits == 0) continue;
+    const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
+    // Eight at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
+    for (uint32_t k = 0; k < count; k += 8) {
+      for (uint32_t i = 0; i < 8; ++i) {
+        out[k + i] = static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
+        bits &= bits - 1;
+      }
+    }
+    out += count;
+  }
+}
+
+// z of the words at `positions`; with `kUpdate`, base becomes current on the whole tile.
+template <int W, bool kUpdate>
+inline void differences(const uint8_t* current, uint8_t* base, uint32_t words, const uint16_t* positions,
+                        uint32_t count, uint8_t* every_z, uint8_t* z) {
+  using U = typename Word<W>::type;
+  using Memory = typename Word<W>::Memory;
+  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
+  Memory* __restrict b = reinterpret_cast<Memory*>(base);
+  U* __restrict out = reinterpret_cast<U*>(z);
+  if (count * 16 < words) {  // few: touch no more lines of the base than change
+    for (uint32_t k = 0; k < count; ++k) {
+      const uint32_t p = positions[k];
+      out[k] = zigzag<W>(c[p], b[p]);
+      if (kUpdate) b[p] = c[p];
+    }
+    return;
+  }
+  U* __restrict all = reinterpret_cast<U*>(every_z);
+#pragma omp simd
+  for (uint32_t i = 0; i < words; ++i) {
+    all[i] = zigzag<W>(c[i], b[i]);
+    if (kUpdate) b[i] = c[i];
+  }
+  for (uint32_t k = 0; k < count; ++k) out[k] = all[positions[k]];
+}
+
+// The gaps of one tile; returns their bytes.
+inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* __restrict out) {
+  if (count == 0) return 0;
+  uint16_t most = positions[0];
+#pragma omp simd reduction(max : most)
+  for (uint32_t k = 1; k < count; ++k) {
+    const uint16_t gap = static_cast<uint16_t>(positions[k] - positions[k - 1] - 1);
+    most = gap > most ? gap : most;
+  }
+  if (most < kEscape) {
+    out[0] = static_cast<uint8_t>(positions[0]);
+#pragma omp simd
+    for (uint32_t k = 1; k < count; ++k) out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
+    return count;
+  }
+  uint8_t* at = out;
+  uint32_t next = 0;
+  for (uint32_t k = 0; k < count; ++k) {
+    uint32_t gap = positions[k] - next;
+    next = positions[k] + 1u;
+    for (; gap >= kEscape; gap -= kEscape) *at++ = kEscape;
+    *at++ = static_cast<uint8_t>(gap);
+  }
+  return static_cast<uint32_t>(at - out);
+}
+
+// The values of one tile, and its wide differences; returns how many these are. One entry after them may be
+// overwritten.
+template <int W>
+inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values, uint8_t* __restrict wide) {
+  using U = typename Word<W>::type;
+  const U* __restrict from = reinterpret_cast<const U*>(z);
+  if constexpr (W == 1) {
+#pragma omp simd
+    for (uint32_t k = 0; k < count; ++k) values[k] = static_cast<uint8_t>(from[k] - 1);
+    return 0;
+  } else {
+    U escapes = 0;  // at most one a word of the tile: fits the word
+#pragma omp simd reduction(+ : escapes)
+    for (uint32_t k = 0; k < count; ++k) {
+      const bool big = from[k] > 255;
+      values[k] = static_cast<uint8_t>(big ? kEscape : from[k] - 1);
+      escapes = static_cast<U>(escapes + big);
+    }
+    if (escapes == 0) return 0;
+    typename Word<W>::Memory* __restrict to = reinterpret_cast<typename Word<W>::Memory*>(wide);
+    if (escapes == count) {
+      std::memcpy(wide, z, size_t{count} * W);
+    } else {
+      for (uint32_t k = 0, n = 0; k < count; ++k) {
+        to[n] = from[k];
+        n += from[k] > 255;
+      }
+    }
+    return static_cast<uint32_t>(escapes);
+  }
+}
+
+inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_t gap_bytes, uint32_t wide_count) {
+  const uint16_t entry[3] = {static_cast<uint16_t>(changed), static_cast<uint16_t>(gap_bytes),
+                             static_cast<uint16_t>(wide_count)};
+  std::memcpy(tiles + kTileEntryBytes * tile, entry, sizeof entry);
+}
+
+// --- 4.4: how the method is chosen
+// ----------------------------------------------------------------------------------------------
+
+template <int W>
+inline void count_planes(const typename Word<W>::Memory* words, uint32_t count, bool rotate, uint32_t (*counts)[256]) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const typename Word<W>::type word = rotate ? rotated_left<W>(words[i]) : words[i];
+    for (int k = 0; k < W; ++k) ++counts[k][(word >> (8 * k)) & 255];
+  }
+}
+
+inline void count_bytes(const uint8_t* bytes, uint32_t count, uint32_t* counts) {
+  for (uint32_t i = 0; i < count; ++i) ++counts[bytes[i]];
+}
+
+// Whether value planes cost less than `bound` on the sample.
+//
+// Most chunks can be told from a small part of it. Entropy is concave, so what a part of the words costs is a bound
+// from below for what all of them cost, up to the rounding of L: L(x) and 256 log2 x differ by less than 2, on both
+// sides of the comparison, for every word and plane. Looked at each time that the part has doubled.
+template <int W>
+inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words, uint64_t bound,
+                             Scratch* scratch) {
+  using Memory = typename Word<W>::Memory;
+  constexpr uint32_t kFirstLook = 1024;
+  const uint64_t rounding = 4 * sample_words * W;
+  std::memset(scratch->plane_counts, 0, sizeof(uint32_t) * 256 * W);
+  uint64_t seen = 0, next_look = kFirstLook;
+  for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
+    const Memory* c = reinterpret_cast<const Memory*>(current + tile * kTileBytes);
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
+    for (uint32_t at = 0; at < size; at += kFirstLook) {
+      const uint32_t some = size - at < kFirstLook ? size - at : kFirstLook;
+      count_planes<W>(c + at, some, true, scratch->plane_counts);
+      seen += some;
+      if (seen < next_look || seen == sample_words) continue;
+      next_look = 2 * seen;
+      uint64_t least = 0;
+      for (int k = 0; k < W; ++k) least += cost(scratch->plane_counts[k], seen, false);
+      if (least >= bound + rounding) return false;
+    }
+  }
+  uint64_t sum = 0;
+  for (int k = 0; k < W; ++k) sum += cost(scratch->plane_counts[k], sample_words);
+  return sum < bound;
+}
+
+// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if there are any.
+template <int W>
+inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t sample_words,
+                               Scratch* scratch, uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
+  using Memory = typename Word<W>::Memory;
+  std::memset(scratch->plane_counts, 0, sizeof(uint32_t) * 256 * W);
+  std::memset(scratch->gap_counts, 0, sizeof scratch->gap_counts);
+  std::memset(scratch->bit_counts, 0, sizeof scratch->bit_counts);
+  std::memset(scratch->value_counts, 0, sizeof scratch->value_counts);
+  uint64_t changed = 0, gap_bytes = 0, wide_count = 0, bitmap_bytes = 0;
+  for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
+    const uint8_t* c = current + tile * kTileBytes;
+    const uint8_t* b = base + tile * kTileBytes;
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
+    bitmap_bytes += bytes_of_bits;
+    if (equal_bytes(c, b, size * W)) {
+      scratch->bit_counts[0] += bytes_of_bits;
+      continue;
+    }
+    const uint32_t count = differing<W>(c, b, size, scratch->masks);
+    set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
+    differences<W, false>(c, const_cast<uint8_t*>(b), size, scratch->positions, count, scratch->every_z, scratch->z);
+    const uint32_t gaps = write_gaps(scratch->positions, count, scratch->gaps);
+    wide_count += write_values<W>(scratch->z, count, scratch->values, scratch->wide);
+    changed += count;
+    gap_bytes += gaps;
+    count_bytes(scratch->gaps, gaps, scratch->gap_counts);
+    count_bytes(scratch->values, count, scratch->value_counts);
+    count_bytes(reinterpret_cast<const uint8_t*>(scratch->masks), bytes_of_bits, scratch->bit_counts);
+    count_planes<W>(reinterpret_cast<const Memory*>(scratch->z), count, false, scratch->plane_counts);
+  }
+  if (changed == 0) return 0;
+  // The bytes of wide are those of the planes, less what the narrow differences put there.
+  uint64_t wide[256];
+  for (int byte = 0; byte < 256; ++byte) {
+    wide[byte] = 0;
+    for (int k = 0; k < W; ++k) wide[byte] += scratch->plane_counts[k][byte];
+    if (W > 1 && byte > 0) wide[byte] -= scratch->value_counts[byte - 1];
+  }
+  wide[0] -= (changed - wide_count) * (W - 1);
+  const uint64_t values = cost(scratch->value_counts, changed) + (wide_count ? cost(wide, wide_count * W) : 0);
+  *bitmap = cost(scratch->bit_counts, bitmap_bytes) + values;
+  *sparse = cost(scratch->gap_counts, gap_bytes) + values;
+  *diff = 0;
+  for (int k = 0; k < W; ++k) {
+    scratch->plane_counts[k][0] += static_cast<uint32_t>(sample_words - changed);  // z = 0: not counted above
+    *diff += cost(scratch->plane_counts[k], sample_words);
+  }
+  return changed;
+}
+
+// The method with the least estimated cost. `base`: null where there is none. REQUIRES: words > 0.
+template <int W>
+inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch) {
+  uint64_t sample_words = 0;
+  for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery)
+    sample_words += words_of_tile(words, tile, kTileWords<W>);
+  Method best = kRaw;
+  uint64_t least = kByteCost * sample_words * W;
+  if (base != nullptr) {
+    uint64_t diff, bitmap, sparse;
+    if (position_costs<W>(current, base, words, sample_words, scratch, &diff, &bitmap, &sparse) == 0) return kSparse;
+    const uint64_t raw = least;
+    best = kDiff, least = diff;
+    if (bitmap < least) best = kBitmap, least = bitmap;
+    if (sparse < least) best = kSparse, least = sparse;
+    if (raw < least) best = kRaw, least = raw;
+  }
+  return planes_cost_less<W>(current, words, sample_words, least, scratch) ? kPlanes : best;
+}
+
+// --- encode
+// -----------------------------------------------------------------------------------------------------------------------
+
+// Words of a run that differ; base becomes current.
+template <int W>
+inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch) {
+  uint64_t changed = 0;
+  for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
+    const uint8_t* c = current + tile * kTileBytes;
+    uint8_t* b = base + tile * kTileBytes;
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
+    if (equal_bytes(c, b, size * W)) continue;
+    changed += differing<W>(c, b, size, scratch->masks);
+    std::memcpy(b, c, size_t{size} * W);
+  }
+  return changed;
+}
+
+// Sparse or bitmap. Fills the row's counts, brings base to current. False where the streams are not smaller than the
+// chunk: they are then not complete, but `changed` and the base are.
+template <int W>
+inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch,
+                             const PositionStreams& out, Row* row) {
+  const uint64_t tiles = tiles_of(words, W);
+  const uint64_t fixed_bytes = kTileEntryBytes * tiles + (method == kBitmap ? (words + 7) / 8 : 0);
+  uint64_t changed = 0, gap_bytes = 0, wide_count = 0;
+  bool fits = true;
+  for (uint64_t tile = 0; tile < tiles; ++tile) {
+    const uint8_t* c = current + tile * kTileBytes;
+    uint8_t* b = base + tile * kTileBytes;
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
+    uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
+    if (equal_bytes(c, b, size * W)) {
+      write_entry(out.tiles, tile, 0, 0, 0);
+      if (method == kBitmap) std::memset(bits, 0, bytes_of_bits);
+      continue;
+    }
+    const uint32_t count = differing<W>(c, b, size, scratch->masks);
+    set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
+    differences<W, true>(c, b, size, scratch->positions, count, scratch->every_z, scratch->z);
+    uint32_t gaps = 0;
+    if (method == kBitmap)
+      std::memcpy(bits, scratch->masks, bytes_of_bits);
+    else
+      gaps = write_gaps(scratch->positions, count, out.positions + gap_bytes);
+    const uint32_t wide = write_values<W>(scratch->z, count, out.values + changed, out.wide + wide_count * W);
+    write_entry(out.tiles, tile, count, gaps, wide);
+    changed += count;
+    gap_bytes += gaps;
+    wide_count += wide;
+    if (fixed_bytes + gap_bytes + changed + wide_count * W >= words * W) {
+      fits = false;
+      const uint64_t done = (tile + 1) * kTileWords<W>;
+      if (done < words) changed += update_base<W>(c + kTileBytes, b + kTileBytes, words - done, scratch);
+      break;
+    }
+  }
+  if (fixed_bytes >= words * W) fits = false;
+  row->changed = static_cast<uint32_t>(changed);
+  row->gap_bytes = fits ? static_cast<uint32_t>(gap_bytes) : 0;
+  row->wide_count = fits ? static_cast<uint32_t>(wide_count) : 0;
+  return fits;
+}
+
+// Byte planes of z. Returns the changed words; base becomes current.
+template <int W>
+inline uint64_t encode_diff(const uint8_t* current, uint8_t* base, uint64_t words, uint8_t* const* planes) {
+  using U = typename Word<W>::type;
+  using Memory = typename Word<W>::Memory;
+  constexpr uint64_t kBlock = W == 1 ? 192 : kTileWords<W>;  // so that a count of its words fits a word
+  uint64_t changed = 0;
+  for (uint64_t start = 0; start < words; start += kBlock) {
+    const Memory* __restrict c = reinterpret_cast<const Memory*>(current) + start;
+    Memory* __restrict b = reinterpret_cast<Memory*>(base) + start;
+    uint8_t* p[W];
+    for (int k = 0; k < W; ++k) p[k] = planes[k] + start;
+    const uint32_t size = static_cast<uint32_t>(words - start < kBlock ? words - start : kBlock);
+    U some = 0;
+#pragma omp simd reduction(+ : some)
+    for (uint32_t i = 0; i < size; ++i) {
+      const U z = zigzag<W>(c[i], b[i]);
+      b[i] = c[i];
+      some = static_cast<U>(some + (z != 0));
+      for (int k = 0; k < W; ++k) p[k][i] = static_cast<uint8_t>(z >> (8 * k));
+    }
+    changed += some;
+  }
+  return changed;
+}
+
+// Byte planes of the values.
+template <int W>
+inline void encode_values(const uint8_t* current, uint64_t words, uint8_t* const* planes) {
+  using U = typename Word<W>::type;
+  using Memory = typename Word<W>::Memory;
+  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
+  uint8_t* p[W];
+  for (int k = 0; k < W; ++k) p[k] = planes[k];
+#pragma omp simd
+  for (uint64_t i = 0; i < words; ++i) {
+    const U word = rotated_left<W>(c[i]);
+    for (int k = 0; k < W; ++k) p[k][i] = static_cast<uint8_t>(word >> (8 * k));
+  }
+}
+
+// diff, planes or raw: sizes follow from the method, so streams are written where they stay. `out`: the W planes, or
+// the one of raw. `base`: null where there is none. Returns the changed words; base becomes current.
+template <int W>
+inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch,
+                             uint8_t* const* out) {
+  uint64_t changed = 0;
+  if (method == kDiff) return static_cast<uint32_t>(encode_diff<W>(current, base, words, out));
+  for (uint64_t tile = 0; tile < tiles_of(words, W);
+       ++tile) {  // tile by tile: the base is updated while current is in cache
+    const uint64_t start = tile * kTileWords<W>;
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
+    const uint8_t* c = current + start * W;
+    if (method == kRaw) {
+      std::memcpy(out[0] + start * W, c, size_t{size} * W);
+    } else {
+      uint8_t* planes[W];
+      for (int k = 0; k < W; ++k) planes[k] = out[k] + start;
+      encode_values<W>(c, size, planes);
+    }
+    changed += base != nullptr ? update_base<W>(c, base + start * W, size, scratch) : size;
+  }
+  return static_cast<uint32_t>(changed);
+}
+
+// --- decode
+// -----------------------------------------------------------------------------------------------------------------------
+
+// Everything that 4.3 asks for inside the streams of one chunk. REQUIRES: they have the sizes that follow from the row.
+template <int W>
+inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t words) {
+  if (row.method != kSparse && row.method != kBitmap) return {};
+  using Entry = typename Word<2>::Memory;
+  const Entry* entries = reinterpret_cast<const Entry*>(streams.at[kTiles]);
+  const uint64_t tiles = tiles_of(words, W);
+  uint64_t sums[3] = {0, 0, 0};
+  for (uint64_t tile = 0; tile < tiles; ++tile) {
+    for (int column = 0; column < 3; ++column) sums[column] += entries[3 * tile + column];
+  }
+  if (sums[0] != row.changed) return {Check::kChangedSum, 0, sums[0], row.changed};
+  if (sums[1] != row.gap_bytes) return {Check::kGapSum, 0, sums[1], row.gap_bytes};
+  if (sums[2] != row.wide_count) return {Check::kWideSum, 0, sums[2], row.wide_count};
+  const uint8_t* bits = streams.at[kBits];
+  if (row.method == kBitmap && words % 8 != 0 && bits[words / 8] >> (words % 8)) return {Check::kUnusedBit, 0, 0, 0};
+  // From here on no offset can leave a stream: the sums are the streams' sizes.
+  const uint8_t* gaps = streams.at[kGaps];
+  const uint8_t* values = streams.at[kValues];
+  const typename Word<W>::Memory* wide = reinterpret_cast<const typename Word<W>::Memory*>(streams.at[kWide]);
+  for (uint64_t tile = 0; tile < tiles; ++tile) {
+    const uint32_t number = static_cast<uint32_t>(tile);
+    const uint32_t count = entries[3 * tile], gap_bytes = entries[3 * tile + 1], wide_count = entries[3 * tile + 2];
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
+    if (row.method == kSparse) {
+      // Positions ascend by construction, so it is enough to know how many there are and the last of them.
+      uint32_t ends = 0, sum = 0;
+#pragma omp simd reduction(+ : ends, sum)
+      for (uint32_t i = 0; i < gap_bytes; ++i) {
+        ends += gaps[i] != kEscape;
+        sum += gaps[i];
+      }
+      if (ends != count || (gap_bytes != 0 && gaps[gap_bytes - 1] == kEscape))
+        return {Check::kTileGaps, number, gap_bytes, count};
+      if (count != 0 && sum + count - 1 >= size) return {Check::kTilePosition, number, sum + count - 1, size};
+    } else {
+      const uint8_t* mine = bits + tile * (kTileWords<W> / 8);
+      uint32_t found = 0;
+      for (uint32_t i = 0; i < (size + 7) / 8; ++i) found += static_cast<uint32_t>(__builtin_popcount(mine[i]));
+      if (found != count) return {Check::kTileBits, number, found, count};
+    }
+    uint32_t escapes = 0;
+#pragma omp simd reduction(+ : escapes)
+    for (uint32_t i = 0; i < count; ++i) escapes += values[i] == kEscape;
+    if (escapes != wide_count) return {Check::kTileEscapes, number, escapes, wide_count};
+    for (uint32_t i = 0; i < wide_count; ++i) {
+      if (wide[i] <= 255) return {Check::kTileWide, number, wide[i], 0};
+    }
+    if (gaps != nullptr) gaps += gap_bytes;
+    values += count;
+    if (wide != nullptr) wide += wide_count;
+  }
+  return {};
+}
+
+// Add the differences of a sparse or bitmap chunk. REQUIRES: check_chunk passed.
+template <int W>
+inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words) {
+  using U = typename Word<W>::type;
+  using Memory = typename Word<W>::Memory;
+  const typename Word<2>::Memory* entries = reinterpret_cast<const typename Word<2>::Memory*>(streams.at[kTiles]);
+  const uint8_t* gaps = streams.at[kGaps];
+  const uint8_t* values = streams.at[kValues];
+  const Memory* wide = reinterpret_cast<const Memory*>(streams.at[kWide]);
+  const auto add = [&](Memory& word) {
+    const uint8_t value = *values++;
+    const U z = W > 1 && value == kEscape ? *wide++ : static_cast<U>(value + 1);
+    word = static_cast<U>(word + unzigzag<W>(z));
+  };
+  for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
+    Memory* b = reinterpret_cast<Memory*>(base + tile * kTileBytes);
+    if (row.method == kSparse) {
+      for (uint32_t k = entries[3 * tile]; k > 0; --k, ++b) {
+        for (; *gaps == kEscape; ++gaps) b += kEscape;
+        b += *gaps++;
+        add(*b);
+      }
+      continue;
+    }
+    const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
+    const uint8_t* bits = streams.at[kBits] + tile * (kTileWords<W> / 8);
+    for (uint32_t byte = 0; byte < bytes_of_bits; byte += 8) {
+      uint64_t block = 0;
+      std::memcpy(&block, bits + byte, bytes_of_bits - byte < 8 ? bytes_of_bits - byte : 8);
+      for (; block != 0; block &= block - 1) add(b[8 * byte + static_cast<uint32_t>(__builtin_ctzll(block))]);
+    }
+  }
+}
+
+template <int W, bool kDifference>
+inline void apply_planes(const uint8_t* const* planes, uint8_t* base, uint64_t words) {
+  using U = typename Word<W>::type;
+  using Memory = typename Word<W>::Memory;
+  Memory* __restrict b = reinterpret_cast<Memory*>(base);
+  const uint8_t* p[W];
+  for (int k = 0; k < W; ++k) p[k] = planes[k];
+#pragma omp simd
+  for (uint64_t i = 0; i < words; ++i) {
+    U word = 0;
+    for (int k = 0; k < W; ++k) word = static_cast<U>(word | static_cast<U>(static_cast<U>(p[k][i]) << (8 * k)));
+    b[i] = kDifference ? static_cast<U>(b[i] + unzigzag<W>(word)) : rotated_right<W>(word);
+  }
+}
+
+// base becomes the chunk that was encoded. REQUIRES: check_chunk passed.
+template <int W>
+inline void apply_chunk(const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words) {
+  if (row.method == kDiff) return apply_planes<W, true>(&streams.at[kDiff0], base, words);
+  if (row.method == kPlanes) return apply_planes<W, false>(&streams.at[kPlane0], base, words);
+  if (row.method == kRaw) {
+    std::memcpy(base, streams.at[kWords], words * W);
+    return;
+  }
+  apply_positions<W>(row, streams, base, words);
+}
+
+}  // namespace
+}  // namespace deltacheck

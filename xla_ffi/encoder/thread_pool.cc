@@ -1,0 +1,106 @@
+#include "thread_pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace deltacheck {
+namespace {
+
+struct Job {
+  Job(const std::function<void()>* work, int wanted) : work(work), wanted(wanted) {}
+
+  const std::function<void()>* work;
+  int wanted;       // threads that may still join
+  int running = 0;  // threads that have joined and not finished
+  std::condition_variable idle;
+};
+
+class Pool {
+ public:
+  explicit Pool(pid_t process) : process(process) {}
+
+  void run(int helpers, const std::function<void()>& work) {
+    Job job(&work, helpers);
+    {
+      std::lock_guard lock(mutex_);
+      grow(helpers);
+      jobs_.push_back(&job);
+    }
+    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    work();
+    std::unique_lock lock(mutex_);
+    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+    job.idle.wait(lock, [&] { return job.running == 0; });
+  }
+
+  const pid_t process;
+
+ private:
+  // REQUIRES: mutex_ is held. Fewer threads than asked for are no error: the caller works too.
+  void grow(int wanted) {
+    try {
+      for (; threads_ < wanted; ++threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
+  [[noreturn]] void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return !jobs_.empty(); });
+      Job* job = jobs_.front();
+      if (--job->wanted == 0) jobs_.pop_front();
+      ++job->running;
+      lock.unlock();
+      (*job->work)();
+      lock.lock();
+      if (--job->running == 0) job->idle.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Job*> jobs_;
+  int threads_ = 0;
+};
+
+// Never destroyed: its threads run until the process ends. After a fork the child has none of them, and the parent's
+// mutex may be held for ever; the child leaves that pool alone and makes its own.
+Pool& pool() {
+  static std::atomic<Pool*> current{nullptr};
+  Pool* seen = current.load(std::memory_order_acquire);
+  const pid_t here = getpid();
+  while (seen == nullptr || seen->process != here) {
+    Pool* made = new Pool(here);
+    if (current.compare_exchange_strong(seen, made, std::memory_order_acq_rel)) return *made;
+    delete made;
+  }
+  return *seen;
+}
+
+}  // namespace
+
+void run_on_threads(int threads, const std::function<void()>& work) {
+  if (threads <= 1)
+    work();
+  else
+    pool().run(threads - 1, work);
+}
+
+int usable_processors() {
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace deltacheck
