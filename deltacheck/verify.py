@@ -32,6 +32,8 @@ def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[F
         for path in root.manifest_paths():
             try:
                 read_manifest(path)
+            except FileNotFoundError:
+                continue  # deleted by a running training since it was listed
             except DeltacheckError as error:
                 findings.append(Finding(None, None, str(error)))
         checkpoints = root.checkpoints()
@@ -45,7 +47,10 @@ def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[F
 
 
 def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path, str | None]) -> list[Finding]:
-    manifest = read_manifest(ref.manifest_path)
+    try:
+        manifest = read_manifest(ref.manifest_path)
+    except FileNotFoundError:
+        return []  # deleted by a running training since it was listed
     try:
         chains = restore.resolve(root, manifest)
     except DeltacheckError as error:
