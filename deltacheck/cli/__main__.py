@@ -1,0 +1,8 @@
+"""`python -m deltacheck.cli`: the same as `deltacheck`."""
+
+import sys
+
+from deltacheck.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""`verify` and `gc`: is what is on disk whole, and what of it is not needed any more."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltacheck.cli import output
+from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
+
+if TYPE_CHECKING:
+    from deltacheck.store.root import Root, StepRef
+    from deltacheck.verify import Finding
+
+
+def verify(
+    words: RootMaybeStep = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read, decode and compare every byte too.")] = False,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Check that steps are whole. Exit code 1 where one is not."""
+    from deltacheck.cli import where
+    from deltacheck.store.root import open_root
+
+    wanted = where.parse(words, most=1)
+    root = open_root(wanted.root, item)
+    checkpoints, findings = _shallow(root, wanted.steps)
+    if deep:
+        findings += _deep(root, checkpoints)
+    if as_json:
+        about = {"root": str(root.path), "deep": deep, "steps": [ref.step for ref in checkpoints], "ok": not findings}
+        output.print_json({**about, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
+            output.print_line(f"step {'unknown' if finding.step is None else finding.step}{leaf}: {finding.problem}")
+        number = f"{len(checkpoints)} step{'' if len(checkpoints) == 1 else 's'}"
+        depth = "every byte read" if deep else "tables and metadata read; --deep reads every byte"
+        output.print_line(f"{number} checked ({depth}): {f'{len(findings)} findings' if findings else 'no damage found'}")
+    if findings:
+        raise typer.Exit(output.FOUND_DAMAGE)
+
+
+def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], list[Finding]]:
+    """The checkpoints to verify, and what their tables and metadata show."""
+    from deltacheck import verify
+    from deltacheck.cli import where
+    from deltacheck.errors import Damaged
+
+    if not steps:
+        return root.checkpoints(), verify.verify(root)
+    (step,) = steps
+    try:
+        seq = root.manifest(step).seq
+    except Damaged:  # the step may be one of these
+        return [], [verify.Finding(None, None, problem) for problem in where.unreadable(root)]
+    return [ref for ref in root.checkpoints() if ref.seq == seq], verify.verify(root, step)
+
+
+def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
+    """What reading every byte shows. Steps share most of their chains: each is read once, and harms every step that stands on it."""
+    from deltacheck import export, restore
+    from deltacheck.errors import Damaged, DeltacheckError
+    from deltacheck.store.root import read_manifest
+    from deltacheck.verify import Finding
+
+    findings = []
+    seen: dict[tuple[str, ...], str | None] = {}
+    manifests = []
+    for ref in checkpoints:
+        with contextlib.suppress(FileNotFoundError):  # deleted by a running training since it was listed
+            manifests.append(read_manifest(ref.manifest_path))
+    with output.progress("reading", sum(manifest.raw_bytes for manifest in manifests)) as advance:
+        for manifest in manifests:
+            try:
+                chains = restore.resolve(root, manifest)
+            except DeltacheckError:
+                continue  # the shallow check has said so
+            for path, chain in chains.items():
+                links = (path, chain.key[0].id, *chain.delta_segments)
+                if links not in seen:
+                    seen[links] = None
+                    try:
+                        for _ in export.stream({path: chain}):
+                            pass
+                    except Damaged as error:
+                        seen[links] = str(error)
+                problem = seen[links]
+                if problem is not None:
+                    findings.append(Finding(manifest.step, path, problem))
+                advance(chain.spec.raw_bytes)
+    return findings
+
+
+def gc(
+    words: JustRoot = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long a segment must have been known as unneeded, for restores that began before.",
+        ),
+    ] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Remove segments that no step needs. Refused while a training writes to the root."""
+    from deltacheck.cli import where
+    from deltacheck.store.collect import collect
+    from deltacheck.store.lease import Lease
+    from deltacheck.store.root import open_root
+
+    root = open_root(where.parse(words).root)  # all items: what any of them needs stays
+    lease = Lease(root.store.path)
+    try:
+        # A manager root's writer may be another library's: segments that are newer than every step may belong to its save under way.
+        done = collect(root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root)
+    finally:
+        lease.release()
+    if as_json:
+        output.print_json({"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace, **asdict(done)})
+        return
+    removed = "would be removed" if dry_run else "removed"
+    for name in done.removed:
+        output.print_line(f"{name} {removed}")
+    for name in done.waiting:
+        output.print_line(f"{name} waits: it is known as unneeded for less than {grace:g} s")
+    output.print_line(
+        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting)} unneeded ones wait"
+        + (f", run gc again in {grace:g} s" if done.waiting else "")
+    )

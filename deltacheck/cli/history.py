@@ -1,0 +1,143 @@
+"""What the save of a step did to each leaf, told from its manifest and its segments' tables: no leaf is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deltacheck.errors import ChainBroken, DeltacheckError
+from deltacheck.records import LeafKind, LeafSpec
+from deltacheck.store import layout
+from deltacheck.store import segment as columns
+from deltacheck.store.root import Root, StepRef, read_manifest
+from deltacheck.store.schema import LeafEntry, Manifest, SegmentRef
+from deltacheck.store.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class LeafState:
+    """One leaf at one step. ``depth``: deltas that a restore applies. ``stored_in``: the segment of its last change, and what that holds of it."""
+
+    spec: LeafSpec
+    kind: LeafKind
+    depth: int
+    stored_in: tuple[Segment, LeafEntry]
+
+    @property
+    def words(self) -> int:
+        return self.spec.raw_bytes // self.spec.word_bytes
+
+    def changed_words(self) -> int | None:
+        """Words that this step's save found changed; ``None`` for a keyframe, which says nothing about that. Reads the index of the delta."""
+        if self.kind is LeafKind.UNCHANGED:
+            return 0
+        segment, entry = self.stored_in
+        if entry.key is not None:
+            return None
+        rows = [segment.part(part).index[first : first + count, columns.CHANGED] for part, first, count in entry.delta]
+        return sum(int(row.sum(dtype="uint64")) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Leaves of one step taken together.
+
+    ``words``, ``changed_words``: of the leaves that were not written whole; their quotient is the density. ``raw_bytes``: of all of them.
+    """
+
+    keyframes: int
+    deltas: int
+    unchanged: int
+    raw_bytes: int
+    words: int
+    changed_words: int
+
+    @property
+    def density(self) -> float | None:
+        """Changed words / words, ``None`` where every leaf was written whole."""
+        return self.changed_words / self.words if self.words else None
+
+
+def stored_bytes(manifest: Manifest) -> int:
+    """Bytes of the segments that this step's save wrote; 0 where nothing had changed."""
+    return sum(ref.stored_bytes for ref in manifest.segments if layout.seq_of(ref.id) == manifest.seq)
+
+
+def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, LeafState]:
+    """Every leaf of a step, paths ascending. ``segments``: those of the manifest, in its order.
+
+    Raises ``ChainBroken`` where a leaf has no keyframe.
+    """
+    return {path: _leaf_state(path, manifest, segments) for path in sorted(manifest.leaves)}
+
+
+def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> LeafState:
+    depth = 0
+    for number in range(len(segments) - 1, -1, -1):
+        entry = segments[number].table.leaves.get(path)
+        if entry is None:
+            continue
+        if depth == 0:
+            last = segments[number], entry
+        if entry.key is not None:
+            own = layout.seq_of(last[0].id) == manifest.seq
+            kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if depth else LeafKind.KEYFRAME
+            return LeafState(manifest.leaves[path].spec(path), kind, depth, last)
+        depth += 1
+    raise ChainBroken(f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe")
+
+
+def summed(states: Iterable[LeafState]) -> Change:
+    """Leaves taken together. Reads the indexes of their deltas."""
+    changed = [(state, state.changed_words()) for state in states]
+    kinds = [state.kind for state, _ in changed]
+    return Change(
+        keyframes=kinds.count(LeafKind.KEYFRAME),
+        deltas=kinds.count(LeafKind.DELTA),
+        unchanged=kinds.count(LeafKind.UNCHANGED),
+        raw_bytes=sum(state.spec.raw_bytes for state, _ in changed),
+        words=sum(state.words for state, count in changed if count is not None),
+        changed_words=sum(count for _, count in changed if count is not None),
+    )
+
+
+def by_class(states: Mapping[str, LeafState], levels: int) -> dict[tuple[str, str], list[LeafState]]:
+    """Leaves grouped by the first ``levels`` components of their path and by their type."""
+    groups: dict[tuple[str, str], list[LeafState]] = {}
+    for path, state in states.items():
+        prefix = "/".join(path.split("/")[:levels])
+        groups.setdefault((prefix, state.spec.dtype), []).append(state)
+    return dict(sorted(groups.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One committed checkpoint. ``states``: its leaves, ``None`` where its segments are not whole; ``problem`` then says why."""
+
+    ref: StepRef
+    manifest: Manifest
+    manifest_bytes: int
+    states: dict[str, LeafState] | None
+    problem: str | None
+
+    @property
+    def stored_bytes(self) -> int:
+        return stored_bytes(self.manifest)
+
+
+def steps(root: Root) -> Iterator[Step]:
+    """The checkpoints of a root, oldest first. A segment's table is read once for neighbouring steps, which share most of theirs."""
+    known: dict[SegmentRef, Segment] = {}
+    for ref in root.checkpoints():
+        try:
+            manifest = read_manifest(ref.manifest_path)
+            manifest_bytes = ref.manifest_path.stat().st_size
+        except FileNotFoundError:
+            continue  # deleted by a running training since it was listed
+        states, problem = None, None
+        try:
+            known = {needed: known.get(needed) or root.store.segment(needed) for needed in manifest.segments}
+            states = leaf_states(manifest, list(known.values()))
+        except DeltacheckError as error:
+            problem = str(error)
+        yield Step(ref, manifest, manifest_bytes, states, problem)

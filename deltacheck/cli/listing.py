@@ -1,0 +1,228 @@
+"""`ls`, `show` and `log`: what a root has, what a step is made of, what each save wrote."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltacheck.cli import output
+from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
+from deltacheck.cli.output import Column, Row
+
+if TYPE_CHECKING:
+    from deltacheck.cli.history import Change, LeafState, Step
+    from deltacheck.store.root import Root
+    from deltacheck.store.schema import Manifest
+
+_STEP = (
+    Column("STEP", "step"),
+    Column("SEQ", "seq"),
+    Column("ITEM", "item", left=True),
+    Column("TIME", "time", output.local_time, left=True),
+)
+_RAW = Column("RAW", "raw_bytes", output.size)
+_CHANGE = (
+    Column("KEYFRAMES", "keyframes"),
+    Column("DELTAS", "deltas"),
+    Column("UNCHANGED", "unchanged"),
+    Column("DENSITY", "density", output.share),
+)
+
+
+def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
+    """List the committed steps of a root."""
+    from deltacheck.cli import history, where
+    from deltacheck.store.root import open_root
+
+    root = open_root(where.parse(words).root, item)
+    rows = []
+    for step in history.steps(root):
+        depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
+        sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
+        rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
+    more = (
+        Column("STORED", "stored_bytes", output.size),
+        Column("DEPTH", "chain_depth"),
+        Column("METRICS", "metrics", output.pairs, left=True),
+    )
+    _print_steps(root, rows, (*_STEP, _RAW, *more), as_json)
+
+
+def log(
+    words: JustRoot = None,
+    by_class: Annotated[
+        bool, typer.Option("--by-class", help="One line for each leaf class: the start of the path, and the type.")
+    ] = False,
+    levels: Annotated[int, typer.Option(min=1, metavar="N", help="Path components that make a class.")] = 1,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Show what each save wrote: bytes, changed fraction, time."""
+    from deltacheck.cli import history, where
+    from deltacheck.errors import DeltacheckError
+    from deltacheck.store.root import open_root
+
+    root = open_root(where.parse(words).root, item)
+    rows: list[Row] = []
+    before: float | None = None
+    for step in history.steps(root):
+        since = None if before is None else step.manifest.time - before
+        before = step.manifest.time
+        row = _row(root, step) | {
+            "seconds_since_previous": since,
+            "raw_bytes": step.manifest.raw_bytes,
+            "stored_bytes": step.stored_bytes,
+            "written_bytes": step.stored_bytes + step.manifest_bytes,
+        }
+        try:
+            row |= _change(history.summed(step.states.values())) if step.states is not None else _change(None)
+            if by_class:
+                row["classes"] = _classes(history.by_class(step.states or {}, levels))
+        except DeltacheckError as error:
+            row |= _change(None) | {"problem": str(error)}
+        rows.append(row)
+    since_column = Column("SINCE", "seconds_since_previous", output.seconds)
+    if by_class:
+        columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
+    else:
+        columns = (*_STEP, since_column, _RAW, Column("WRITTEN", "written_bytes", output.size), *_CHANGE)
+    _print_steps(root, rows, columns, as_json)
+
+
+def _row(root: Root, step: Step) -> Row:
+    return {
+        "step": step.ref.step,
+        "seq": step.ref.seq,
+        "item": step.ref.manifest_path.parent.name if root.is_manager_root else None,
+        "time": output.utc(step.manifest.time),
+        "problem": step.problem,
+    }
+
+
+def _change(change: Change | None) -> Row:
+    if change is None:
+        return dict.fromkeys(("keyframes", "deltas", "unchanged", "words", "changed_words", "density"))
+    return {name: value for name, value in asdict(change).items() if name != "raw_bytes"} | {"density": change.density}
+
+
+def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
+    from deltacheck.cli import history
+
+    rows: list[Row] = []
+    for (prefix, dtype), states in groups.items():
+        change = history.summed(states)
+        rows.append({"prefix": prefix, "dtype": dtype, "raw_bytes": change.raw_bytes, **_change(change)})
+    return rows
+
+
+def _print_steps(root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool) -> None:
+    """Print the steps. Damage, also that of a manifest which no longer says its step, is warned of and decides the exit code."""
+    from deltacheck.cli import where
+
+    damaged = [f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None] + where.unreadable(root)
+    for problem in damaged:
+        output.warn(problem)
+    if as_json:
+        output.print_json({"root": str(root.path), "steps": rows})
+    elif rows:
+        output.print_table([c for c in columns if c.key != "item" or root.is_manager_root], _one_a_class(rows))
+    else:
+        output.print_line(f"{root.path} has no committed step")
+    if damaged:
+        raise typer.Exit(output.DAMAGED)
+
+
+def _one_a_class(rows: list[Row]) -> list[Row]:
+    """Each row as it is, or once for each of its classes."""
+    lines = []
+    for row in rows:
+        classes = row.get("classes")
+        for one in classes if isinstance(classes, list) else [{}]:
+            lines.append(row | one | ({"class": f"{one['prefix']} {one['dtype']}"} if one else {}))
+    return lines
+
+
+def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
+    """Show what a step is made of: leaves, numbers and texts, segments."""
+    from deltacheck import export, tree
+    from deltacheck.cli import history, where
+    from deltacheck.store.root import open_segments
+
+    root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
+    chosen = export.select(manifest, leaves or ())
+    states = history.leaf_states(manifest, open_segments(root, manifest))
+    scalars = {} if leaves else tree.scalars(manifest.tree)
+    tables: dict[str, list[Row]] = {
+        "leaves": [_leaf_row(path, owner, states[owner], manifest) for path, owner in chosen.items()],
+        "scalars": [{"path": path, "type": type(value).__name__, "value": value} for path, value in scalars.items()],
+        "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
+    }
+    if not as_json:
+        _print_step(manifest, tables)
+        return
+    about = {
+        "root": str(root.path),
+        "step": manifest.step,
+        "seq": manifest.seq,
+        "time": output.utc(manifest.time),
+        "writer": manifest.writer,
+        "contract": manifest.contract,
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": history.stored_bytes(manifest),
+        "metrics": dict(manifest.metrics),
+    }
+    output.print_json(about | tables)
+
+
+def _leaf_row(path: str, owner: str, state: LeafState, manifest: Manifest) -> Row:
+    changed = state.changed_words()
+    return {
+        "path": path,
+        "tied_to": None if path == owner else owner,
+        "dtype": state.spec.dtype,
+        "shape": list(state.spec.shape),
+        "raw_bytes": state.spec.raw_bytes,
+        "contract": manifest.contract,
+        "kind": str(state.kind),
+        "chain_depth": state.depth,
+        "words": state.words,
+        "changed_words": changed,
+        "density": None if changed is None or state.words == 0 else changed / state.words,
+    }
+
+
+def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
+    from deltacheck.cli import history
+
+    leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
+    closure = sum(ref.stored_bytes for ref in manifest.segments)
+    output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
+    output.print_line(
+        f"{len(manifest.leaves)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
+        f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
+    )
+    output.print_line("")
+    columns = (
+        Column("LEAF", "path", left=True),
+        Column("TIED TO", "tied_to", left=True),
+        Column("TYPE", "dtype", left=True),
+        Column("SHAPE", "shape", output.shape, left=True),
+        _RAW,
+        Column("CONTRACT", "contract", left=True),
+        Column("KIND", "kind", left=True),
+        Column("DEPTH", "chain_depth"),
+        Column("DENSITY", "density", output.share),
+    )
+    output.print_table([c for c in columns if c.key != "tied_to" or any(row["tied_to"] for row in leaves)], leaves)
+    if scalars:
+        output.print_line("")
+        values = (
+            Column("VALUE", "path", left=True),
+            Column("TYPE", "type", left=True),
+            Column("", "value", left=True),
+        )
+        output.print_table(values, [row | {"value": output.short(row["value"])} for row in scalars])
+    output.print_line("")
+    output.print_table((Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)), segments)
