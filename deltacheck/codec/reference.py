@@ -119,13 +119,15 @@ def zigzag(current: Words, base: Words) -> Words:
     bits = 8 * current.itemsize
     d = current - base  # modulo 2^bits: NumPy arrays of unsigned integers wrap
     sign = d.view(f"<i{current.itemsize}") >> (bits - 1)
-    return (d << d.dtype.type(1)) ^ sign.view(d.dtype)
+    z: Words = (d << d.dtype.type(1)) ^ sign.view(d.dtype)
+    return z
 
 
 def unzigzag(z: Words) -> Words:
     """``d`` of every ``z``."""
     one = z.dtype.type(1)
-    return (z >> one) ^ (np.zeros_like(z) - (z & one))
+    d: Words = (z >> one) ^ (np.zeros_like(z) - (z & one))
+    return d
 
 
 def rotate_left(words: Words) -> Words:
@@ -133,14 +135,16 @@ def rotate_left(words: Words) -> Words:
     if words.itemsize not in (2, 4):
         return words
     top = words.dtype.type(8 * words.itemsize - 1)
-    return (words << words.dtype.type(1)) | (words >> top)
+    rotated: Words = (words << words.dtype.type(1)) | (words >> top)
+    return rotated
 
 
 def rotate_right(words: Words) -> Words:
     if words.itemsize not in (2, 4):
         return words
     top = words.dtype.type(8 * words.itemsize - 1)
-    return (words >> words.dtype.type(1)) | (words << top)
+    rotated: Words = (words >> words.dtype.type(1)) | (words << top)
+    return rotated
 
 
 # --- 4.2: streams --------------------------------------------------------------------------------------------------------------
@@ -170,7 +174,8 @@ def values_code(z: Words) -> U8:
     """The values of the changed words of any number of tiles. ``z``: of all words."""
     changed = z[z != 0]
     small = changed <= 255
-    return np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(np.uint8)
+    code: U8 = np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(np.uint8)
+    return code
 
 
 def wide_words(z: Words) -> Words:

@@ -30,6 +30,25 @@ std::string shape_of(const ffi::AnyBuffer& buffer) {
   return text + ")";
 }
 
+// Bytes of a buffer. False for element types of less than a byte, which XLA packs, and for those that are newer than
+// these headers.
+bool bytes_of(const ffi::AnyBuffer& buffer, uint64_t* bytes) {
+  switch (const ffi::DataType type = buffer.element_type()) {
+    case ffi::DataType::S1:
+    case ffi::DataType::S2:
+    case ffi::DataType::S4:
+    case ffi::DataType::U1:
+    case ffi::DataType::U2:
+    case ffi::DataType::U4:
+    case ffi::DataType::F4E2M1FN:
+      return false;
+    default:
+      if (type > ffi::DataType::F8E8M0FNU || ffi::ByteWidth(type) == 0) return false;
+      *bytes = buffer.size_bytes();
+      return true;
+  }
+}
+
 // Empty if `buffer` has the element type and the shape; a negative size stands for any.
 std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, ffi::DataType type, const char* type_name,
                      int64_t rows, int64_t columns = 0) {
@@ -67,12 +86,14 @@ ffi::Error encode_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::AnyBu
                          ffi::Result<ffi::AnyBuffer> new_base, ffi::Result<ffi::AnyBuffer> rows,
                          ffi::Result<ffi::AnyBuffer> head, ffi::Result<ffi::AnyBuffer> payload) {
   constexpr const char* kName = "deltacheck_encode";
-  const uint64_t bytes = current.size_bytes();
+  uint64_t bytes = 0;
+  if (!bytes_of(current, &bytes)) return wrong(kName, "current has an element type that the encoder cannot take");
   if (base.element_type() != current.element_type() || shape_of(base) != shape_of(current)) {
     return wrong(kName, "base has shape " + shape_of(base) + ", current has " + shape_of(current) +
                             "; they must agree in shape and element type");
   }
-  if (new_base->untyped_data() != base.untyped_data() || new_base->size_bytes() != bytes) {
+  if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
+      new_base->element_count() != base.element_count()) {
     return wrong(kName, "new_base must be an alias of base");
   }
   std::vector<uint64_t> offsets;
@@ -107,8 +128,10 @@ ffi::Error encode_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::AnyBu
 ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer head, ffi::AnyBuffer payload,
                         ffi::AnyBuffer bounds, int64_t word_bytes, ffi::Result<ffi::AnyBuffer> new_base) {
   constexpr const char* kName = "deltacheck_apply";
-  const uint64_t bytes = base.size_bytes();
-  if (new_base->untyped_data() != base.untyped_data() || new_base->size_bytes() != bytes) {
+  uint64_t bytes = 0;
+  if (!bytes_of(base, &bytes)) return wrong(kName, "base has an element type that the encoder cannot take");
+  if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
+      new_base->element_count() != base.element_count()) {
     return wrong(kName, "new_base must be an alias of base");
   }
   std::vector<uint64_t> offsets;
