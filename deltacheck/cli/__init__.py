@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from deltacheck.cli import output
 
@@ -36,18 +37,26 @@ def _run(words: list[str]) -> int:
     # Typer has its own copy of click, older ones do not: the base class of usage errors is found through what Typer re-exports.
     usage_error: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
     try:
-        code = typer.main.get_command(app).main(words or ["--help"], prog_name="deltacheck", standalone_mode=False)
+        code = _perform(typer.main.get_command(app), words)
         sys.stdout.flush()
-    except (BrokenPipeError, KeyboardInterrupt):
+    except BrokenPipeError:
         raise
-    except typer.Abort:
-        raise KeyboardInterrupt from None
     except usage_error as error:
         return output.report_usage(error)
     except Exception as error:  # noqa: BLE001 - the outermost border: a user sees a line, not a traceback
         return output.report_error(error)
-    if code == output.INTERRUPTED:  # Typer's own answer to an interrupt
-        raise KeyboardInterrupt
-    if not words:
-        return output.MISUSE
-    return code if isinstance(code, int) else output.OK
+    return code
+
+
+def _perform(command: Any, words: list[str]) -> int:
+    """Run click's ``command``. Not by its ``main``, which takes a broken pipe and an interrupt for itself."""
+    import typer
+
+    try:
+        with command.make_context("deltacheck", [*words] or ["--help"]) as context:  # it empties the list
+            command.invoke(context)
+    except typer.Exit as done:
+        return output.MISUSE if not words else done.exit_code
+    except SystemExit as error:  # Rich, which prints the help, ends the process where it meets a broken pipe
+        raise BrokenPipeError from error
+    return output.OK
