@@ -235,8 +235,8 @@ def choose(current: Words, base: Words | None) -> int:
             return SPARSE
         values = cost(values_code(every)) + cost(wide_words(every).view(np.uint8))
         costs[DIFF] = sum(cost(plane) for plane in byte_planes(every))
-        costs[BITMAP] = cost(np.concatenate([bitmap_code(t) for t in z])) + values
         costs[SPARSE] = cost(np.concatenate([gap_code(t != 0) for t in z])) + values
+        costs[BITMAP] = cost(np.concatenate([bitmap_code(t) for t in z])) + values
     joined = np.concatenate(sample)
     costs[RAW] = BYTE_COST * joined.nbytes
     costs[PLANES] = sum(cost(plane) for plane in byte_planes(rotate_left(joined)))

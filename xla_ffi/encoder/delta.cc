@@ -249,6 +249,10 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
     const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
     const std::string problem = problem_with(row, words);
     if (!problem.empty()) return in_chunk(row.chunk, problem);
+  }
+  for (uint64_t i = 0; i < row_count; ++i) {
+    const Row& row = rows[i];
+    const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
     for (int stream = 0; stream < kStreams; ++stream) {
       const uint64_t size = stream_bytes(row, stream, words, run.word_bytes);
       (*places)[i].at[stream] = nullptr;

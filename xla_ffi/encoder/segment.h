@@ -247,8 +247,8 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
     if (position_costs<W>(current, base, words, sample_words, scratch, &diff, &bitmap, &sparse) == 0) return kSparse;
     const uint64_t raw = least;
     best = kDiff, least = diff;
-    if (bitmap < least) best = kBitmap, least = bitmap;
     if (sparse < least) best = kSparse, least = sparse;
+    if (bitmap < least) best = kBitmap, least = bitmap;
     if (raw < least) best = kRaw, least = raw;
   }
   return planes_cost_less<W>(current, words, sample_words, least, scratch) ? kPlanes : best;

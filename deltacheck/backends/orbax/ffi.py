@@ -157,7 +157,9 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
     if not isinstance(array, jax.Array) or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         raise ValueError(f"{name} must be a jax.Array of plain numbers, not {getattr(array, 'dtype', type(array).__name__)}")
     if array.dtype.name in _PACKED:
-        raise ValueError(f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec, or .astype(int8)")
+        raise ValueError(
+            f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec, or .astype(int8)"
+        )
     if len(array.sharding.device_set) != 1:
         raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
     return array.size * array.dtype.itemsize

@@ -1,0 +1,295 @@
+"""The native codec alone: equal to the reference on anything, on any number of threads, with any kernels, from any memory."""
+
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deltacheck.codec
+from deltacheck.codec import DIFF, METHOD, PLANES, TILE_BYTES, Encoded, NativeCodec, ReferenceCodec
+from deltacheck.errors import DamagedStream
+from deltacheck.testing.codec import CASES, DAMAGES, Case, moved, same, words
+
+_native = pytest.importorskip("deltacheck._native")
+
+
+@pytest.fixture(autouse=True)
+def settings_restored():
+    threads, kernels = _native.threads(), _native.instruction_set()
+    yield
+    _native.set_threads(threads)
+    _native.use_instruction_set(kernels)
+
+
+def encode(codec, case):
+    base = None if case.base is None else case.base.copy()
+    return codec.encode(case.current, base, case.bounds, case.word_bytes)
+
+
+@st.composite
+def runs(draw):
+    """Any run of up to three tiles and a bit in the cuts that are hardest: tile edges, empty chunks, single words."""
+    w = draw(st.sampled_from([1, 2, 4, 8]))
+    tile = TILE_BYTES // w
+    length = draw(st.one_of(st.integers(0, 300), st.sampled_from([tile - 1, tile, tile + 1, 3 * tile, 3 * tile + 63])))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    density = draw(st.sampled_from([0.0, 0.0005, 0.003, 0.02, 0.06, 0.07, 0.25, 0.5, 0.9, 1.0]))
+    most = draw(st.sampled_from([1, 3, 127, 128, 129, 30_000, 2**31]))
+    kind = draw(st.sampled_from(["noise", "floats", "zeros"]))
+    base = {
+        "noise": lambda: np.frombuffer(random.bytes(length * w), f"<u{w}").copy(),
+        "floats": lambda: words(length, w, seed),
+        "zeros": lambda: np.zeros(length, f"<u{w}"),
+    }[kind]()
+    current = moved(base, density, min(most, 2 ** (8 * w - 1) - 1), seed)
+    if draw(st.booleans()):
+        current[: length // 2] = np.frombuffer(random.bytes(length // 2 * w), f"<u{w}")
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+    with_base = draw(st.booleans())
+    bounds = np.array([0, *cuts, length], np.uint64)
+    return Case(kind, current.view(np.uint8), base.view(np.uint8) if with_base else None, bounds, w)
+
+
+@given(runs(), st.sampled_from(_native.instruction_sets()), st.integers(1, 3))
+def test_any_run_gives_the_bytes_of_the_reference_and_comes_back(case, kernels, threads):
+    _native.use_instruction_set(kernels)
+    _native.set_threads(threads)
+    encoded, new_base = encode(NativeCodec(), case)
+    assert same(encoded, encode(ReferenceCodec(), case)[0])
+    if case.base is not None:
+        assert np.array_equal(new_base, case.current)
+    for codec in (NativeCodec(), ReferenceCodec()):
+        decoded = np.zeros_like(case.current) if case.base is None else case.base.copy()
+        codec.apply(encoded, decoded, case.bounds, case.word_bytes)
+        assert np.array_equal(decoded, case.current)
+
+
+@given(st.sampled_from(DAMAGES), st.data())
+def test_any_flipped_byte_is_refused_by_both_or_means_the_same_to_both(damage, data):
+    """From sound or damaged streams, one byte is changed: no read or write goes astray, and no codec is more lenient than another."""
+    streams = {name: np.array(content) for name, content in damage.encoded.streams.items()}
+    name = data.draw(st.sampled_from(sorted(streams)))
+    rows = damage.encoded.rows.copy()
+    if streams[name].size and data.draw(st.booleans()):
+        streams[name][data.draw(st.integers(0, streams[name].size - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        rows[data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, 4))] = data.draw(
+            st.sampled_from([0, 1, 2, 5, 70_000, 2**32 - 1])
+        )
+    results = []
+    for codec in (NativeCodec(), ReferenceCodec()):
+        room = np.full(damage.base.size + 256, 0xA5, np.uint8)
+        inside = room[128:-128]
+        inside[:] = damage.base
+        try:
+            codec.apply(Encoded(rows, streams), inside, damage.bounds, damage.word_bytes)
+            results.append(inside.tobytes())
+        except DamagedStream as refusal:
+            results.append(str(refusal))
+        assert (room[:128] == 0xA5).all()
+        assert (room[-128:] == 0xA5).all()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_refusal_reads_the_same_as_the_references(damage):
+    told = []
+    for codec in (NativeCodec(), ReferenceCodec()):
+        with pytest.raises(DamagedStream) as refusal:
+            codec.apply(damage.encoded, damage.base.copy(), damage.bounds, damage.word_bytes)
+        told.append(str(refusal.value))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kernels", _native.instruction_sets())
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bytes_depend_neither_on_threads_nor_on_kernels(kernels, threads):
+    base = words(40 * TILE_BYTES // 2 + 1234, 2)
+    current = np.concatenate([part for k in range(8) for part in [moved(base[k::8], (0, 0.001, 0.3, 1.0)[k % 4], 300, k)]])
+    bounds = np.append(np.arange(0, base.size, 5000, np.uint64), np.uint64(base.size))
+    expected, _ = ReferenceCodec().encode(current.view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
+    _native.use_instruction_set(kernels)
+    _native.set_threads(threads)
+    encoded, _ = NativeCodec().encode(current.view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
+    assert same(encoded, expected)
+
+
+def test_the_first_bad_chunk_is_named_on_any_number_of_threads():
+    base = words(64 * 1000, 2)
+    bounds = np.arange(0, base.size + 1, 1000, dtype=np.uint64)
+    encoded, _ = NativeCodec().encode(moved(base, 0.05, 3).view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
+    values = encoded.streams["values"].copy()
+    starts = np.cumsum(encoded.rows[:, 2]) - encoded.rows[:, 2]
+    values[starts[[20, 40, 60]]] = 255
+    damaged = encoded._replace(streams={**encoded.streams, "values": values})
+    for threads in (1, 2, 3):
+        _native.set_threads(threads)
+        for _ in range(5):
+            with pytest.raises(DamagedStream, match="chunk 20, tile 0"):
+                NativeCodec().apply(damaged, base.view(np.uint8).copy(), bounds, 2)
+
+
+def test_a_chunk_of_many_tiles_of_every_kind_comes_back():
+    """More than the usual chunk: the sample has several tiles, and a word's density differs from tile to tile."""
+    tile = TILE_BYTES // 4
+    base = words(40 * tile + 11, 4)
+    current = base.copy()
+    for k in range(40):
+        part = slice(k * tile, (k + 1) * tile)
+        current[part] = moved(base[part], (0, 0.0003, 0.01, 0.06, 0.07, 0.5, 1.0)[k % 7], 10 ** (k % 6), k)
+    case = Case("mixed", current.view(np.uint8), base.view(np.uint8), np.array([0, base.size], np.uint64), 4)
+    encoded, _ = encode(NativeCodec(), case)
+    assert same(encoded, encode(ReferenceCodec(), case)[0])
+    decoded = case.base.copy()
+    NativeCodec().apply(encoded, decoded, case.bounds, 4)
+    assert np.array_equal(decoded, case.current)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "all-" in c.why or "some-" in c.why], ids=str)
+def test_memory_may_lie_at_any_address(case):
+    expected, _ = encode(NativeCodec(), case)
+    for offset in (1, 3):
+        current, base, decoded = (
+            np.empty(case.current.size + 64, np.uint8)[offset : offset + case.current.size] for _ in range(3)
+        )
+        current[:], base[:], decoded[:] = case.current, case.base, case.base
+        encoded, _ = NativeCodec().encode(current, base, case.bounds, case.word_bytes)
+        assert same(encoded, expected)
+        shifted = {
+            name: np.concatenate([[np.uint8(0)] * offset, content])[offset:] for name, content in encoded.streams.items()
+        }
+        NativeCodec().apply(Encoded(encoded.rows, shifted), decoded, case.bounds, case.word_bytes)
+        assert np.array_equal(decoded, case.current)
+
+
+def test_any_contiguous_memory_is_taken_as_its_bytes():
+    base = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    current = base.copy()
+    current[3, 4] = -current[3, 4]
+    current.flags.writeable = False
+    bounds = np.array([0, 1200], np.uint64)
+    for codec in (NativeCodec(), ReferenceCodec()):
+        shadow = base.copy()
+        encoded, returned = codec.encode(current, shadow, bounds, 4)
+        assert returned is shadow
+        assert np.array_equal(shadow, current)
+        decoded = base.copy()
+        codec.apply(encoded, decoded, bounds, 4)
+        assert np.array_equal(decoded, current)
+
+
+@pytest.mark.parametrize("codec", [NativeCodec(), ReferenceCodec()], ids=lambda c: c.name)
+def test_memory_that_cannot_be_updated_in_place_is_refused(codec):
+    bounds = np.array([0, 32], np.uint64)
+    fixed = np.zeros(32, np.uint8)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="base must be writable"):
+        codec.encode(np.ones(32, np.uint8), fixed, bounds, 1)
+    with pytest.raises(ValueError, match="base must be a C-contiguous"):
+        codec.encode(np.ones(32, np.uint8), np.zeros(64, np.uint8)[::2], bounds, 1)
+    with pytest.raises(ValueError, match="current must be a C-contiguous"):
+        codec.encode(np.ones((8, 4), np.uint8).T, np.zeros(32, np.uint8), bounds, 1)
+    with pytest.raises(ValueError, match="current must be a C-contiguous"):
+        codec.encode([1, 2, 3], np.zeros(32, np.uint8), bounds, 1)
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other():
+    _native.set_threads(3)
+    chosen = [c for c in CASES if c.base is not None and c.current.size > TILE_BYTES]
+    expected = [encode(ReferenceCodec(), case)[0] for case in chosen]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            results = list(pool.map(lambda case: encode(NativeCodec(), case)[0], chosen))
+            assert all(same(one, other) for one, other in zip(results, expected, strict=True))
+
+
+FORKED = """
+import os, sys, numpy as np
+from deltacheck import _native
+from deltacheck.codec import NativeCodec
+_native.set_threads(3)
+base = np.zeros(1 << 16, np.uint8); current = np.arange(1 << 16, dtype=np.uint16).astype(np.uint8)
+bounds = np.arange(0, (1 << 16) + 1, 1 << 12, dtype=np.uint64)
+first, _ = NativeCodec().encode(current, base.copy(), bounds, 1)
+child = os.fork()
+again, _ = NativeCodec().encode(current, base.copy(), bounds, 1)
+good = again.rows.tolist() == first.rows.tolist() and all((again.streams[k] == first.streams[k]).all() for k in first.streams)
+if child == 0:
+    os._exit(0 if good else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if good else 4)
+"""
+
+
+def test_a_forked_child_can_encode_after_its_parent_did():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", _native.instruction_sets())
+def test_the_environment_chooses_the_kernels(name):
+    say = "from deltacheck.codec.native import instruction_set; print(instruction_set())"
+    done = subprocess.run(
+        [sys.executable, "-c", say], env={**os.environ, "DELTACHECK_ISA": name}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == name
+
+
+def test_kernels_that_this_processor_lacks_are_refused_by_name():
+    with pytest.raises(ValueError, match="pdp-11"):
+        _native.use_instruction_set("pdp-11")
+
+
+def test_the_extension_loads_without_a_framework():
+    say = "import sys, deltacheck.codec.native; sys.exit(any(name in sys.modules for name in ('jax', 'torch', 'jaxlib')))"
+    assert subprocess.run([sys.executable, "-c", say], check=False).returncode == 0
+
+
+def test_a_stale_extension_is_replaced_by_the_reference_and_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(_native, "INTERFACE", -1)
+    monkeypatch.delitem(sys.modules, "deltacheck.codec.native")
+    deltacheck.codec.default_codec.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "deltacheck"):
+            assert deltacheck.codec.default_codec().name == "reference"
+        assert "interface -1" in caplog.text
+        assert "build it again" in caplog.text
+    finally:
+        monkeypatch.undo()
+        importlib.import_module("deltacheck.codec.native")
+        deltacheck.codec.default_codec.cache_clear()
+    assert deltacheck.codec.default_codec().name == "native"
+
+
+def test_memory_is_what_the_output_needs():
+    """A run of 64 MiB in which 1 % changed: no buffer of its size comes to life."""
+    say = """
+import resource, numpy as np
+from deltacheck.codec import NativeCodec
+base = np.zeros(64 << 20, np.uint8); current = base.copy(); current[::400] = 1
+bounds = np.arange(0, (64 << 20) // 4 + 1, 1 << 18, dtype=np.uint64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+encoded, _ = NativeCodec().encode(current, base, bounds, 4)
+stored = sum(s.nbytes for s in encoded.streams.values())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, stored)
+"""
+    used, stored = map(
+        int, subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert used < stored + (16 << 20)
+
+
+def test_the_methods_of_a_training_step_are_those_that_the_documents_name():
+    """float32 state with every word moved is kept as planes of differences, a first save as planes of values."""
+    base = words(1 << 16, 4)
+    bounds = np.array([0, 1 << 16], np.uint64)
+    stepped = moved(base, 1.0, 3000)
+    assert NativeCodec().encode(stepped.view(np.uint8), base.view(np.uint8).copy(), bounds, 4)[0].rows[0, METHOD] == DIFF
+    assert NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, METHOD] == PLANES
