@@ -1,0 +1,107 @@
+"""What we know of Orbax beyond its handler interface: how its directories are called, and when one exists for good.
+
+Orbax writes item ``<item>`` of step 30 to ``<root>/30.orbax-checkpoint-tmp/<item>.orbax-checkpoint-tmp`` and renames both, the
+item first. Where its ``CommitFile`` mode is asked for, it writes in place instead and ends with a file ``commit_success.txt``.
+Nothing here imports from ``orbax._src``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from deltacheck.store.root import MANAGER_STORE
+
+_TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
+_COMMIT_FILE = "commit_success.txt"
+_STEP = re.compile(r"(?:.*[^0-9])?([0-9]+)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """Where one item of one step is being written, or was."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, directory: str | os.PathLike[str]) -> ItemPlace:
+        """From what Orbax hands to a handler. Raises ``ValueError`` where it is not in this machine's file system."""
+        path = os.fspath(directory)
+        if "://" in path:
+            raise ValueError(f"{path} is not in a local file system; this version writes and reads local directories only")
+        return cls(Path(path).absolute())
+
+    @property
+    def item(self) -> str:
+        return _final_name(self.directory)
+
+    @property
+    def root(self) -> Path:
+        return self.directory.parent.parent
+
+    @property
+    def step(self) -> int:
+        """The training step, from the last digits of the step directory's name.
+
+        Raises ``ValueError`` where it has none: then this is not the directory of a ``CheckpointManager``'s step.
+        """
+        name = _final_name(self.directory.parent)
+        found = _STEP.match(name)
+        if found is None:
+            raise ValueError(
+                f"{self.directory} does not lie in a step of a CheckpointManager ({name!r} ends in no step number): which directory "
+                "is the root, and where the segments go, cannot be known. Save through deltacheck.backends.orbax.manager(root)"
+            )
+        return int(found[1])
+
+    def is_committed(self) -> bool:
+        """Whether Orbax has made the step exist, now that it is no longer writing it; it may have deleted it again since."""
+        step = self.directory.parent
+        final = step.with_name(_final_name(step))
+        if final.exists():
+            return final != step or (step / _COMMIT_FILE).exists()
+        return not step.exists()
+
+
+def await_directories(timeout_seconds: float = 30.0) -> None:
+    """Wait until Orbax has created the directories of the save that it is beginning.
+
+    For a handler that is about to refuse that save: Orbax does not wait for its own threads then, a retry races with them for
+    the same directory, and the loser blocks the end of the program for minutes (seen in 0.12.8).
+    """
+
+    async def nothing() -> None: ...
+
+    with contextlib.suppress(Exception):
+        CommitFutureAwaitingContractedSignals(nothing(), name="deltacheck-refusal").result(timeout_seconds)
+
+
+def _final_name(path: Path) -> str:
+    return path.name.partition(_TEMPORARY)[0]
+
+
+def manifests_elsewhere(root: Path) -> Iterator[Path]:
+    """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps set aside
+    (``todelete_subdir``, ``_SNAPSHOTS``). What they need may still be wanted.
+    """
+    for folder in _folders(root):
+        if folder.name == MANAGER_STORE:
+            continue
+        for inner in _folders(folder):
+            if _TEMPORARY in folder.name and (inner / "zarr.json").is_file():
+                yield inner / "zarr.json"
+            yield from (path for item in _folders(inner) if (path := item / "zarr.json").is_file())
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as found:
+            return sorted(path / entry.name for entry in found if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []

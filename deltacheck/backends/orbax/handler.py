@@ -1,0 +1,214 @@
+"""The handler that ``ocp.CheckpointManager`` calls: saves of JAX trees as segments beside the steps, and their way back.
+
+Orbax owns the step directories: it creates them, renames them when every handler's futures are done, and deletes old ones. We
+own the store beside them. A save is captured and encoded before ``async_save`` returns, written by the saver's threads, and
+its manifest put into the item directory as soon as that exists; the rename is what makes the step exist.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbax import checkpoint as ocp
+
+from deltacheck import tree
+from deltacheck.backends.base import specs_of
+from deltacheck.backends.orbax import leaves
+from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
+from deltacheck.backends.orbax.item import Commit, Item
+from deltacheck.backends.orbax.load import abstract_tree, restore_tree
+from deltacheck.backends.orbax.writer import has_store
+from deltacheck.errors import NotACheckpointRoot, SaveFailed
+from deltacheck.policy import Policy
+from deltacheck.save import LeafSource
+from deltacheck.store.root import Root, open_root, read_manifest
+from deltacheck.store.schema import Manifest
+
+
+class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
+    """Saves and restores the items of one ``CheckpointManager``'s steps. ``deltacheck.backends.orbax.manager`` makes one and
+    registers it.
+
+    ``root``: the manager's directory; without it, taken from the step directories that Orbax names. ``policy``: what is
+    promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the
+    training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. ``grace_seconds``: how long
+    segments that no step needs stay for readers that began before; longer: safer for slow readers, shorter: disk space sooner.
+    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``read_only``: restores keep no copy of the
+    state to go on from, and saves are refused.
+
+    One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
+    of its state, to compare with.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        policy: Policy | None = None,
+        host_cache_bytes: int = 256 << 20,
+        grace_seconds: float = 60.0,
+        io_timeout_seconds: float = 600.0,
+        read_only: bool = False,
+    ) -> None:
+        self._root = None if root is None else Path(root).absolute()
+        self._policy = policy or Policy.exact()
+        self._host_cache_bytes = host_cache_bytes
+        self._grace_seconds = grace_seconds
+        self._io_timeout_seconds = io_timeout_seconds
+        self._read_only = read_only
+        self._closed = False
+        self._items: dict[tuple[Path, str], Item] = {}
+
+    # --- what Orbax calls --------------------------------------------------------------------------------------------------
+
+    async def async_save(self, directory: Any, args: DeltaSaveArgs) -> list[Any]:
+        """Capture and encode ``args.item``; returns the future of its manifest.
+
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``. What goes
+        wrong later is raised by the manager's next ``save`` or ``wait_until_finished``; that step then does not exist, and the
+        save after it writes whole leaves.
+        """
+        self._check_open()
+        try:
+            return [self._begin(directory, args)]
+        except BaseException:
+            await_directories()
+            raise
+
+    def save(self, directory: Any, args: DeltaSaveArgs) -> None:
+        """As ``async_save``, and wait until the manifest is durable."""
+        self._check_open()
+        self._begin(directory, args).result()
+
+    def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
+        """Restore an item of a step, verified bit for bit. See ``DeltaRestoreArgs``; the next save goes on from what is
+        restored.
+        """
+        args = args or DeltaRestoreArgs()
+        place = ItemPlace.of(directory)
+        root, manifest = self._open(place)
+        restored = restore_tree(
+            root, manifest, args.item, shardings=args.shardings, paths=args.leaves, max_bytes=args.max_bytes
+        )
+        if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
+            self._item(place).adopt(restored, manifest)
+        return restored.tree
+
+    def metadata(self, directory: Any) -> Any:
+        """The tree as it was saved, arrays as ``jax.ShapeDtypeStruct``; fit to be a restore target. ``FileNotFoundError`` where
+        there is none.
+        """
+        place = ItemPlace.of(directory)
+        return abstract_tree(read_manifest(place.directory / "zarr.json"))
+
+    def finalize(self, directory: Any) -> None:
+        """Called on the primary process when every future is done and before the renames: the time to remove what the last
+        step's deletions left unneeded.
+        """
+        item = self._items.get(self._key(ItemPlace.of(directory)))
+        if item is not None and item.writer is not None:
+            item.writer.collect(self._grace_seconds)
+
+    def close(self) -> None:
+        """Finish the saves under way, stop the threads, give the root back. More than once does nothing."""
+        self._closed = True
+        while self._items:
+            self._items.popitem()[1].close()
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name under which Orbax records who wrote an item. Permanent."""
+        return "deltacheck.DeltaCheckpointHandler"
+
+    # --- our side ----------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed or self._read_only:
+            raise SaveFailed(f"this handler is {'closed' if self._closed else 'read-only'}; open a new manager to save")
+
+    def _begin(self, directory: Any, args: DeltaSaveArgs) -> Commit:
+        begin = time.perf_counter()
+        place = ItemPlace.of(directory)
+        flat = tree.flatten(args.item, leaves.describe, leaves.expand)
+        specs = specs_of(flat)
+        held = dict(flat.arrays)
+
+        def source(path: str) -> LeafSource:
+            # Taken out when it is read: an array that training has done with must not live on until its save is on disk.
+            return LeafSource(specs[path], lambda: held.pop(path))
+
+        sources = {path: source(path) for path in specs}
+        metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
+        flattened = time.perf_counter() - begin
+        with leaves.own_rules():
+            return self._item(place).begin(place, flat.skeleton, sources, metrics, flattened)
+
+    def _item(self, place: ItemPlace) -> Item:
+        key = self._key(place)
+        if key not in self._items:
+            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds)
+        return self._items[key]
+
+    def _key(self, place: ItemPlace) -> tuple[Path, str]:
+        return self._root_of(place), place.item
+
+    def _root_of(self, place: ItemPlace) -> Path:
+        if self._root is not None:
+            return self._root
+        place.step  # noqa: B018 - raises where this is no manager's step, so that no store appears in a place that nobody meant
+        return place.root
+
+    def _open(self, place: ItemPlace) -> tuple[Root, Manifest]:
+        """The root whose segments a step needs, and its manifest. A step that lies elsewhere brings its own store, if it has
+        one.
+        """
+        path = place.root if has_store(place.root) else self._root_of(place)
+        try:
+            return open_root(path), read_manifest(place.directory / "zarr.json")
+        except FileNotFoundError:
+            raise NotACheckpointRoot(
+                f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
+            ) from None
+
+
+@ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
+@dataclass
+class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and ``None``.
+
+    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as soon as ``save`` returns;
+    NumPy arrays may be written to. ``metrics``: numbers kept with the step.
+    """
+
+    item: Any
+    metrics: Mapping[str, float] | None = None
+
+
+@ocp.args.register_with_handler(DeltaCheckpointHandler, for_restore=True)
+@dataclass
+class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """How to restore.
+
+    Without ``item``: the tree as it was saved, pytree nodes that Python itself does not have as dicts of their fields, arrays
+    on the default device. With ``item``, a tree of arrays or ``jax.ShapeDtypeStruct`` of the same structure: its containers,
+    each array in the form (JAX, NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
+    ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the target's. ``leaves``: only
+    these leaf paths, as ``{path: array}``. ``max_bytes``: refuse before allocating more than this.
+
+    Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
+    buffer and can be donated.
+
+    Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
+    ``StepNotFound`` for a leaf that is not there, ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved
+    with ``DeltaSaveArgs``.
+    """
+
+    item: Any = None
+    shardings: Any = None
+    leaves: Iterable[str] | None = None
+    max_bytes: int | None = None

@@ -1,0 +1,208 @@
+"""One item's chain over the steps of a manager: its saver, the step it goes on from, and the commit that Orbax waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from deltacheck.backends.orbax._orbax import ItemPlace
+from deltacheck.backends.orbax.codec import leaf_codec
+from deltacheck.backends.orbax.load import Restored
+from deltacheck.backends.orbax.writer import Writer, writer_of
+from deltacheck.errors import DeltacheckError, SaveFailed
+from deltacheck.handle import SaveHandle
+from deltacheck.policy import Policy
+from deltacheck.save import LeafSource, Saver
+from deltacheck.store import arrays
+from deltacheck.store.root import encode_manifest
+from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.segment import sync_directory
+from deltacheck.tree import Node
+
+log = logging.getLogger("deltacheck")
+
+
+class Item:
+    """The chain of one item. Nothing is written and no lease taken before the first save: a process that only restores locks
+    nobody out.
+    """
+
+    def __init__(self, root: Path, policy: Policy, host_cache_bytes: int, io_timeout_seconds: float) -> None:
+        self._root = root
+        self._policy = policy
+        self._host_cache_bytes = host_cache_bytes
+        self._io_timeout_seconds = io_timeout_seconds
+        self._saver: Saver | None = None
+        self._last: Commit | None = None
+        self._adopted: tuple[Restored, tuple[SegmentRef, ...]] | None = None
+        self.writer: Writer | None = None
+
+    def begin(
+        self,
+        place: ItemPlace,
+        tree: Node,
+        sources: Mapping[str, LeafSource],
+        metrics: Mapping[str, float],
+        spent_seconds: float,
+    ) -> Commit:
+        """Begin to save; returns when everything is captured. ``spent_seconds``: of the training thread, on this save, before
+        this call.
+        """
+        step = place.step
+        saver, writer = self._open()
+        self._settle(saver)
+        saver.number_from(writer.take_seq())
+        gate = Gate(place.directory, self._io_timeout_seconds)
+        handle = saver.save(step, tree, sources, gate.commit, metrics=metrics)
+        handle._add_blocking(spent_seconds)
+        try:
+            self._last = Commit(handle, gate, place)
+        except BaseException:
+            gate.abandon("Orbax could not wait for it")
+            raise
+        return self._last
+
+    def adopt(self, restored: Restored, manifest: Manifest) -> None:
+        """Go on from a restored step, so that the next save is a delta to it."""
+        self._adopted = (restored, manifest.segments)
+        if self._saver is not None:
+            self._settle(self._saver)
+            self._go_on(self._saver)
+
+    def close(self) -> None:
+        """Finish the save under way, stop the threads, give the root back. A failure was told through Orbax, or is logged."""
+        self._adopted = None
+        if self._saver is None or self.writer is None:
+            return
+        if self._last is not None:
+            self._last.abandon("the manager was closed")
+        try:
+            self._saver.close(self._io_timeout_seconds)
+        except (DeltacheckError, TimeoutError) as error:
+            log.error("while closing: %s", error)
+        finally:
+            self.writer.release(self)
+
+    def _open(self) -> tuple[Saver, Writer]:
+        if self._saver is None or self.writer is None:
+            writer = writer_of(self._root, self, self._protected)
+            self._saver = Saver(
+                writer.store,
+                leaf_codec(),
+                self._policy,
+                next_seq=0,
+                host_cache_bytes=self._host_cache_bytes,
+                io_timeout_seconds=self._io_timeout_seconds,
+            )
+            self.writer = writer
+            self._go_on(self._saver)
+        return self._saver, self.writer
+
+    def _settle(self, saver: Saver) -> None:
+        """Learn what became of the last save, and go on from it only if its step exists. REQUIRES: Orbax has done with it."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        last.abandon("Orbax gave the step up")
+        failed = last.handle.exception(self._io_timeout_seconds) is not None
+        if not failed and not last.place.is_committed():
+            log.warning("step %d was never committed by Orbax: the next save writes whole leaves", last.handle.step)
+            saver.forget()
+
+    def _go_on(self, saver: Saver) -> None:
+        """Make the restored step the saver's base, if its segments are still there."""
+        adopted, self._adopted = self._adopted, None
+        if adopted is None or self.writer is None:
+            return
+        restored, refs = adopted
+        try:
+            for ref in refs:
+                self.writer.store.segment(ref)
+        except DeltacheckError as error:
+            log.warning("the next save writes whole leaves: the restored step has lost its segments since (%s)", error)
+            return
+        bases = {
+            path: (chain.spec, restored.loaded[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
+            for path, chain in restored.chains.items()
+        }
+        saver.adopt(bases, refs)
+
+    def _protected(self) -> set[str]:
+        """The segments that the next save may build on."""
+        found = set() if self._saver is None else self._saver.protected_segments()
+        adopted = self._adopted
+        return found if adopted is None else found | {ref.id for ref in adopted[1]}
+
+
+class Gate:
+    """What holds a manifest back until Orbax has created the directory that it belongs to."""
+
+    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+        self._directory = directory
+        self._timeout_seconds = timeout_seconds
+        self._changed = threading.Event()
+        self._lock = threading.Lock()
+        self._verdict = ""  # of the first to speak; "" until then
+
+    def open(self) -> None:
+        """The directory exists."""
+        self._decide("open")
+
+    def abandon(self, reason: str) -> bool:
+        """It never will, for this save. Does nothing once the gate is open; returns whether it was not."""
+        return self._decide(reason) != "open"
+
+    def _decide(self, verdict: str) -> str:
+        with self._lock:
+            self._verdict = self._verdict or verdict
+            self._changed.set()
+            return self._verdict
+
+    def commit(self, manifest: Manifest) -> int:
+        """Write the manifest into the item's directory, durably. The step exists when Orbax renames that; runs on the committer
+        thread.
+        """
+        if not self._changed.wait(self._timeout_seconds):
+            raise SaveFailed(f"Orbax did not create {self._directory} within {self._timeout_seconds:.0f} s")
+        if self._verdict != "open":
+            raise SaveFailed(f"step {manifest.step} was not committed: {self._verdict} before its directory existed")
+        content = encode_manifest(manifest)
+        if not arrays.create_file(self._directory, "zarr.json", content):
+            raise SaveFailed(f"{self._directory} already holds a manifest; two handlers save the same item")
+        sync_directory(self._directory)
+        return len(content)
+
+
+class Commit:
+    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in the item's directory."""
+
+    def __init__(self, handle: SaveHandle, gate: Gate, place: ItemPlace) -> None:
+        self.handle = handle
+        self.gate = gate
+        self.place = place
+        self._opening = self._open_gate()
+        self._directory_created = CommitFutureAwaitingContractedSignals(self._opening, name="deltacheck-gate")
+
+    async def _open_gate(self) -> None:
+        self.gate.open()
+
+    def abandon(self, reason: str) -> None:
+        """Give the save up, if its directory does not exist yet."""
+        if self.gate.abandon(reason):
+            self._opening.close()  # Orbax's thread may wait for the directory for minutes yet, and will not run it
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the commit. Raises what failed it, ``TimeoutError``."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._directory_created.result(timeout)
+        self.handle.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Give the save up, if its directory does not exist yet."""
+        self.abandon("it was cancelled")
+        self._directory_created.cancel()

@@ -1,0 +1,255 @@
+"""From a committed step to a JAX tree: which leaf goes where, in which form, on which devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from deltacheck import restore, tree
+from deltacheck.backends.base import match_targets, place_numpy
+from deltacheck.backends.orbax import leaves
+from deltacheck.errors import StepNotFound, TreeMismatch
+from deltacheck.restore import Chain, Loaded
+from deltacheck.store.root import Root, open_root
+from deltacheck.store.schema import Manifest
+from deltacheck.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
+
+_NUMPY = (NUMPY_ARRAY, NUMPY_SCALAR)
+
+
+def load(
+    root: str | os.PathLike[str],
+    step: int | None = None,
+    target: Any = None,
+    *,
+    item: str | None = None,
+    shardings: Any = None,
+    leaves: Iterable[str] | None = None,
+    max_bytes: int | None = None,
+) -> Any:
+    """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or of the torch ``Engine``.
+
+    ``target``, ``shardings``, ``leaves``, ``max_bytes``: as in ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed
+    only where they have more than one. Takes no lock and writes nothing. Raises what ``DeltaRestoreArgs`` says, and
+    ``NotACheckpointRoot``, ``StepNotFound``.
+    """
+    opened = open_root(root, item)
+    return restore_tree(opened, opened.manifest(step), target, shardings=shardings, paths=leaves, max_bytes=max_bytes).tree
+
+
+class Restored(NamedTuple):
+    """A restored tree, and what a saver needs to go on from it (nothing where only some leaves were asked for)."""
+
+    tree: Any
+    chains: Mapping[str, Chain]
+    loaded: Mapping[str, Loaded]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One array to make. ``owner``: the leaf that holds its bytes. ``tag``: as in the tree; ``None`` asks for a JAX array."""
+
+    owner: str
+    tag: str | None
+    sharding: Sharding | None
+
+
+def restore_tree(
+    root: Root, manifest: Manifest, target: Any, *, shardings: Any, paths: Iterable[str] | None, max_bytes: int | None
+) -> Restored:
+    """Restore a step, or only the leaves ``paths`` of it."""
+    with leaves.own_rules():
+        return _restore_tree(root, manifest, target, shardings, paths, max_bytes)
+
+
+def _restore_tree(
+    root: Root, manifest: Manifest, target: Any, shardings: Any, paths: Iterable[str] | None, max_bytes: int | None
+) -> Restored:
+    stored = _places(manifest.tree)
+    where = _shardings_by_path(shardings, stored, manifest.step)
+    if paths is not None:
+        if target is not None:
+            raise ValueError("name leaves or give a target, not both")
+        paths = list(dict.fromkeys(paths))
+        unknown = [path for path in paths if path not in stored]
+        if unknown:
+            restore.resolve(root, manifest, unknown)  # raises, naming what is near
+        some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
+        chains = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
+        return Restored(_make(some, restore.load(chains, max_bytes=max_bytes)), {}, {})
+    if target is None:
+        wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
+    else:
+        asked, target = target, leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target)
+        wanted = _as_targeted(target, stored, manifest, where)
+    chains = restore.resolve(root, manifest)
+    loaded = restore.load(chains, max_bytes=max_bytes)
+    made = _make(wanted, loaded)
+    if target is None:
+        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), chains, loaded)
+    numbers = tree.scalars(manifest.tree)
+
+    def fill(path: str, leaf: Any) -> Any:
+        return made[path] if path in made else _number_as(leaf, numbers[path])
+
+    return Restored(leaves.map_leaves(fill, asked), chains, loaded)
+
+
+def abstract_tree(manifest: Manifest) -> Any:
+    """The tree of a step with ``jax.ShapeDtypeStruct`` for its arrays."""
+
+    def place(path: str, owner: str, tag: str | None) -> Any:
+        record = manifest.leaves[owner]
+        if leaves.is_key_tag(tag):
+            return leaves.abstract(record.shape[:-1], leaves.key_dtype(tag))
+        return leaves.abstract(record.shape, record.spec(owner).element.numpy)
+
+    return tree.unflatten(manifest.tree, place)
+
+
+def _places(skeleton: Node) -> dict[str, tuple[str, str | None]]:
+    """Every array place of a tree: path -> (leaf that holds its bytes, tag)."""
+    found: dict[str, tuple[str, str | None]] = {}
+
+    def place(path: str, owner: str, tag: str | None) -> None:
+        found[path] = (owner, tag)
+
+    tree.unflatten(skeleton, place)
+    return found
+
+
+def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]) -> _Wanted:
+    """An array in the form that it was saved in; as NumPy where JAX would round it to fewer bits."""
+    owner, tag = place
+    if tag not in _NUMPY and not leaves.jax_has(manifest.leaves[owner].dtype):
+        return _Wanted(owner, NUMPY_ARRAY, None)
+    return _Wanted(owner, tag, where.get(path))
+
+
+def _as_targeted(
+    target: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest, where: Mapping[str, Sharding]
+) -> dict[str, _Wanted]:
+    """Every array of the target in the form that the target asks for; ``TreeMismatch`` where the two trees differ."""
+    flat = tree.flatten(target, leaves.describe_target, leaves.expand)
+    _match_numbers(flat.skeleton, flat.leaves, manifest)
+    chosen = match_targets(manifest, flat)
+    wanted = {}
+    for path, described in flat.leaves.items():
+        saved = stored[path][1]
+        if saved != described.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(described.tag):
+            raise TreeMismatch(f"leaf {path!r} is a {saved} in step {manifest.step}, a {described.tag} in the target")
+        tag = described.tag if leaves.jax_has(described.dtype) else NUMPY_ARRAY
+        wanted[path] = _Wanted(chosen[path], tag, where.get(path) or _sharding_of(flat.arrays[path]))
+    return wanted
+
+
+def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest) -> None:
+    """Refuse a target whose numbers, text and ``None`` lie at other paths than those of the step."""
+    saved, asked = tree.scalars(manifest.tree), tree.scalars(skeleton)
+    problems = [
+        f"leaf {p!r} is {saved[p]!r} in step {manifest.step}, {arrays[p].dtype}{list(arrays[p].shape)} in the target"
+        for p in sorted(saved.keys() & arrays.keys())
+    ]
+    problems += [f"leaf {p!r} of the target is not in step {manifest.step}" for p in sorted(asked.keys() - saved.keys())]
+    problems += [
+        f"leaf {p!r} of step {manifest.step} is not in the target" for p in sorted(saved.keys() - asked.keys() - arrays.keys())
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise TreeMismatch(f"{'; '.join(problems[:5])}{more}. Restore without a target to get the tree as it was saved")
+
+
+def _as_kept(path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest) -> Any:
+    """A target's leaf, or what is kept in its place where one is a Python number and the other a 0-d array.
+
+    Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and ``eval_shape`` makes an array of it
+    from the start: each is a target for the others.
+    """
+    if isinstance(leaf, bool | int | float | complex) and path in stored:
+        owner, tag = stored[path]
+        element = manifest.leaves[owner].spec(owner).element.numpy
+        if manifest.leaves[owner].shape == () and not leaves.is_key_tag(tag):
+            return (
+                leaves.abstract((), element) if tag not in _NUMPY else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
+            )
+    if leaves.describe_target(leaf) is not None and leaf.shape == ():
+        number = tree.scalars(manifest.tree).get(path)
+        if number is not None and _fits(number, leaf.dtype):
+            return number
+    return leaf
+
+
+def _fits(number: object, dtype: Any) -> bool:
+    """Whether a Python number is of the kind that ``dtype`` holds, and held exactly."""
+    kinds = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
+    if type(number) not in kinds or not jnp.issubdtype(dtype, kinds[type(number)]):
+        return False
+    try:
+        held = np.asarray(number, dtype)
+    except OverflowError:
+        return False
+    return held.item() == number or number != number
+
+
+def _number_as(leaf: Any, number: object) -> Any:
+    """A restored number in the form that the target asks for."""
+    described = leaves.describe_target(leaf)
+    if described is None:
+        return number
+    held = np.asarray(number, leaf.dtype)
+    if described.tag in _NUMPY:
+        return held[()] if described.tag == NUMPY_SCALAR else held
+    return leaves.on_devices({"": held}, {"": _sharding_of(leaf)})[""]
+
+
+def _sharding_of(leaf: object) -> Sharding | None:
+    """Where a target wants a leaf; ``None``: nowhere in particular."""
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _shardings_by_path(shardings: Any, stored: Mapping[str, object], step: int) -> dict[str, Sharding]:
+    """One sharding for all leaves, or a tree of them, as leaf path -> sharding."""
+    if shardings is None:
+        return {}
+    if isinstance(shardings, Sharding | jax.Device):
+        return dict.fromkeys(stored, _as_sharding(shardings))
+    flat = tree.flatten(shardings, _describe_sharding, leaves.expand)
+    unknown = sorted(flat.arrays.keys() - stored.keys())
+    if unknown:
+        raise StepNotFound(f"shardings name leaf {unknown[0]!r}, which is not an array of step {step}")
+    return {path: _as_sharding(value) for path, value in flat.arrays.items()}
+
+
+def _as_sharding(value: object) -> Sharding:
+    if isinstance(value, jax.Device):
+        return SingleDeviceSharding(value)
+    assert isinstance(value, Sharding)
+    return value
+
+
+def _describe_sharding(value: object) -> ArrayLeaf | None:
+    return ArrayLeaf((), "uint8") if isinstance(value, Sharding | jax.Device) else None
+
+
+def _make(wanted: Mapping[str, _Wanted], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
+    """The asked arrays, each in memory of its own."""
+    made: dict[str, Any] = {}
+    host: dict[str, np.ndarray[Any, Any]] = {}
+    for path, one in wanted.items():
+        if one.tag in _NUMPY:
+            made[path] = place_numpy(loaded[one.owner], one.tag)
+        else:
+            host[path] = restore.as_array(loaded[one.owner])
+    keys = {path for path in host if leaves.is_key_tag(wanted[path].tag)}
+    made |= leaves.on_devices(host, {path: None if path in keys else wanted[path].sharding for path in host})
+    made |= {path: leaves.key_of(made[path], wanted[path].tag, wanted[path].sharding) for path in keys}
+    return {path: made[path] for path in wanted}

@@ -1,0 +1,73 @@
+"""A ``CheckpointManager`` that knows our handler, and that finishes its last save when the program ends."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orbax import checkpoint as ocp
+
+from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
+from deltacheck.policy import Policy
+
+log = logging.getLogger("deltacheck")
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def manager(
+    root: str | os.PathLike[str],
+    options: Any = None,
+    *,
+    items: Iterable[str] = (),
+    policy: Policy | None = None,
+    host_cache_bytes: int = 256 << 20,
+    grace_seconds: float = 60.0,
+    io_timeout_seconds: float = 600.0,
+    metadata: Mapping[str, Any] | None = None,
+) -> Any:
+    """An ``ocp.CheckpointManager`` whose steps are saved with ``DeltaSaveArgs`` and restored with ``DeltaRestoreArgs``.
+
+    ``options``: ``ocp.CheckpointManagerOptions``. ``items``: names used with ``ocp.args.Composite``; any name can be saved and
+    restored, those named here can also be restored and described without arguments by a process that has not saved them.
+    ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
+
+    A save under way when the interpreter exits is finished first; plain Orbax loses it.
+    """
+    path = Path(root).absolute()
+    handler = DeltaCheckpointHandler(
+        path,
+        policy=policy,
+        host_cache_bytes=host_cache_bytes,
+        grace_seconds=grace_seconds,
+        io_timeout_seconds=io_timeout_seconds,
+        read_only=bool(options is not None and options.read_only),
+    )
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
+        registry.add(item, DeltaSaveArgs, handler)
+        registry.add(item, DeltaRestoreArgs, handler)
+    made = ocp.CheckpointManager(path, options=options, handler_registry=registry, metadata=metadata)
+    _finish_at_exit()
+    _open.add(made)
+    return made
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    # Not atexit: that comes after the executors are gone, and Orbax needs them for its renames. These callbacks come before.
+    threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
+
+
+def _finish_all() -> None:
+    for made in list(_open):
+        try:
+            made.wait_until_finished()
+        except Exception:
+            log.exception("at exit: the last save of %s failed", made.directory)

@@ -1,0 +1,86 @@
+"""One process's right to write to a manager root, shared by its handlers: lease, sequence numbers, what a collection must spare."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from deltacheck.backends.orbax._orbax import manifests_elsewhere
+from deltacheck.errors import Damaged
+from deltacheck.store import collect, layout
+from deltacheck.store.lease import Lease
+from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store, read_manifest
+
+log = logging.getLogger("deltacheck")
+
+_writers: dict[Path, Writer] = {}
+_lock = threading.Lock()
+
+
+class Writer:
+    """Made by ``writer_of``, one a root and process; released by every handler that has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.store: Store = create_manager_store(path)
+        self.root = Root(path, self.store)
+        self._lease = Lease(self.store.path)
+        self._next_seq = self.root.next_seq()
+        self._users: dict[object, Callable[[], set[str]]] = {}
+
+    def take_seq(self) -> int:
+        """A sequence number that no save of this root has."""
+        with _lock:
+            self._next_seq += 1
+            return self._next_seq - 1
+
+    def collect(self, grace_seconds: float) -> None:
+        """Remove segments that no step, saved or under way, stands on. Never fails: a step is about to be committed, and
+        garbage can wait.
+        """
+        try:
+            protected = set().union(*(protected() for protected in list(self._users.values())))
+            for path in manifests_elsewhere(self.root.path):
+                protected |= _segments_of(path)
+            collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
+        except Exception:
+            log.warning("segments that are no longer needed could not be removed from %s", self.store.path, exc_info=True)
+
+    def release(self, user: object) -> None:
+        """Give up a share; the last one gives the root back."""
+        with _lock:
+            self._users.pop(user, None)
+            if not self._users:
+                self._lease.release()
+                _writers.pop(self.root.path, None)
+
+
+def writer_of(path: Path, user: object, protected: Callable[[], set[str]]) -> Writer:
+    """The right of this process to write to the root ``path``, taken where it does not have it yet.
+
+    ``protected``: the segments that ``user`` still stands on. Raises ``RootBusy`` naming the holder where another process has
+    it, ``OSError`` where the root cannot be written, ``UnsupportedFormat``.
+    """
+    with _lock:
+        writer = _writers.get(path)
+        if writer is None:
+            writer = _writers[path] = Writer(path)
+        writer._users[user] = protected
+        return writer
+
+
+def _segments_of(path: Path) -> set[str]:
+    try:
+        return {ref.id for ref in read_manifest(path).segments}
+    except FileNotFoundError:
+        return set()  # renamed or deleted since it was listed
+    except Damaged:
+        if layout.ATTRIBUTE.encode() in path.read_bytes():
+            raise
+        return set()  # another format's zarr.json
+
+
+def has_store(root: Path) -> bool:
+    """Whether a manager root has a store of ours."""
+    return (root / MANAGER_STORE / "zarr.json").is_file()
