@@ -41,4 +41,4 @@ class Plan:
 
 def tiny(seed: int) -> Plan:
     """The same story in a fraction of the time, with a model too small to say anything about sizes or speed."""
-    return Plan(seed=seed, width=128, layers=2, heads=2, context=192, batch=4, pretrain_steps=10, steps=18, every=3)
+    return Plan(seed=seed, threads=1, width=128, layers=2, heads=2, context=192, batch=4, pretrain_steps=10, steps=18, every=3)

@@ -217,12 +217,16 @@ def _hear(event: Event, told: Told, bar: Bar) -> None:
 def _child(folder: Path, part: str) -> Iterator[subprocess.Popen[str]]:
     """A child process that plays ``part``; it never outlives the block."""
     found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
-    paths = [found_at, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [found_at, os.environ.get("PYTHONPATH")])),
+    }
     with (folder / "log.txt").open("a") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "deltacheck.demo.child", str(folder), part],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
