@@ -212,13 +212,13 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
     try:
         fields = cast("Node", node)
         kind = fields["t"]
-        if kind == "array":
-            return place(path, cast("str", fields.get("of", path)), cast("str | None", fields.get("tag")))
         if kind in _SCALARS:
             return _SCALARS[cast("str", kind)](fields.get("v"))
-        pairs = list(_children(fields))
+        pairs = [] if kind == "array" else list(_children(fields))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"tree skeleton is damaged at {path!r}: {error}") from error
+    if kind == "array":  # out of the handler's reach: what place() raises is no damage
+        return place(path, cast("str", fields.get("of", path)), cast("str | None", fields.get("tag")))
     values = [(key, _build(item, (*keys, escape_key(key)), place)) for key, item in pairs]
     if kind == "odict":
         return OrderedDict(values)
