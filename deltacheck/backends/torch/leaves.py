@@ -12,6 +12,8 @@ from deltacheck.errors import UnsupportedLeaf
 from deltacheck.restore import Loaded
 from deltacheck.tree import ArrayLeaf
 
+_NAMES_ONLY = ("int2", "int4", "uint2", "uint4")  # torch has these dtypes, but no operation on them, not even a copy
+
 
 def describe(value: object) -> ArrayLeaf | None:
     """Tensors and NumPy arrays; ``None`` for anything else.
@@ -65,7 +67,7 @@ def tensor_of(item: Loaded) -> torch.Tensor:
     """A loaded leaf as a host tensor that shares its memory."""
     spec = item.chain.spec
     dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
         raise UnsupportedLeaf(
             f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with deltacheck.open(root).restore()"
         )
