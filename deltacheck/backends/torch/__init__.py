@@ -1,5 +1,6 @@
 """The PyTorch backend."""
 
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.load import load
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "load"]

@@ -1,0 +1,35 @@
+"""Read any root as torch tensors, without the right to write to it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from deltacheck import restore, tree
+from deltacheck.backends.torch import leaves
+from deltacheck.store.root import open_root
+
+
+def load(
+    root: str | os.PathLike[str], step: int | None = None, *, item: str | None = None, max_bytes: int | None = None
+) -> Any:
+    """Read a step (by default the newest) of an ``Engine`` root or of an Orbax ``CheckpointManager``'s, verified bit for bit.
+
+    Returns the nested state with tensors on the host, tied leaves as one tensor; JAX's typed PRNG keys as their uint32 data.
+    ``item``: of a manager's steps, needed only where they have more than one. ``max_bytes``: refuse before allocating more than
+    this.
+
+    Raises ``NotACheckpointRoot``, ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out),
+    ``BudgetExceeded``, and ``UnsupportedLeaf`` for an element type that torch does not have.
+    """
+    opened = open_root(root, item)
+    manifest = opened.manifest(step)
+    loaded = restore.load(restore.resolve(opened, manifest), max_bytes=max_bytes)
+    placed: dict[tuple[str, str | None], object] = {}
+
+    def place(path: str, owner: str, tag: str | None) -> object:
+        if (owner, tag) not in placed:
+            placed[owner, tag] = leaves.place(loaded[owner], tag)
+        return placed[owner, tag]
+
+    return tree.unflatten(manifest.tree, place)
