@@ -128,13 +128,15 @@ class Root:
         """
         checkpoints, damaged = self._read_all()
         matching = [ref for ref in checkpoints if step is None or ref.step == step]
-        if damaged and (not matching or (step is None and max(damaged) > checkpoints[-1].manifest_path)):
+        # A damaged manifest may be the step that is meant: any of them where none matches, a newer one where the newest is asked for.
+        suspects = [p for p in damaged if not matching or (step is None and _age(p) > _age(checkpoints[-1].manifest_path))]
+        if suspects:
             way_out = (
                 f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number"
                 if checkpoints
                 else "No other step is left"
             )
-            raise Damaged(f"{damaged[max(damaged)]}. {way_out}")
+            raise Damaged(f"{damaged[max(suspects, key=_age)]}. {way_out}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
         newest = max(matching, key=lambda ref: ref.seq)
@@ -273,6 +275,12 @@ def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
         other = newest_whole_step(root, before=manifest.seq)
         way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
         raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+
+
+def _age(manifest_path: Path) -> tuple[int, str]:
+    """What sorts manifests by age while they cannot be read: the number in the name of the checkpoint's or the step's directory."""
+    name = next((p.name for p in manifest_path.parents if p.name.lstrip("c").isdigit()), "")
+    return int(name.lstrip("c") or 0), name
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
