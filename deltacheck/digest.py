@@ -14,7 +14,8 @@ def chunk_digests(
 ) -> NDArray[np.uint64]:
     """xxh3_128 (high, low) of the named chunks of a leaf's bytes, uint64 ``(chunks, 2)``."""
     offsets = (bounds * np.uint64(word_bytes)).tolist()
-    values = [xxhash.xxh3_128_digest(host[offsets[c] : offsets[c + 1]]) for c in chunks]
+    view = host.data
+    values = [xxhash.xxh3_128_digest(view[offsets[c] : offsets[c + 1]]) for c in chunks]
     return np.frombuffer(b"".join(values), ">u8").astype(np.uint64).reshape(-1, 2)
 
 
