@@ -1,10 +1,10 @@
-"""Carry out a save: capture -> encode -> write -> commit, behind the training loop.
+"""Carry out saves behind the training loop, one after the other: which thread does what, and what a failure means for the next.
 
 Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and hands them to the store; the
 *committer* waits for the disk, writes the manifest and promotes the step. A save may be captured while the one before it is
-still on its way to disk.
+still on its way to disk. ``work.py`` is what they do.
 
-The shadow (``_Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that
+The shadow (``Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that
 fails after that leaves no shadow: the next save writes keyframes (``Saver._fail``), and saves already encoded on top of the
 failed one fail too.
 """
@@ -14,314 +14,26 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import shutil
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from deltacheck.codec.base import CHANGED, CHUNK, METHOD, U32, U64, Codec, Encoded
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.codec.base import U64, Codec
+from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
-from deltacheck.policy import Policy, needs_keyframe
-from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
-from deltacheck.store import layout
-from deltacheck.store.arrays import Pending
+from deltacheck.policy import Policy
+from deltacheck.records import LeafSpec
 from deltacheck.store.root import Store
-from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.segment import SegmentWriter, is_packed
+from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.tree import Node
+from deltacheck.work import PART_BYTES, Leaf, LeafSource, Setup, Work
+
+__all__ = ["LeafSource", "Saver"]
 
 log = logging.getLogger("deltacheck")
-
-PART_BYTES = 64 << 20  # encoded bytes after which a part is closed and written
-KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time
-
-
-@dataclass(frozen=True, slots=True)
-class LeafSource:
-    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes.
-
-    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
-    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
-    """
-
-    spec: LeafSpec
-    current: Callable[[], Any]
-    lazy: bool = False
-    recheck: Callable[[], None] | None = None
-
-
-@dataclass(slots=True)
-class _Leaf:
-    """What the saver remembers of a leaf between saves."""
-
-    spec: LeafSpec
-    bounds: U64
-    base: Any = None
-    digests: U64 = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
-    digest: str = ""
-    key_segment: str = ""
-    delta_segments: list[str] = field(default_factory=list)
-    reading: Any = None  # the write that still reads ``base`` where it lies
-
-    @property
-    def depth(self) -> int | None:
-        return None if self.base is None else len(self.delta_segments)
-
-    def free_base(self, timeout: float) -> None:
-        """Wait until no write reads the base any more."""
-        if self.reading is not None:
-            await_write(self.reading, timeout)
-            self.reading = None
-
-
-def await_write(pending: Pending, timeout: float) -> None:
-    """Wait for a write; raises what failed it, or ``SaveFailed`` where the storage hangs."""
-    try:
-        pending.result(timeout=timeout)
-    except TimeoutError:
-        raise SaveFailed(f"the storage did not finish a write within {timeout:.0f} s; it may hang") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One encoded run of a leaf's chunks."""
-
-    path: str
-    first_chunk: int
-    encoded: Encoded
-    stored_bytes: int
-
-
-class _Work:
-    """One save under way."""
-
-    def __init__(
-        self,
-        saver: Saver,
-        handle: SaveHandle,
-        seq: int,
-        tree: Node,
-        sources: Mapping[str, LeafSource],
-        metrics: Mapping[str, float],
-        commit: Callable[[Manifest], int],
-    ) -> None:
-        self.saver = saver
-        self.handle = handle
-        self.seq = seq
-        self.tree = tree
-        self.specs = {path: source.spec for path, source in sources.items()}
-        self.lazy = [source for source in sources.values() if source.lazy]
-        self.metrics = metrics
-        self.commit = commit
-        self.epoch, self.leaves = saver.epoch, saver.leaves
-        self.order = {path: number for number, path in enumerate(sources)}
-        self.may_be_committed = False
-        self.begin = time.perf_counter()
-        self.writer: SegmentWriter = saver.store.writer(seq)
-        self.keyframes: list[str] = []
-        self.pieces: list[_Piece] = []
-        self.unsealed_bytes = 0
-        self.in_flight: deque[tuple[int, list[Any]]] = deque()
-        self.in_flight_bytes = 0
-        self.delta_rows: dict[str, list[tuple[int, int, int]]] = {}
-        self.row_chunks: dict[str, list[U32]] = {}
-        self.changed: dict[str, int] = {}
-        self.encoded_bytes: dict[str, int] = {}
-        self.entries: dict[str, LeafEntry] = {}
-        self.digest_tables: list[U64] = []
-        self.segments: set[str] = set()
-        self.records: dict[str, LeafRecord] = {}
-
-    # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
-
-    def capture(self, source: LeafSource) -> None:
-        """Bring the shadow to the leaf's present content, keeping what changed."""
-        codec, spec = self.saver.codec, source.spec
-        leaf = self.leaves.get(spec.path)
-        if leaf is None or leaf.spec != spec:
-            leaf = self.leaves[spec.path] = _Leaf(spec, spec.bounds())
-        leaf.free_base(self.saver.io_timeout_seconds)
-        current = source.current()
-        if needs_keyframe(self.saver.policy, spec.path, leaf.depth):
-            leaf.base = codec.copy(current, leaf.base)
-            self.keyframes.append(spec.path)
-        else:
-            self._encode(leaf, current)
-        if source.recheck is not None:
-            source.recheck()
-
-    def _encode(self, leaf: _Leaf, current: Any) -> None:
-        codec, word_bytes, bounds = self.saver.codec, leaf.spec.word_bytes, leaf.bounds
-        chunks = bounds.size - 1
-        step = (
-            chunks
-            if codec.run_bytes is None
-            else max(1, codec.run_bytes // max(1, int(np.diff(bounds).max(initial=1)) * word_bytes))
-        )
-        for first in range(0, chunks, max(1, step)):
-            stop = min(chunks, first + step)
-            low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
-            if (low, high) == (0, leaf.spec.raw_bytes):
-                encoded, leaf.base = codec.encode(current, leaf.base, bounds, word_bytes)
-            else:
-                encoded, _ = codec.encode(
-                    current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
-                )
-            self._keep(
-                _Piece(leaf.spec.path, first, encoded, sum(s.size for s in encoded.streams.values()) + encoded.rows.nbytes)
-            )
-
-    def _keep(self, piece: _Piece) -> None:
-        if piece.encoded.rows.shape[0] == 0:
-            return
-        if self.unsealed_bytes + self.in_flight_bytes + piece.stored_bytes > self.saver.host_cache_bytes:
-            self.seal()
-            self._await_room(piece.stored_bytes)
-        self.pieces.append(piece)
-        self.unsealed_bytes += piece.stored_bytes
-
-    def _await_room(self, wanted: int) -> None:
-        while self.in_flight and self.in_flight_bytes + wanted > self.saver.host_cache_bytes:
-            size, pending = self.in_flight.popleft()
-            for write in pending:
-                await_write(write, self.saver.io_timeout_seconds)
-            self.in_flight_bytes -= size
-
-    # --- encode: from the encoder thread (and from the training thread where host_cache_bytes is used up) ---------------------
-
-    def seal(self) -> None:
-        """Close the pieces at hand as a part and start to write it."""
-        if not self.pieces:
-            return
-        pieces, size = self.pieces, self.unsealed_bytes
-        self.pieces, self.unsealed_bytes = [], 0
-        index, row = [], 0
-        part = len(self.writer.parts)
-        for piece in pieces:
-            leaf = self.leaves[piece.path]
-            rows = piece.encoded.rows.copy()
-            rows[:, CHUNK] += np.uint32(piece.first_chunk)
-            index.append(_index_rows(rows, self.order[piece.path], leaf))
-            self.delta_rows.setdefault(piece.path, []).append((part, row, rows.shape[0]))
-            self.row_chunks.setdefault(piece.path, []).append(rows[:, CHUNK])
-            self.changed[piece.path] = self.changed.get(piece.path, 0) + int(rows[:, CHANGED].sum(dtype=np.uint64))
-            self.encoded_bytes[piece.path] = self.encoded_bytes.get(piece.path, 0) + piece.stored_bytes
-            row += rows.shape[0]
-        names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
-        streams = {n: np.concatenate([p.encoded.streams[n] for p in pieces if n in p.encoded.streams]) for n in names}
-        del pieces
-        _, pending = self.writer.put_part(np.concatenate(index), streams)
-        self.in_flight.append((size, pending))
-        self.in_flight_bytes += size
-
-    def encode(self) -> None:
-        """Everything between capture and the disk: parts, keyframe writes, digests, and what the manifest will say."""
-        self.seal()
-        leaves = self.leaves
-        names = layout.array_names([path for path in self.keyframes if not is_packed(leaves[path].spec)])
-        window: deque[tuple[int, Any]] = deque()
-        for path in sorted(self.keyframes):
-            leaf = leaves[path]
-            host = self.saver.codec.host(leaf.base)
-            leaf.digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
-            if is_packed(leaf.spec):
-                key = self.writer.put_packed(leaf.spec, host)
-            else:
-                leaf.reading = self.writer.put_natural(leaf.spec, names[path], host)
-                key = KeyframeAt(array=names[path])
-                window.append((host.nbytes, leaf.reading))
-                while len(window) > 1 and sum(size for size, _ in window) > KEYFRAME_WINDOW_BYTES:
-                    await_write(window.popleft()[1], self.saver.io_timeout_seconds)
-            self.changed[path] = int(leaf.bounds[-1])
-            self.encoded_bytes[path] = host.nbytes
-            leaf.key_segment, leaf.delta_segments = self.writer.id, []
-            self._enter(leaf, leaf.digests, key=key)
-        for path, chunks in sorted(self.row_chunks.items()):
-            leaf = leaves[path]
-            stored = np.concatenate(chunks).astype(np.int64)
-            fresh = chunk_digests(self.saver.codec.host(leaf.base), leaf.bounds, leaf.spec.word_bytes, stored.tolist())
-            leaf.digests = leaf.digests.copy()
-            leaf.digests[stored] = fresh
-            leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
-            self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))
-        for path, spec in self.specs.items():
-            leaf = leaves[path]
-            self.segments |= {leaf.key_segment, *leaf.delta_segments}
-            self.records[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf.digest)
-
-    def _enter(
-        self, leaf: _Leaf, digests: U64, key: KeyframeAt | None = None, delta: tuple[tuple[int, int, int], ...] = ()
-    ) -> None:
-        before, leaf.digest = leaf.digest, leaf_digest(leaf.digests)
-        start = sum(table.shape[0] for table in self.digest_tables)
-        self.digest_tables.append(digests)
-        spec = leaf.spec
-        base = before if key is None else ""
-        self.entries[spec.path] = LeafEntry(spec.dtype, spec.shape, spec.chunk, leaf.digest, start, base, key, delta)
-
-    # --- commit: from the committer thread ------------------------------------------------------------------------------------
-
-    def finish_segment(self) -> SegmentRef | None:
-        """Make the segment durable; ``None`` where nothing changed and there is none."""
-        if not self.entries:
-            return None
-        deadline = time.monotonic() + self.saver.io_timeout_seconds
-        return self.writer.finish(self.entries, np.concatenate(self.digest_tables), deadline)
-
-    def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
-        return Manifest(
-            format=layout.FORMAT,
-            version=layout.VERSION,
-            seq=self.seq,
-            step=self.handle.step,
-            nonce=secrets.token_hex(8),
-            time=time.time(),
-            writer=f"process {os.getpid()} on {socket.gethostname()}",
-            contract=self.saver.policy.contract,
-            segments=tuple(refs[name] for name in sorted(self.segments)),
-            tree=self.tree,
-            leaves=self.records,
-            metrics=dict(self.metrics),
-        )
-
-    def report(self, stored_bytes: int) -> SaveReport:
-        leaves = tuple(self._leaf_report(spec) for spec in self.specs.values())
-        return SaveReport(
-            step=self.handle.step,
-            seq=self.seq,
-            raw_bytes=sum(leaf.raw_bytes for leaf in leaves),
-            stored_bytes=stored_bytes,
-            blocking_seconds=self.handle.blocking_seconds,
-            durable_seconds=time.perf_counter() - self.begin,
-            leaves=leaves,
-            metrics=dict(self.metrics),
-        )
-
-    def _leaf_report(self, spec: LeafSpec) -> LeafReport:
-        entry = self.entries.get(spec.path)
-        kind = LeafKind.UNCHANGED if entry is None else LeafKind.DELTA if entry.key is None else LeafKind.KEYFRAME
-        words = spec.raw_bytes // spec.word_bytes
-        return LeafReport(
-            spec.path, kind, spec.raw_bytes, self.encoded_bytes.get(spec.path, 0), words, self.changed.get(spec.path, 0)
-        )
-
-
-def _index_rows(rows: U32, leaf_number: int, leaf: _Leaf) -> U32:
-    """The encoder's rows as rows of a part's index."""
-    words = np.diff(leaf.bounds)[rows[:, CHUNK]].astype(np.uint32)
-    about = [np.full(rows.shape[0], leaf_number, np.uint32), rows[:, CHUNK], words]
-    return np.column_stack([*about, np.full(rows.shape[0], leaf.spec.word_bytes, np.uint32), rows[:, METHOD:]]).astype(
-        np.uint32
-    )
 
 
 class Saver:
@@ -345,22 +57,19 @@ class Saver:
     ) -> None:
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
-        self.store = store
         self.codec = codec
-        self.policy = policy
-        self.host_cache_bytes = host_cache_bytes
         self.max_pending = max_pending
-        self.io_timeout_seconds = io_timeout_seconds
+        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds)
         self.epoch = 0
-        self.leaves: dict[str, _Leaf] = {}
+        self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._to_encode: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._to_commit: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._to_commit: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
@@ -403,7 +112,7 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
-            work = _Work(self, handle, self._next_seq, tree, sources, metrics or {}, commit)
+            work = Work(self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit)
             self._next_seq += 1
             self._handles.append(handle)
         try:
@@ -433,7 +142,7 @@ class Saver:
             self._refs = {ref.id: ref for ref in refs}
             self.leaves = {}
             for path, (spec, base, digests, key_segment, delta_segments) in leaves.items():
-                self.leaves[path] = _Leaf(spec, spec.bounds(), base, digests, leaf_digest(digests), key_segment, delta_segments)
+                self.leaves[path] = Leaf(spec, spec.bounds(), base, digests, leaf_digest(digests), key_segment, delta_segments)
 
     def forget(self) -> None:
         """Drop the shadow: the next save writes keyframes."""
@@ -536,7 +245,7 @@ class Saver:
                 self._fail(work, error)
             del work
 
-    def _fail(self, work: _Work, error: BaseException) -> None:
+    def _fail(self, work: Work, error: BaseException) -> None:
         with self._lock:
             if work.epoch == self.epoch:
                 self.epoch += 1

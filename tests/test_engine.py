@@ -201,17 +201,17 @@ def test_an_engine_that_restored_nothing_starts_with_keyframes(tmp_path: Path) -
 @pytest.fixture
 def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the encoder thread back before it captures a lazy leaf, until the event is set."""
-    from deltacheck import save
+    from deltacheck import work
 
     go = threading.Event()
-    original = save._Work.capture
+    original = work.Work.capture
 
     def capture(self: Any, source: Any) -> None:
         if source.lazy:
             assert go.wait(30)
         original(self, source)
 
-    monkeypatch.setattr(save._Work, "capture", capture)
+    monkeypatch.setattr(work.Work, "capture", capture)
     return go
 
 
@@ -344,16 +344,16 @@ def test_a_handle_passes_through_its_states_in_order(tmp_path: Path) -> None:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the committer thread back before it finishes a segment, until the event is set."""
-    from deltacheck import save
+    from deltacheck import work
 
     go = threading.Event()
-    original = save._Work.finish_segment
+    original = work.Work.finish_segment
 
     def finish(self: Any) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(save._Work, "finish_segment", finish)
+    monkeypatch.setattr(work.Work, "finish_segment", finish)
     return go
 
 

@@ -291,16 +291,16 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
     import threading
     import weakref
 
-    from deltacheck import save
+    from deltacheck import work
 
     go = threading.Event()
-    original = save._Work.finish_segment
+    original = work.Work.finish_segment
 
     def finish(self: Any) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(save._Work, "finish_segment", finish)
+    monkeypatch.setattr(work.Work, "finish_segment", finish)
     with Engine(tmp_path) as engine:
         tensor = torch.randn(300, 300)
         alive = weakref.ref(tensor)

@@ -1,0 +1,322 @@
+"""One save under way: capture -> encode -> write, and what its manifest will say. ``save.py`` runs it on the right threads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deltacheck.codec.base import CHANGED, CHUNK, METHOD, U32, U64, Codec, Encoded
+from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.errors import SaveFailed
+from deltacheck.handle import SaveHandle
+from deltacheck.policy import Policy, needs_keyframe
+from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
+from deltacheck.store import layout
+from deltacheck.store.arrays import Pending
+from deltacheck.store.root import Store
+from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.segment import SegmentWriter, is_packed
+from deltacheck.tree import Node
+
+PART_BYTES = 64 << 20  # encoded bytes after which a part is closed and written
+KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSource:
+    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes.
+
+    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
+    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
+    """
+
+    spec: LeafSpec
+    current: Callable[[], Any]
+    lazy: bool = False
+    recheck: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all saves of a saver share; see ``Saver`` for what the options mean."""
+
+    store: Store
+    codec: Codec[Any]
+    policy: Policy
+    host_cache_bytes: int
+    io_timeout_seconds: float
+
+
+@dataclass(slots=True)
+class Leaf:
+    """What the saver remembers of a leaf between saves."""
+
+    spec: LeafSpec
+    bounds: U64
+    base: Any = None
+    digests: U64 = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    digest: str = ""
+    key_segment: str = ""
+    delta_segments: list[str] = field(default_factory=list)
+    reading: Any = None  # the write that still reads ``base`` where it lies
+
+    @property
+    def depth(self) -> int | None:
+        return None if self.base is None else len(self.delta_segments)
+
+    def free_base(self, timeout: float) -> None:
+        """Wait until no write reads the base any more."""
+        if self.reading is not None:
+            await_write(self.reading, timeout)
+            self.reading = None
+
+
+def await_write(pending: Pending, timeout: float) -> None:
+    """Wait for a write; raises what failed it, or ``SaveFailed`` where the storage hangs."""
+    try:
+        pending.result(timeout=timeout)
+    except TimeoutError:
+        raise SaveFailed(f"the storage did not finish a write within {timeout:.0f} s; it may hang") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One encoded run of a leaf's chunks."""
+
+    path: str
+    first_chunk: int
+    encoded: Encoded
+    stored_bytes: int
+
+
+class Work:
+    """One save under way."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        epoch: int,
+        shadow: dict[str, Leaf],
+        handle: SaveHandle,
+        seq: int,
+        tree: Node,
+        sources: Mapping[str, LeafSource],
+        metrics: Mapping[str, float],
+        commit: Callable[[Manifest], int],
+    ) -> None:
+        self.setup = setup
+        self.epoch, self.leaves = epoch, shadow
+        self.handle = handle
+        self.seq = seq
+        self.tree = tree
+        self.specs = {path: source.spec for path, source in sources.items()}
+        self.lazy = [source for source in sources.values() if source.lazy]
+        self.metrics = metrics
+        self.commit = commit
+        self.order = {path: number for number, path in enumerate(sources)}
+        self.may_be_committed = False
+        self.begin = time.perf_counter()
+        self.writer: SegmentWriter = setup.store.writer(seq)
+        self.keyframes: list[str] = []
+        self.pieces: list[_Piece] = []
+        self.unsealed_bytes = 0
+        self.in_flight: deque[tuple[int, list[Any]]] = deque()
+        self.in_flight_bytes = 0
+        self.delta_rows: dict[str, list[tuple[int, int, int]]] = {}
+        self.row_chunks: dict[str, list[U32]] = {}
+        self.changed: dict[str, int] = {}
+        self.encoded_bytes: dict[str, int] = {}
+        self.entries: dict[str, LeafEntry] = {}
+        self.digest_tables: list[U64] = []
+        self.segments: set[str] = set()
+        self.records: dict[str, LeafRecord] = {}
+
+    # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
+
+    def capture(self, source: LeafSource) -> None:
+        """Bring the shadow to the leaf's present content, keeping what changed."""
+        codec, spec = self.setup.codec, source.spec
+        leaf = self.leaves.get(spec.path)
+        if leaf is None or leaf.spec != spec:
+            leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
+        leaf.free_base(self.setup.io_timeout_seconds)
+        current = source.current()
+        if needs_keyframe(self.setup.policy, spec.path, leaf.depth):
+            leaf.base = codec.copy(current, leaf.base)
+            self.keyframes.append(spec.path)
+        else:
+            self._encode(leaf, current)
+        if source.recheck is not None:
+            source.recheck()
+
+    def _encode(self, leaf: Leaf, current: Any) -> None:
+        codec, word_bytes, bounds = self.setup.codec, leaf.spec.word_bytes, leaf.bounds
+        chunks = bounds.size - 1
+        step = (
+            chunks
+            if codec.run_bytes is None
+            else max(1, codec.run_bytes // max(1, int(np.diff(bounds).max(initial=1)) * word_bytes))
+        )
+        for first in range(0, chunks, max(1, step)):
+            stop = min(chunks, first + step)
+            low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
+            if (low, high) == (0, leaf.spec.raw_bytes):
+                encoded, leaf.base = codec.encode(current, leaf.base, bounds, word_bytes)
+            else:
+                encoded, _ = codec.encode(
+                    current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
+                )
+            self._keep(
+                _Piece(leaf.spec.path, first, encoded, sum(s.size for s in encoded.streams.values()) + encoded.rows.nbytes)
+            )
+
+    def _keep(self, piece: _Piece) -> None:
+        if piece.encoded.rows.shape[0] == 0:
+            return
+        if self.unsealed_bytes + self.in_flight_bytes + piece.stored_bytes > self.setup.host_cache_bytes:
+            self.seal()
+            self._await_room(piece.stored_bytes)
+        self.pieces.append(piece)
+        self.unsealed_bytes += piece.stored_bytes
+
+    def _await_room(self, wanted: int) -> None:
+        while self.in_flight and self.in_flight_bytes + wanted > self.setup.host_cache_bytes:
+            size, pending = self.in_flight.popleft()
+            for write in pending:
+                await_write(write, self.setup.io_timeout_seconds)
+            self.in_flight_bytes -= size
+
+    # --- encode: from the encoder thread (and from the training thread where host_cache_bytes is used up) ---------------------
+
+    def seal(self) -> None:
+        """Close the pieces at hand as a part and start to write it."""
+        if not self.pieces:
+            return
+        pieces, size = self.pieces, self.unsealed_bytes
+        self.pieces, self.unsealed_bytes = [], 0
+        index, row = [], 0
+        part = len(self.writer.parts)
+        for piece in pieces:
+            leaf = self.leaves[piece.path]
+            rows = piece.encoded.rows.copy()
+            rows[:, CHUNK] += np.uint32(piece.first_chunk)
+            index.append(_index_rows(rows, self.order[piece.path], leaf))
+            self.delta_rows.setdefault(piece.path, []).append((part, row, rows.shape[0]))
+            self.row_chunks.setdefault(piece.path, []).append(rows[:, CHUNK])
+            self.changed[piece.path] = self.changed.get(piece.path, 0) + int(rows[:, CHANGED].sum(dtype=np.uint64))
+            self.encoded_bytes[piece.path] = self.encoded_bytes.get(piece.path, 0) + piece.stored_bytes
+            row += rows.shape[0]
+        names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
+        streams = {n: np.concatenate([p.encoded.streams[n] for p in pieces if n in p.encoded.streams]) for n in names}
+        del pieces
+        _, pending = self.writer.put_part(np.concatenate(index), streams)
+        self.in_flight.append((size, pending))
+        self.in_flight_bytes += size
+
+    def encode(self) -> None:
+        """Everything between capture and the disk: parts, keyframe writes, digests, and what the manifest will say."""
+        self.seal()
+        leaves = self.leaves
+        names = layout.array_names([path for path in self.keyframes if not is_packed(leaves[path].spec)])
+        window: deque[tuple[int, Any]] = deque()
+        for path in sorted(self.keyframes):
+            leaf = leaves[path]
+            host = self.setup.codec.host(leaf.base)
+            leaf.digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
+            if is_packed(leaf.spec):
+                key = self.writer.put_packed(leaf.spec, host)
+            else:
+                leaf.reading = self.writer.put_natural(leaf.spec, names[path], host)
+                key = KeyframeAt(array=names[path])
+                window.append((host.nbytes, leaf.reading))
+                while len(window) > 1 and sum(size for size, _ in window) > KEYFRAME_WINDOW_BYTES:
+                    await_write(window.popleft()[1], self.setup.io_timeout_seconds)
+            self.changed[path] = int(leaf.bounds[-1])
+            self.encoded_bytes[path] = host.nbytes
+            leaf.key_segment, leaf.delta_segments = self.writer.id, []
+            self._enter(leaf, leaf.digests, key=key)
+        for path, chunks in sorted(self.row_chunks.items()):
+            leaf = leaves[path]
+            stored = np.concatenate(chunks).astype(np.int64)
+            fresh = chunk_digests(self.setup.codec.host(leaf.base), leaf.bounds, leaf.spec.word_bytes, stored.tolist())
+            leaf.digests = leaf.digests.copy()
+            leaf.digests[stored] = fresh
+            leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
+            self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))
+        for path, spec in self.specs.items():
+            leaf = leaves[path]
+            self.segments |= {leaf.key_segment, *leaf.delta_segments}
+            self.records[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf.digest)
+
+    def _enter(
+        self, leaf: Leaf, digests: U64, key: KeyframeAt | None = None, delta: tuple[tuple[int, int, int], ...] = ()
+    ) -> None:
+        before, leaf.digest = leaf.digest, leaf_digest(leaf.digests)
+        start = sum(table.shape[0] for table in self.digest_tables)
+        self.digest_tables.append(digests)
+        spec = leaf.spec
+        base = before if key is None else ""
+        self.entries[spec.path] = LeafEntry(spec.dtype, spec.shape, spec.chunk, leaf.digest, start, base, key, delta)
+
+    # --- commit: from the committer thread ------------------------------------------------------------------------------------
+
+    def finish_segment(self) -> SegmentRef | None:
+        """Make the segment durable; ``None`` where nothing changed and there is none."""
+        if not self.entries:
+            return None
+        deadline = time.monotonic() + self.setup.io_timeout_seconds
+        return self.writer.finish(self.entries, np.concatenate(self.digest_tables), deadline)
+
+    def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
+        return Manifest(
+            format=layout.FORMAT,
+            version=layout.VERSION,
+            seq=self.seq,
+            step=self.handle.step,
+            nonce=secrets.token_hex(8),
+            time=time.time(),
+            writer=f"process {os.getpid()} on {socket.gethostname()}",
+            contract=self.setup.policy.contract,
+            segments=tuple(refs[name] for name in sorted(self.segments)),
+            tree=self.tree,
+            leaves=self.records,
+            metrics=dict(self.metrics),
+        )
+
+    def report(self, stored_bytes: int) -> SaveReport:
+        leaves = tuple(self._leaf_report(spec) for spec in self.specs.values())
+        return SaveReport(
+            step=self.handle.step,
+            seq=self.seq,
+            raw_bytes=sum(leaf.raw_bytes for leaf in leaves),
+            stored_bytes=stored_bytes,
+            blocking_seconds=self.handle.blocking_seconds,
+            durable_seconds=time.perf_counter() - self.begin,
+            leaves=leaves,
+            metrics=dict(self.metrics),
+        )
+
+    def _leaf_report(self, spec: LeafSpec) -> LeafReport:
+        entry = self.entries.get(spec.path)
+        kind = LeafKind.UNCHANGED if entry is None else LeafKind.DELTA if entry.key is None else LeafKind.KEYFRAME
+        words = spec.raw_bytes // spec.word_bytes
+        return LeafReport(
+            spec.path, kind, spec.raw_bytes, self.encoded_bytes.get(spec.path, 0), words, self.changed.get(spec.path, 0)
+        )
+
+
+def _index_rows(rows: U32, leaf_number: int, leaf: Leaf) -> U32:
+    """The encoder's rows as rows of a part's index."""
+    words = np.diff(leaf.bounds)[rows[:, CHUNK]].astype(np.uint32)
+    about = [np.full(rows.shape[0], leaf_number, np.uint32), rows[:, CHUNK], words]
+    return np.column_stack([*about, np.full(rows.shape[0], leaf.spec.word_bytes, np.uint32), rows[:, METHOD:]]).astype(
+        np.uint32
+    )
