@@ -35,8 +35,8 @@ build install: $(VENV)/.stamp-install  ## build the native module and install th
 demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
 	$(BIN)/python -m deltacheck.demo $(ARGS)
 
-test: $(VENV)/.stamp-install  ## run the tests; warnings are errors, each test has a time limit
-	$(BIN)/pytest $(ARGS)
+test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
+	$(BIN)/pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ def _run(example: str, folder: Path, steps: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.timeout(300)  # three processes that import a framework, one after the other
 @pytest.mark.parametrize(("example", "framework"), [("torch_training_loop.py", "torch"), ("jax_training_loop.py", "jax")])
 def test_example_goes_on_where_it_ended(example: str, framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
