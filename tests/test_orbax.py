@@ -6,7 +6,9 @@ import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or "--xla_force_host_platform_device_count=4"
 
+import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import shutil
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import tracemalloc
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -33,9 +36,11 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals  # noqa: E402
 
 import deltacheck  # noqa: E402
 from deltacheck.backends.orbax import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs, load, manager  # noqa: E402
+from deltacheck.backends.orbax.codec import leaf_codec  # noqa: E402
 from deltacheck.errors import (  # noqa: E402
     BudgetExceeded,
     NotACheckpointRoot,
@@ -45,8 +50,8 @@ from deltacheck.errors import (  # noqa: E402
     UnsupportedLeaf,
 )
 from deltacheck.policy import Policy  # noqa: E402
-from deltacheck.save import _Work  # noqa: E402
 from deltacheck.store import arrays  # noqa: E402
+from deltacheck.work import Work  # noqa: E402
 
 Options = ocp.CheckpointManagerOptions
 
@@ -155,13 +160,13 @@ def run_python(code: str, **environment: str) -> str:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Segments become durable only once the event is set."""
-    event, finish = threading.Event(), _Work.finish_segment
+    event, finish = threading.Event(), Work.finish_segment
 
-    def wait(work: _Work) -> Any:
+    def wait(work: Work) -> Any:
         assert event.wait(60)
         return finish(work)
 
-    monkeypatch.setattr(_Work, "finish_segment", wait)
+    monkeypatch.setattr(Work, "finish_segment", wait)
     yield event
     event.set()
 
@@ -276,6 +281,98 @@ def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path
     assert found.verify(deep=True) == []
 
 
+def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ffi = pytest.importorskip("deltacheck.backends.orbax.ffi")
+    if not ffi.available():
+        pytest.skip("this build has no XLA handlers")
+    seen: list[tuple[int, ...]] = []
+    encode = ffi.FfiCodec.encode
+
+    def watched(codec: Any, current: Any, *rest: Any) -> Any:
+        seen.append(current.shape)
+        return encode(codec, current, *rest)
+
+    monkeypatch.setattr(ffi.FfiCodec, "encode", watched)
+    tree = {
+        "large": jnp.zeros((300, 400)),
+        "sharded": jax.device_put(jnp.zeros((400, 300)), sharded("x")),
+        "small": jnp.zeros(100),
+        "packed by XLA": jnp.zeros((600, 600), jnp.int4),
+        "numpy": np.zeros((500, 500)),
+    }
+    with manager(tmp_path) as mngr:
+        for step in range(2):
+            mngr.save(step, args=DeltaSaveArgs(jax.tree.map(lambda x, s=step: x + np.array(s, x.dtype), tree)))
+        mngr.wait_until_finished()
+        assert_same(mngr.restore(1), jax.tree.map(lambda x: x + np.array(1, x.dtype), tree))
+    assert sorted(seen) == [(300, 400), (400, 300)]
+
+
+def test_without_xla_handlers_everything_is_encoded_in_host_memory_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("deltacheck.backends.orbax.ffi")
+    monkeypatch.setattr("deltacheck.backends.orbax.ffi.available", lambda: False)
+    leaf_codec.cache_clear()
+    try:
+        with manager(tmp_path) as mngr:
+            for step in range(2):
+                save(mngr, step, small_state(step))
+            assert_same(mngr.restore(1), small_state(1))
+        assert "JAX arrays are encoded in host memory" in caplog.text
+    finally:
+        leaf_codec.cache_clear()
+
+
+def test_a_leaf_may_change_its_kind_and_its_place_and_stays_a_delta(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).standard_normal((300, 400)).astype(np.float32)
+    places: list[Any] = [
+        content.copy(),
+        jnp.asarray(content),
+        jax.device_put(content, jax.devices()[2]),
+        jax.device_put(content, sharded("x")),
+        content.copy(),
+        jax.device_put(content, sharded()),
+    ]
+    with manager(tmp_path) as mngr:
+        for step, value in enumerate(places):
+            changed = value + np.float32(step == 5)
+            save(mngr, step, {"w": changed})
+            assert len(deltacheck.open(tmp_path).manifest(step).segments) == (1 if step < 5 else 2)
+            if step in (2, 4):  # else the base is what the save before left
+                restored = mngr.restore(step)["w"]
+                assert isinstance(restored, np.ndarray) == isinstance(value, np.ndarray)
+                assert bits(restored) == bits(changed)
+            assert bits(deltacheck.open(tmp_path).restore()["w"]) == bits(changed)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: jax.set_mesh(mesh(4)),
+        lambda: jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"))),
+        lambda: jax.transfer_guard("disallow"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.default_device(jax.devices()[3]),
+    ],
+    ids=["mesh", "explicit mesh", "transfer guard", "debug_nans", "default device"],
+)
+def test_saves_and_restores_work_whatever_the_training_has_set(tmp_path: Path, context: Any) -> None:
+    values = jnp.arange(90_000.0).at[7].set(jnp.nan)
+    states = [
+        {"w": values + step, "s": jax.device_put(values[:4096] + step, sharded("x")), "key": jax.random.key(step)}
+        for step in range(2)
+    ]
+    with manager(tmp_path) as mngr:
+        for step, state in enumerate(states):
+            with context():
+                mngr.save(step, args=DeltaSaveArgs(state))
+                mngr.wait_until_finished()
+                plain, targeted = mngr.restore(step), mngr.restore(step, args=DeltaRestoreArgs(state))
+            assert_same(plain, state)
+            assert_same_leaves(targeted, state)
+
+
 # --- retention and collection -----------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +463,22 @@ def test_a_manager_that_only_reads_takes_no_lock_and_collects_nothing(tmp_path: 
         assert run_python(other) == "0\n"
         save(writer, 1, small_state(1))
     assert is_delta(tmp_path, 1)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_only_a_manager_that_may_save_keeps_a_copy_of_what_it_restored(tmp_path: Path, read_only: bool) -> None:
+    state = {"w": jnp.arange(2_000_000.0)}
+    with manager(tmp_path) as mngr:
+        save(mngr, 0, state)
+    with manager(tmp_path, Options(read_only=read_only)) as mngr:
+        tracemalloc.start()
+        try:
+            mngr.restore(0)
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (kept > 8_000_000) == (not read_only)
 
 
 def test_two_processes_may_not_write_to_one_root(tmp_path: Path) -> None:
@@ -499,7 +612,28 @@ def test_a_save_whose_directory_is_never_created_does_not_block_the_next(
         assert deltacheck.open(tmp_path).steps() == [0, 2]
 
 
+def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CommitFutureAwaitingContractedSignals
+
+    def late(opening: Any, name: str) -> Any:
+        async def wait() -> None:
+            while not list(tmp_path.glob("deltacheck/segments/*/zarr.json")):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)  # by now the segment is durable, and only the manifest is missing
+            await opening
+
+        return real(wait(), name=name)
+
+    monkeypatch.setattr("deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", late)
+    with manager(tmp_path) as mngr:
+        save(mngr, 0, small_state(0))
+        assert_same(mngr.restore(0), small_state(0))
+
+
 def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     deleted = jnp.ones(3)
     deleted.delete()
     bad: list[tuple[Any, str]] = [
@@ -516,6 +650,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(tmp
             jax.jit(lambda x: mngr.save(0, args=DeltaSaveArgs({"x": x})))(1.0)
         save(mngr, 0, small_state(0))
         assert_same(mngr.restore(0), small_state(0))
+    assert {t.name for t in set(threading.enumerate()) - before if not t.daemon} == set(), "they would block the program's end"
 
 
 def test_a_closed_manager_stops_its_threads_and_gives_the_root_back(tmp_path: Path) -> None:
@@ -535,9 +670,9 @@ def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -
         import time
         import jax.numpy as jnp
         from deltacheck.backends.orbax import DeltaSaveArgs, manager
-        from deltacheck.save import _Work
-        finish = _Work.finish_segment
-        _Work.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
+        from deltacheck.work import Work
+        finish = Work.finish_segment
+        Work.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
         manager({str(tmp_path / "held")!r}).save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))
         mngr = manager({str(tmp_path / "named")!r})
         mngr.save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))
@@ -857,11 +992,13 @@ def test_a_number_and_an_array_of_one_number_are_targets_for_each_other(tmp_path
         }
         restored = mngr.restore(0, args=DeltaRestoreArgs(abstract))
         assert_same(restored, {"a": jnp.int32(3), "b": jnp.int32(4), "c": np.int64(5), "d": np.array(2.5, np.float32)})
-        save(mngr, 1, {"a": 300})
+        save(mngr, 1, {"a": 300, "b": 0.1})
         with pytest.raises(TreeMismatch, match=r"leaf 'a' is 300 in step 1, int8\[\] in the target"):
-            mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.int8(0)}))
+            mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.int8(0), "b": 0.0}))
         with pytest.raises(TreeMismatch, match=r"leaf 'a' is 300 in step 1, float32\[\] in the target"):
-            mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.float32(0)}))
+            mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.float32(0), "b": 0.0}))
+        with pytest.raises(TreeMismatch, match=r"leaf 'b' is 0\.1 in step 1, float32\[\] in the target"):
+            mngr.restore(1, args=DeltaRestoreArgs({"a": 0, "b": jnp.float32(0)}))
 
 
 def test_a_target_says_whether_a_leaf_comes_back_as_jax_numpy_or_key(tmp_path: Path) -> None:
@@ -991,6 +1128,27 @@ def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: s
     assert len(set(seqs)) == 4
     with pytest.raises(StepNotFound, match="has the items policy, reference"):
         deltacheck.open(tmp_path).manifest(2)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_item_that_is_saved_seldom_keeps_its_base_when_all_its_steps_are_gone(tmp_path: Path, restored: bool) -> None:
+    def both(step: int) -> Any:
+        items = {"often": DeltaSaveArgs(small_state(step))}
+        return ocp.args.Composite(**items, **({"seldom": DeltaSaveArgs(small_state(step))} if step in (0, 4) else {}))
+
+    mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
+    for step in range(6):
+        mngr.save(step, args=both(step))
+        if step == 0 and restored:
+            mngr.close()
+            mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
+            mngr.restore(0, args=ocp.args.Composite(seldom=DeltaRestoreArgs(), often=DeltaRestoreArgs()))
+        if step == 4:
+            mngr.wait_until_finished()
+            assert len(deltacheck.open(tmp_path, item="seldom").manifest(4).segments) == 2
+            assert deltacheck.open(tmp_path, item="seldom").verify(deep=True) == []
+    mngr.close()
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
 def test_plain_orbax_fails_clearly_on_our_steps(tmp_path: Path) -> None:

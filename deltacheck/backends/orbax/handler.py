@@ -25,6 +25,7 @@ from deltacheck.backends.orbax.load import abstract_tree, restore_tree
 from deltacheck.backends.orbax.writer import has_store
 from deltacheck.errors import NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
+from deltacheck.records import LeafSpec
 from deltacheck.save import LeafSource
 from deltacheck.store.root import Root, open_root, read_manifest
 from deltacheck.store.schema import Manifest
@@ -135,14 +136,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
         flat = tree.flatten(args.item, leaves.describe, leaves.expand)
-        specs = specs_of(flat)
-        held = dict(flat.arrays)
-
-        def source(path: str) -> LeafSource:
-            # Taken out when it is read: an array that training has done with must not live on until its save is on disk.
-            return LeafSource(specs[path], lambda: held.pop(path))
-
-        sources = {path: source(path) for path in specs}
+        sources = {path: _source(spec, flat.arrays[path]) for path, spec in specs_of(flat).items()}
         metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
         flattened = time.perf_counter() - begin
         with leaves.own_rules():
@@ -174,6 +168,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             raise NotACheckpointRoot(
                 f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
             ) from None
+
+
+def _source(spec: LeafSpec, value: object) -> LeafSource:
+    return LeafSource(spec, lambda: value)
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)

@@ -13,7 +13,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from deltacheck.backends.orbax._orbax import ItemPlace
 from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
-from deltacheck.backends.orbax.writer import Writer, writer_of
+from deltacheck.backends.orbax.writer import Writer, holders, writer_of
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
@@ -33,7 +33,7 @@ class Item:
     """
 
     def __init__(self, root: Path, policy: Policy, host_cache_bytes: int, io_timeout_seconds: float) -> None:
-        self._root = root
+        self.root = root
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
@@ -41,6 +41,7 @@ class Item:
         self._last: Commit | None = None
         self._adopted: tuple[Restored, tuple[SegmentRef, ...]] | None = None
         self.writer: Writer | None = None
+        holders.add(self)
 
     def begin(
         self,
@@ -77,6 +78,7 @@ class Item:
     def close(self) -> None:
         """Finish the save under way, stop the threads, give the root back. A failure was told through Orbax, or is logged."""
         self._adopted = None
+        holders.discard(self)
         if self._saver is None or self.writer is None:
             return
         if self._last is not None:
@@ -90,7 +92,7 @@ class Item:
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or self.writer is None:
-            writer = writer_of(self._root, self, self._protected)
+            writer = writer_of(self.root, self)
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
@@ -132,7 +134,7 @@ class Item:
         }
         saver.adopt(bases, refs)
 
-    def _protected(self) -> set[str]:
+    def protected(self) -> set[str]:
         """The segments that the next save may build on."""
         found = set() if self._saver is None else self._saver.protected_segments()
         adopted = self._adopted

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 from deltacheck.backends.orbax._orbax import manifests_elsewhere
 from deltacheck.errors import Damaged
@@ -19,6 +20,19 @@ _writers: dict[Path, Writer] = {}
 _lock = threading.Lock()
 
 
+class Holder(Protocol):
+    """What stands on segments of a root, whether it writes or has only restored so far."""
+
+    root: Path
+
+    def protected(self) -> set[str]:
+        """The segments that its next save may build on."""
+        ...
+
+
+holders: weakref.WeakSet[Holder] = weakref.WeakSet()  # all of this process
+
+
 class Writer:
     """Made by ``writer_of``, one a root and process; released by every handler that has it."""
 
@@ -27,7 +41,7 @@ class Writer:
         self.root = Root(path, self.store)
         self._lease = Lease(self.store.path)
         self._next_seq = self.root.next_seq()
-        self._users: dict[object, Callable[[], set[str]]] = {}
+        self._users: set[object] = set()
 
     def take_seq(self) -> int:
         """A sequence number that no save of this root has."""
@@ -40,7 +54,7 @@ class Writer:
         garbage can wait.
         """
         try:
-            protected = set().union(*(protected() for protected in list(self._users.values())))
+            protected = set().union(*(holder.protected() for holder in list(holders) if holder.root == self.root.path))
             for path in manifests_elsewhere(self.root.path):
                 protected |= _segments_of(path)
             collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
@@ -50,23 +64,23 @@ class Writer:
     def release(self, user: object) -> None:
         """Give up a share; the last one gives the root back."""
         with _lock:
-            self._users.pop(user, None)
+            self._users.discard(user)
             if not self._users:
                 self._lease.release()
                 _writers.pop(self.root.path, None)
 
 
-def writer_of(path: Path, user: object, protected: Callable[[], set[str]]) -> Writer:
-    """The right of this process to write to the root ``path``, taken where it does not have it yet.
+def writer_of(path: Path, user: object) -> Writer:
+    """The right of this process to write to the root ``path``, taken where it does not have it yet; ``user`` must release it.
 
-    ``protected``: the segments that ``user`` still stands on. Raises ``RootBusy`` naming the holder where another process has
+    Raises ``RootBusy`` naming the holder where another process has
     it, ``OSError`` where the root cannot be written, ``UnsupportedFormat``.
     """
     with _lock:
         writer = _writers.get(path)
         if writer is None:
             writer = _writers[path] = Writer(path)
-        writer._users[user] = protected
+        writer._users.add(user)
         return writer
 
 
