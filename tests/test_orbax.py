@@ -41,6 +41,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals  # noq
 import deltacheck  # noqa: E402
 from deltacheck.backends.orbax import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs, load, manager  # noqa: E402
 from deltacheck.backends.orbax.codec import leaf_codec  # noqa: E402
+from deltacheck.backends.orbax.item import Gate  # noqa: E402
 from deltacheck.errors import (  # noqa: E402
     BudgetExceeded,
     NotACheckpointRoot,
@@ -615,17 +616,22 @@ def test_a_save_whose_directory_is_never_created_does_not_block_the_next(
 def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = CommitFutureAwaitingContractedSignals
+    real, committing, commit = CommitFutureAwaitingContractedSignals, threading.Event(), Gate.commit
+
+    def watched(gate: Gate, manifest: Any) -> int:
+        committing.set()
+        return commit(gate, manifest)
 
     def late(opening: Any, name: str) -> Any:
         async def wait() -> None:
-            while not list(tmp_path.glob("deltacheck/segments/*/zarr.json")):
+            while not committing.is_set():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)  # by now the segment is durable, and only the manifest is missing
+            await asyncio.sleep(0.1)
             await opening
 
         return real(wait(), name=name)
 
+    monkeypatch.setattr(Gate, "commit", watched)
     monkeypatch.setattr("deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", late)
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
