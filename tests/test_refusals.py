@@ -115,21 +115,30 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
     Engine(tmp_path).close()
 
 
+FORKED = """
+import os, sys
+from deltacheck import errors
+from deltacheck.backends.torch import Engine
+
+engine = Engine(sys.argv[1])
+child = os.fork()
+if child == 0:
+    try:
+        engine.save(0, {"x": 1})
+    except errors.SaveFailed as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+engine.close()
+Engine(sys.argv[1]).close()
+print("free again")
+"""
+
+
 def test_a_forked_child_cannot_save_and_does_not_hold_the_root(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            engine.save(0, {"x": 1})
-        except errors.SaveFailed as error:
-            os.write(writer, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert b"a forked child must open its own root" in os.read(reader, 4096)
-    os.close(reader)
-    os.close(writer)
-    engine.close()
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    assert "a forked child must open its own root" in done.stdout
+    assert "free again" in done.stdout
 
 
 # --- faults of the storage ------------------------------------------------------------------------------------------------------
