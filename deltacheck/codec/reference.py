@@ -36,7 +36,7 @@ Words = NDArray[Any]  # unsigned, of 1, 2, 4 or 8 bytes, little endian
 Bits = NDArray[np.bool_]
 
 ESCAPE = 255  # in gaps: 255 more unchanged words; in values: the difference is in wide
-SAMPLE_EVERY = 8  # tiles 0, 8, 16, .. are the sample
+SAMPLE_EVERY = 16  # tiles 0, 16, 32, .. are the sample
 BYTE_COST = 8 * 256  # one byte at full cost, in 1/256 bit
 
 

@@ -18,7 +18,7 @@ namespace deltacheck {
 // All permanent.
 constexpr uint32_t kTileBytes = 16384;  // of the chunk; one constant for every processor
 constexpr uint32_t kEscape = 255;       // in gaps: 255 more unchanged words; in values: the difference is in wide
-constexpr uint32_t kSampleEvery = 8;    // tiles 0, 8, 16, .. are the sample
+constexpr uint32_t kSampleEvery = 16;   // tiles 0, 16, 32, .. are the sample
 constexpr uint32_t kTileEntryBytes = 6;
 
 enum Method : uint32_t { kUnchanged = 0, kSparse = 1, kBitmap = 2, kDiff = 3, kPlanes = 4, kRaw = 5 };
@@ -125,8 +125,7 @@ DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, 
   return row.method == kPlanes && stream - kPlane0 < word_bytes ? words : 0;
 }
 
-// --- 4.4: the cost of a byte string, in 1/256 bit
-// ---------------------------------------------------------------------------------
+// --- 4.4: the cost of a byte string, in 1/256 bit ------------------------------------------------------------------
 
 constexpr uint64_t kByteCost = 8 * 256;
 

@@ -19,11 +19,10 @@ struct Scratch {
   alignas(64) uint16_t positions[kTileBytes + 64];  // the last block may store up to 64 more than there are
   alignas(64) uint8_t every_z[kTileBytes];          // of all words of the tile
   alignas(64) uint8_t z[kTileBytes];                // of its changed words
-  alignas(64) uint8_t gaps[kMostTileBytes];
-  alignas(64) uint8_t values[kTileBytes];
-  alignas(64) uint8_t wide[kTileBytes + 8];
-  alignas(64) uint32_t plane_counts[8][256];
-  alignas(64) uint32_t gap_counts[256], bit_counts[256], value_counts[256];
+  // Histograms of the sample. Each in several ways, summed up in the end: adding to one counter twice in a row costs
+  // the time of a store.
+  alignas(64) uint32_t counts[16][256];
+  alignas(64) uint32_t gap_counts[256], bit_counts[256], low_counts[512];
 };
 
 // Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes` bytes or what the

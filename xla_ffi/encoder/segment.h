@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "compare.h"
 #include "format.h"
+#include "intrinsics.h"
 #include "kernels.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are written as they stand in memory");
@@ -25,8 +25,7 @@ inline uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t tile_words
   return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
 }
 
-// --- one tile: changed words, their positions and differences
-// ---------------------------------------------------------------------
+// --- one tile: changed words, their positions and differences ------------------------------------------------------
 
 // The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
 inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
@@ -35,14 +34,28 @@ inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
     uint64_t bits = masks[block];
     if (bits == 0) continue;
     const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
-    // Eight at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
-    for (uint32_t k = 0; k < count; k += 8) {
-      for (uint32_t i = 0; i < 8; ++i) {
+    // Four at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
+    for (uint32_t k = 0; k < count; k += 4) {
+      for (uint32_t i = 0; i < 4; ++i) {
         out[k + i] = static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
         bits &= bits - 1;
       }
     }
     out += count;
+  }
+}
+
+// z of every word of a tile; with `kUpdate`, base becomes current.
+template <int W, bool kUpdate>
+inline void every_difference(const uint8_t* current, uint8_t* base, uint32_t words, uint8_t* z) {
+  using Memory = typename Word<W>::Memory;
+  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
+  Memory* __restrict b = reinterpret_cast<Memory*>(base);
+  typename Word<W>::type* __restrict out = reinterpret_cast<typename Word<W>::type*>(z);
+#pragma omp simd
+  for (uint32_t i = 0; i < words; ++i) {
+    out[i] = zigzag<W>(c[i], b[i]);
+    if (kUpdate) b[i] = c[i];
   }
 }
 
@@ -52,10 +65,10 @@ inline void differences(const uint8_t* current, uint8_t* base, uint32_t words, c
                         uint32_t count, uint8_t* every_z, uint8_t* z) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
-  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
-  Memory* __restrict b = reinterpret_cast<Memory*>(base);
   U* __restrict out = reinterpret_cast<U*>(z);
   if (count * 16 < words) {  // few: touch no more lines of the base than change
+    const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
+    Memory* __restrict b = reinterpret_cast<Memory*>(base);
     for (uint32_t k = 0; k < count; ++k) {
       const uint32_t p = positions[k];
       out[k] = zigzag<W>(c[p], b[p]);
@@ -63,12 +76,8 @@ inline void differences(const uint8_t* current, uint8_t* base, uint32_t words, c
     }
     return;
   }
-  U* __restrict all = reinterpret_cast<U*>(every_z);
-#pragma omp simd
-  for (uint32_t i = 0; i < words; ++i) {
-    all[i] = zigzag<W>(c[i], b[i]);
-    if (kUpdate) b[i] = c[i];
-  }
+  every_difference<W, kUpdate>(current, base, words, every_z);
+  const U* __restrict all = reinterpret_cast<const U*>(every_z);
   for (uint32_t k = 0; k < count; ++k) out[k] = all[positions[k]];
 }
 
@@ -136,19 +145,104 @@ inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_
   std::memcpy(tiles + kTileEntryBytes * tile, entry, sizeof entry);
 }
 
-// --- 4.4: how the method is chosen
-// ----------------------------------------------------------------------------------------------
+// --- 4.4: how the method is chosen ---------------------------------------------------------------------------------
 
+// Histograms of byte planes, kWays of each; `count_planes` fills the first `kPlanes` planes.
 template <int W>
-inline void count_planes(const typename Word<W>::Memory* words, uint32_t count, bool rotate, uint32_t (*counts)[256]) {
-  for (uint32_t i = 0; i < count; ++i) {
-    const typename Word<W>::type word = rotate ? rotated_left<W>(words[i]) : words[i];
-    for (int k = 0; k < W; ++k) ++counts[k][(word >> (8 * k)) & 255];
+constexpr int kWays = W <= 2 ? 4 : 2;
+
+template <int W, int kPlanes, bool kRotate, typename From>
+inline void count_some_planes(const From* words, uint32_t count, uint32_t (*counts)[256]) {
+  const auto add = [&](uint32_t i, int way) {
+    const typename Word<W>::type word = kRotate ? rotated_left<W>(words[i]) : words[i];
+    for (int k = 0; k < kPlanes; ++k) ++counts[kWays<W> * k + way][(word >> (8 * k)) & 255];
+  };
+  uint32_t i = 0;
+  for (; i + kWays<W> <= count; i += kWays<W>) {
+    for (int way = 0; way < kWays<W>; ++way) add(i + way, way);
+  }
+  for (; i < count; ++i) add(i, 0);
+}
+
+// Brings the ways of a plane together in the first.
+template <int W>
+inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
+  uint32_t (*ways)[256] = counts + kWays<W> * plane;
+  for (int way = 1; way < kWays<W>; ++way) {
+    for (int byte = 0; byte < 256; ++byte) {
+      ways[0][byte] += ways[way][byte];
+      ways[way][byte] = 0;
+    }
+  }
+  return ways[0];
+}
+
+// Adds differences, zeros among them or not. Planes above the highest bit in use are all zero and are counted at once.
+template <int W>
+inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
+  using U = typename Word<W>::type;
+  const U* __restrict from = reinterpret_cast<const U*>(z);
+  U any = 0;
+#pragma omp simd reduction(| : any)
+  for (uint32_t i = 0; i < count; ++i) any = static_cast<U>(any | from[i]);
+  int used = 1;
+  while (used < W && any >> (8 * used - 1) >> 1) ++used;
+  if (used > 2) used = W;
+  for (int k = used; k < W; ++k) scratch->counts[kWays<W> * k][0] += count;
+  if (used == 1) return count_some_planes<W, 1, false>(from, count, scratch->counts);
+  if constexpr (W > 1) {
+    if (used == 2)
+      count_some_planes<W, 2, false>(from, count, scratch->counts);
+    else
+      count_some_planes<W, W, false>(from, count, scratch->counts);
+    // The low bytes of wide differences, which `values` does not show. Those of the others go to the upper half, where
+    // nobody looks.
+    for (uint32_t i = 0; i < count; ++i) ++scratch->low_counts[(from[i] & 255) + ((from[i] >> 8) == 0) * 256];
   }
 }
 
-inline void count_bytes(const uint8_t* bytes, uint32_t count, uint32_t* counts) {
-  for (uint32_t i = 0; i < count; ++i) ++counts[bytes[i]];
+// The histogram of a tile's gaps, from its bits; returns their bytes. Words right after a changed one, the most where
+// much has changed, are counted by the block.
+inline uint64_t count_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* counts) {
+  uint64_t bytes = 0;
+  uint64_t carry = 0;  // the last bit of the block before
+  uint32_t next = 0;   // the word after the last changed one
+  for (uint32_t block = 0; block < blocks; ++block) {
+    const uint64_t bits = masks[block], start = 64 * block;
+    if (bits != 0) {
+      const uint64_t follows = bits & (bits << 1 | carry);
+      const uint32_t adjacent = static_cast<uint32_t>(__builtin_popcountll(follows));
+      counts[0] += adjacent;
+      bytes += adjacent;
+      for (uint64_t rest = bits & ~follows; rest != 0; rest &= rest - 1) {
+        const uint64_t below = bits & ((rest & -rest) - 1);
+        if (below != 0) next = static_cast<uint32_t>(start + 64 - __builtin_clzll(below));
+        uint32_t gap = static_cast<uint32_t>(start + __builtin_ctzll(rest)) - next;
+        bytes += gap / kEscape + 1;
+        for (; gap >= kEscape; gap -= kEscape) ++counts[kEscape];
+        ++counts[gap];
+      }
+      next = static_cast<uint32_t>(start + 64 - __builtin_clzll(bits));
+    }
+    carry = bits >> 63;
+  }
+  return bytes;
+}
+
+// The histogram of a tile's bytes of bitmap.
+inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t* counts) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(masks);
+  uint32_t block = 0;
+  for (; (block + 1) * 64 <= words; ++block) {
+    if (masks[block] == 0) {
+      counts[0] += 8;
+    } else if (masks[block] == ~uint64_t{0}) {
+      counts[255] += 8;
+    } else {
+      for (uint32_t i = 0; i < 8; ++i) ++counts[bytes[8 * block + i]];
+    }
+  }
+  for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[bytes[i]];
 }
 
 // Whether value planes cost less than `bound` on the sample.
@@ -162,24 +256,25 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   using Memory = typename Word<W>::Memory;
   constexpr uint32_t kFirstLook = 1024;
   const uint64_t rounding = 4 * sample_words * W;
-  std::memset(scratch->plane_counts, 0, sizeof(uint32_t) * 256 * W);
+  std::memset(scratch->counts, 0, sizeof scratch->counts);
   uint64_t seen = 0, next_look = kFirstLook;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const Memory* c = reinterpret_cast<const Memory*>(current + tile * kTileBytes);
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     for (uint32_t at = 0; at < size; at += kFirstLook) {
       const uint32_t some = size - at < kFirstLook ? size - at : kFirstLook;
-      count_planes<W>(c + at, some, true, scratch->plane_counts);
+      count_some_planes<W, W, true>(c + at, some, scratch->counts);
       seen += some;
       if (seen < next_look || seen == sample_words) continue;
       next_look = 2 * seen;
       uint64_t least = 0;
-      for (int k = 0; k < W; ++k) least += cost(scratch->plane_counts[k], seen, false);
+      for (int k = 0; k < W && least < bound + rounding; ++k)
+        least += cost(whole_plane<W>(scratch->counts, k), seen, false);
       if (least >= bound + rounding) return false;
     }
   }
   uint64_t sum = 0;
-  for (int k = 0; k < W; ++k) sum += cost(scratch->plane_counts[k], sample_words);
+  for (int k = 0; k < W; ++k) sum += cost(whole_plane<W>(scratch->counts, k), sample_words);
   return sum < bound;
 }
 
@@ -187,50 +282,63 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
 template <int W>
 inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t sample_words,
                                Scratch* scratch, uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
-  using Memory = typename Word<W>::Memory;
-  std::memset(scratch->plane_counts, 0, sizeof(uint32_t) * 256 * W);
+  std::memset(scratch->counts, 0, sizeof scratch->counts);
   std::memset(scratch->gap_counts, 0, sizeof scratch->gap_counts);
   std::memset(scratch->bit_counts, 0, sizeof scratch->bit_counts);
-  std::memset(scratch->value_counts, 0, sizeof scratch->value_counts);
-  uint64_t changed = 0, gap_bytes = 0, wide_count = 0, bitmap_bytes = 0;
+  std::memset(scratch->low_counts, 0, sizeof scratch->low_counts);
+  uint64_t changed = 0, gap_bytes = 0, bitmap_bytes = 0, counted = 0;
+  bool quiet = true;  // as in encode_positions
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const uint8_t* c = current + tile * kTileBytes;
     const uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     bitmap_bytes += bytes_of_bits;
-    if (equal_bytes(c, b, size * W)) {
+    quiet = quiet && equal_bytes(c, b, size * W);
+    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kSampleEvery * kTileBytes, scratch->masks);
+    if (count == 0) {
+      quiet = true;
       scratch->bit_counts[0] += bytes_of_bits;
       continue;
     }
-    const uint32_t count = differing<W>(c, b, size, scratch->masks);
-    set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
-    differences<W, false>(c, const_cast<uint8_t*>(b), size, scratch->positions, count, scratch->every_z, scratch->z);
-    const uint32_t gaps = write_gaps(scratch->positions, count, scratch->gaps);
-    wide_count += write_values<W>(scratch->z, count, scratch->values, scratch->wide);
     changed += count;
-    gap_bytes += gaps;
-    count_bytes(scratch->gaps, gaps, scratch->gap_counts);
-    count_bytes(scratch->values, count, scratch->value_counts);
-    count_bytes(reinterpret_cast<const uint8_t*>(scratch->masks), bytes_of_bits, scratch->bit_counts);
-    count_planes<W>(reinterpret_cast<const Memory*>(scratch->z), count, false, scratch->plane_counts);
+    gap_bytes += count_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts);
+    count_bits(scratch->masks, size, scratch->bit_counts);
+    if (count * 4 < size) {
+      set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
+      differences<W, false>(c, const_cast<uint8_t*>(b), size, scratch->positions, count, scratch->every_z, scratch->z);
+      count_differences<W>(scratch->z, count, scratch);
+      counted += count;
+    } else {
+      every_difference<W, false>(c, const_cast<uint8_t*>(b), size, scratch->every_z);
+      count_differences<W>(scratch->every_z, size, scratch);
+      counted += size;
+    }
   }
   if (changed == 0) return 0;
-  // The bytes of wide are those of the planes, less what the narrow differences put there.
-  uint64_t wide[256];
-  for (int byte = 0; byte < 256; ++byte) {
-    wide[byte] = 0;
-    for (int k = 0; k < W; ++k) wide[byte] += scratch->plane_counts[k][byte];
-    if (W > 1 && byte > 0) wide[byte] -= scratch->value_counts[byte - 1];
+  uint32_t* low = whole_plane<W>(scratch->counts, 0);
+  low[0] += static_cast<uint32_t>(sample_words - counted);  // the unchanged words that were left out
+  // A narrow difference is its low byte; it has that byte alone in `values`, and nothing in `wide`.
+  uint32_t values[256];
+  uint64_t wide[256], wide_count = 0;
+  for (int byte = 1; byte < 256; ++byte) {
+    values[byte - 1] = low[byte] - scratch->low_counts[byte];
+    wide[byte] = scratch->low_counts[byte];
+    wide_count += scratch->low_counts[byte];
   }
-  wide[0] -= (changed - wide_count) * (W - 1);
-  const uint64_t values = cost(scratch->value_counts, changed) + (wide_count ? cost(wide, wide_count * W) : 0);
-  *bitmap = cost(scratch->bit_counts, bitmap_bytes) + values;
-  *sparse = cost(scratch->gap_counts, gap_bytes) + values;
-  *diff = 0;
-  for (int k = 0; k < W; ++k) {
-    scratch->plane_counts[k][0] += static_cast<uint32_t>(sample_words - changed);  // z = 0: not counted above
-    *diff += cost(scratch->plane_counts[k], sample_words);
+  wide[0] = scratch->low_counts[0];
+  wide_count += scratch->low_counts[0];
+  values[255] = static_cast<uint32_t>(wide_count);
+  *diff = cost(low, sample_words);
+  for (int k = 1; k < W; ++k) {
+    uint32_t* plane = whole_plane<W>(scratch->counts, k);
+    for (int byte = 1; byte < 256; ++byte) wide[byte] += plane[byte];
+    wide[0] += plane[0] - (counted - wide_count);
+    plane[0] += static_cast<uint32_t>(sample_words - counted);
+    *diff += cost(plane, sample_words);
   }
+  const uint64_t shared = cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
+  *bitmap = cost(scratch->bit_counts, bitmap_bytes) + shared;
+  *sparse = cost(scratch->gap_counts, gap_bytes) + shared;
   return changed;
 }
 
@@ -254,8 +362,7 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
   return planes_cost_less<W>(current, words, sample_words, least, scratch) ? kPlanes : best;
 }
 
-// --- encode
-// -----------------------------------------------------------------------------------------------------------------------
+// --- encode --------------------------------------------------------------------------------------------------------
 
 // Words of a run that differ; base becomes current.
 template <int W>
@@ -266,7 +373,7 @@ inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t word
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     if (equal_bytes(c, b, size * W)) continue;
-    changed += differing<W>(c, b, size, scratch->masks);
+    changed += differing<W>(c, b, size, kTileBytes, scratch->masks);
     std::memcpy(b, c, size_t{size} * W);
   }
   return changed;
@@ -280,18 +387,21 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
   const uint64_t tiles = tiles_of(words, W);
   const uint64_t fixed_bytes = kTileEntryBytes * tiles + (method == kBitmap ? (words + 7) / 8 : 0);
   uint64_t changed = 0, gap_bytes = 0, wide_count = 0;
-  bool fits = true;
+  bool fits = true, quiet = true;
   for (uint64_t tile = 0; tile < tiles; ++tile) {
     const uint8_t* c = current + tile * kTileBytes;
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
-    if (equal_bytes(c, b, size * W)) {
+    // Where the tile before was equal this one likely is, and to know that is cheaper than to know which words differ.
+    quiet = quiet && equal_bytes(c, b, size * W);
+    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kTileBytes, scratch->masks);
+    if (count == 0) {
+      quiet = true;
       write_entry(out.tiles, tile, 0, 0, 0);
       if (method == kBitmap) std::memset(bits, 0, bytes_of_bits);
       continue;
     }
-    const uint32_t count = differing<W>(c, b, size, scratch->masks);
     set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
     differences<W, true>(c, b, size, scratch->positions, count, scratch->every_z, scratch->z);
     uint32_t gaps = 0;
@@ -318,22 +428,22 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
   return fits;
 }
 
-// Byte planes of z. Returns the changed words; base becomes current.
+// Byte planes of a tile's z. Returns the changed words; base becomes current.
 template <int W>
-inline uint64_t encode_diff(const uint8_t* current, uint8_t* base, uint64_t words, uint8_t* const* planes) {
+inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_t words, uint8_t* const* planes) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
-  constexpr uint64_t kBlock = W == 1 ? 192 : kTileWords<W>;  // so that a count of its words fits a word
-  uint64_t changed = 0;
-  for (uint64_t start = 0; start < words; start += kBlock) {
-    const Memory* __restrict c = reinterpret_cast<const Memory*>(current) + start;
-    Memory* __restrict b = reinterpret_cast<Memory*>(base) + start;
-    uint8_t* p[W];
-    for (int k = 0; k < W; ++k) p[k] = planes[k] + start;
-    const uint32_t size = static_cast<uint32_t>(words - start < kBlock ? words - start : kBlock);
+  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
+  Memory* __restrict b = reinterpret_cast<Memory*>(base);
+  uint8_t* p[W];
+  for (int k = 0; k < W; ++k) p[k] = planes[k];
+  constexpr uint32_t kBlock = W == 1 ? 128 : kTileWords<W>;  // so that a count of its words fits a word
+  uint32_t changed = 0;
+  for (uint32_t start = 0; start < words; start += kBlock) {
+    const uint32_t end = words - start < kBlock ? words : start + kBlock;
     U some = 0;
 #pragma omp simd reduction(+ : some)
-    for (uint32_t i = 0; i < size; ++i) {
+    for (uint32_t i = start; i < end; ++i) {
       const U z = zigzag<W>(c[i], b[i]);
       b[i] = c[i];
       some = static_cast<U>(some + (z != 0));
@@ -344,47 +454,49 @@ inline uint64_t encode_diff(const uint8_t* current, uint8_t* base, uint64_t word
   return changed;
 }
 
-// Byte planes of the values.
+// Byte planes of a tile's values.
 template <int W>
-inline void encode_values(const uint8_t* current, uint64_t words, uint8_t* const* planes) {
+inline void value_planes(const uint8_t* current, uint32_t words, uint8_t* const* planes) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
   const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
   uint8_t* p[W];
   for (int k = 0; k < W; ++k) p[k] = planes[k];
 #pragma omp simd
-  for (uint64_t i = 0; i < words; ++i) {
+  for (uint32_t i = 0; i < words; ++i) {
     const U word = rotated_left<W>(c[i]);
     for (int k = 0; k < W; ++k) p[k][i] = static_cast<uint8_t>(word >> (8 * k));
   }
 }
 
 // diff, planes or raw: sizes follow from the method, so streams are written where they stay. `out`: the W planes, or
-// the one of raw. `base`: null where there is none. Returns the changed words; base becomes current.
+// the one of raw. `base`: null where there is none. Returns the changed words; base becomes current. Plain stores:
+// those that go past the caches were slower.
 template <int W>
 inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch,
                              uint8_t* const* out) {
   uint64_t changed = 0;
-  if (method == kDiff) return static_cast<uint32_t>(encode_diff<W>(current, base, words, out));
-  for (uint64_t tile = 0; tile < tiles_of(words, W);
-       ++tile) {  // tile by tile: the base is updated while current is in cache
+  for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
     const uint64_t start = tile * kTileWords<W>;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     const uint8_t* c = current + start * W;
-    if (method == kRaw) {
-      std::memcpy(out[0] + start * W, c, size_t{size} * W);
-    } else {
-      uint8_t* planes[W];
-      for (int k = 0; k < W; ++k) planes[k] = out[k] + start;
-      encode_values<W>(c, size, planes);
+    uint8_t* b = base != nullptr ? base + start * W : nullptr;
+    uint8_t* planes[W];
+    for (int k = 0; k < W && method != kRaw; ++k) planes[k] = out[k] + start;
+    if (method == kDiff) {
+      changed += difference_planes<W>(c, b, size, planes);
+      continue;
     }
-    changed += base != nullptr ? update_base<W>(c, base + start * W, size, scratch) : size;
+    if (method == kRaw)
+      std::memcpy(out[0] + start * W, c, size_t{size} * W);
+    else
+      value_planes<W>(c, size, planes);
+    changed += b != nullptr ? update_base<W>(c, b, size, scratch) : size;
   }
   return static_cast<uint32_t>(changed);
 }
 
-// --- decode
-// -----------------------------------------------------------------------------------------------------------------------
+// --- decode --------------------------------------------------------------------------------------------------------
 
 // Everything that 4.3 asks for inside the streams of one chunk. REQUIRES: they have the sizes that follow from the row.
 template <int W>

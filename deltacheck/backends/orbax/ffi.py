@@ -160,6 +160,8 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
         raise ValueError(
             f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec, or .astype(int8)"
         )
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        raise ValueError(f"{name} is {array.dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or use a host codec")
     if len(array.sharding.device_set) != 1:
         raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
     return array.size * array.dtype.itemsize

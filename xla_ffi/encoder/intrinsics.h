@@ -9,7 +9,7 @@
 
 #include "format.h"
 
-#if defined(__AVX2__) || defined(__SSE4_1__)
+#ifdef __SSE4_1__
 #  include <immintrin.h>
 #endif
 
@@ -103,13 +103,19 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
 }
 
 // One bit a word for `words` words, least significant first; unused bits of the last block are 0. Returns the number of
-// 1 bits. `masks`: ceil(words / 64) entries.
+// 1 bits. `masks`: ceil(words / 64) entries. `ahead_bytes`: how far on the words lie that are wanted next. They are
+// asked for here, so that memory is not idle while this tile is worked on; nothing is read there.
 template <int W>
-inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint64_t* masks) {
+inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint32_t ahead_bytes, uint64_t* masks) {
   uint32_t count = 0, block = 0;
   for (; (block + 1) * 64 <= words; ++block) {
-    masks[block] = differing64<W>(a + 64 * W * block, b + 64 * W * block);
+    const uint32_t at = 64 * W * block;
+    masks[block] = differing64<W>(a + at, b + at);
     count += static_cast<uint32_t>(__builtin_popcountll(masks[block]));
+    for (int line = 0; line < W; ++line) {
+      __builtin_prefetch(a + at + ahead_bytes + 64 * line, 0, 2);
+      __builtin_prefetch(b + at + ahead_bytes + 64 * line, 0, 2);
+    }
   }
   if (const uint32_t rest = words - 64 * block) {
     using Memory = typename Word<W>::Memory;
