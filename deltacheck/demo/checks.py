@@ -43,15 +43,16 @@ def compare_losses(claim: str, expected: Mapping[int, float], actual: Mapping[in
     return Verdict(claim, True, f"steps {min(actual)} to {max(actual)}, equal")
 
 
-def in_jax(claim: str, expected: Any, arrays: Any) -> Verdict:
-    """Make a JAX pytree of ``arrays``, on the processor, and compare it."""
-    if importlib.util.find_spec("jax") is None:
-        return Verdict(claim, True, "not tried: jax is not installed")
+def in_jax(claim: str, expected: Any, root: Path, step: int) -> Verdict:
+    """Restore ``step`` of ``root`` as a JAX pytree, on the processor, and compare it."""
+    if importlib.util.find_spec("orbax") is None:
+        return Verdict(claim, True, "not tried: jax and orbax are not installed")
     import jax
 
+    from deltacheck.backends import orbax
+
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):  # 64-bit leaves keep their width
-        tree = jax.tree.map(lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, arrays)
-        return compare(claim, expected, tree)
+        return compare(claim, expected, orbax.load(root, step))
 
 
 def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
