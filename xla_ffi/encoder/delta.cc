@@ -1,5 +1,9 @@
 #include "delta.h"
 
+#ifdef __linux__
+#  include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -55,6 +59,20 @@ Bytes allocate(size_t size) {
   uint8_t* memory = static_cast<uint8_t*>(std::malloc(size));
   if (memory == nullptr) throw std::bad_alloc();
   return {std::unique_ptr<uint8_t, Free>(memory), size};
+}
+
+// Asks for large pages from `start` on: making small ones costs more than filling them. A large page is made whole by
+// its first byte, so `start` leaves out what may stay nearly empty.
+void advise_large_pages(const Bytes& bytes, size_t start) {
+#ifdef __linux__
+  constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(bytes.data.get());
+  const uintptr_t from = (begin + start + kLargePage - 1) / kLargePage * kLargePage,
+                  to = (begin + bytes.size) / kLargePage * kLargePage;
+  if (from < to) (void)madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)bytes, (void)start;
+#endif
 }
 
 // What one thread works with. Room for the largest chunk's positions: pages that are not written to are never made.
@@ -170,6 +188,7 @@ class Encoder {
         Bytes& whole = result_.streams[stream];
         if (whole.data == nullptr) {
           whole = allocate(most_bytes(stream));
+          advise_large_pages(whole, stream <= kWide ? size_t{2} << 20 : 0);
           whole.size = 0;
         }
         at[stream] = whole.data.get() + whole.size;
