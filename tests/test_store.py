@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +76,16 @@ def test_hostile_leaf_names_are_only_data(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], state[name]) for name in state if name != "a")
     assert [p.name for p in tmp_path.iterdir()] == ["root"]
     assert deltacheck.open(tmp_path / "root").verify(deep=True) == []
+
+
+@pytest.mark.parametrize("length", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 1024, 70 << 20])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
+def test_one_dimensional_arrays_are_cut_evenly_because_zarr_pads_the_last_chunk(length: int, dtype: str) -> None:
+    spec = arrays.ArraySpec.flat(length, dtype, "store", {})
+    chunks = -(-length // spec.chunk[0])
+    assert chunks * spec.chunk[0] - length < max(2, chunks)  # elements of padding
+    assert spec.chunk[0] * np.dtype(dtype).itemsize <= arrays.STREAM_CHUNK_BYTES
+    assert spec.shard is None or spec.shard[0] % spec.chunk[0] == 0
 
 
 def test_exactly_one_of_many_writers_creates_a_file(tmp_path: Path) -> None:

@@ -58,13 +58,14 @@ class ArraySpec:
 
     @classmethod
     def flat(cls, length: int, dtype: str, codec: str, attributes: Attributes) -> ArraySpec:
-        """A 1-D array: packed leaves, a stream, an index. More than one chunk share zarr shards."""
-        item = np.dtype(dtype).itemsize
-        per_chunk = STREAM_CHUNK_BYTES // item
-        if length <= per_chunk:
-            return cls((length,), dtype, (max(1, length),), None, codec, attributes)
-        per_shard = per_chunk * min(-(-length // per_chunk), grid.SHARD_BYTES // STREAM_CHUNK_BYTES)
-        return cls((length,), dtype, (per_chunk,), (per_shard,), codec, attributes)
+        """A 1-D array: packed leaves, a stream. More than one chunk share zarr shards.
+
+        Chunks are even: zarr fills the last one up to the size of the others, which an uncompressed stream would pay for.
+        """
+        chunks = max(1, -(-length // (STREAM_CHUNK_BYTES // np.dtype(dtype).itemsize)))
+        per_chunk = max(1, -(-length // chunks))
+        per_shard = per_chunk * min(chunks, grid.SHARD_BYTES // STREAM_CHUNK_BYTES)
+        return cls((length,), dtype, (per_chunk,), None if chunks == 1 else (per_shard,), codec, attributes)
 
     @classmethod
     def table(cls, rows: int, columns: int, dtype: str, attributes: Attributes) -> ArraySpec:
