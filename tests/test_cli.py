@@ -814,7 +814,7 @@ def test_an_interrupt_is_told_in_a_line(run: Run, deltacheck_: Command, monkeypa
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deltacheck.store.root.Root.checkpoints", interrupted)
+    monkeypatch.setattr("deltacheck.store.root.Root.manifest_paths", interrupted)
     assert_one_line(deltacheck_("ls", run.root), 130, "interrupted")
 
 
@@ -824,7 +824,7 @@ def test_a_defect_is_told_in_a_line_that_says_how_to_see_more(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("oops\nand more")
 
-    monkeypatch.setattr("deltacheck.store.root.Root.checkpoints", broken)
+    monkeypatch.setattr("deltacheck.store.root.Root.manifest_paths", broken)
     assert_one_line(deltacheck_("ls", run.root), 70, "ZeroDivisionError: oops and more", "DELTACHECK_TRACEBACK")
     monkeypatch.setenv("DELTACHECK_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):

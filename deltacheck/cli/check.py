@@ -12,6 +12,8 @@ from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
 
 if TYPE_CHECKING:
+    from deltacheck.export import Progress
+    from deltacheck.restore import Chain
     from deltacheck.store.root import Root, StepRef
     from deltacheck.verify import Finding
 
@@ -63,37 +65,55 @@ def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], 
 
 def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
     """What reading every byte shows. Steps share most of their chains: each is read once, and harms every step that stands on it."""
-    from deltacheck import export, restore
-    from deltacheck.errors import Damaged, DeltacheckError
+    from deltacheck import restore
+    from deltacheck.errors import DeltacheckError
     from deltacheck.store.root import read_manifest
     from deltacheck.verify import Finding
 
-    findings = []
-    seen: dict[tuple[str, ...], str | None] = {}
     manifests = []
     for ref in checkpoints:
         with contextlib.suppress(FileNotFoundError):  # deleted by a running training since it was listed
             manifests.append(read_manifest(ref.manifest_path))
+    findings = []
+    problems: dict[tuple[str, ...], str | None] = {}  # of each chain that was read: leaf, keyframe segment, delta segments
     with output.progress("reading", sum(manifest.raw_bytes for manifest in manifests)) as advance:
         for manifest in manifests:
             try:
                 chains = restore.resolve(root, manifest)
             except DeltacheckError:
                 continue  # the shallow check has said so
-            for path, chain in chains.items():
-                links = (path, chain.key[0].id, *chain.delta_segments)
-                if links not in seen:
-                    seen[links] = None
-                    try:
-                        for _ in export.stream({path: chain}):
-                            pass
-                    except Damaged as error:
-                        seen[links] = str(error)
-                problem = seen[links]
+            links = {path: (path, chain.key[0].id, *chain.delta_segments) for path, chain in chains.items()}
+            fresh = {path: chain for path, chain in chains.items() if links[path] not in problems}
+            advance(sum(chain.spec.raw_bytes for path, chain in chains.items() if path not in fresh))
+            found = _unreadable(fresh, advance)
+            problems |= {links[path]: found.get(path) for path in fresh}
+            for path in chains:
+                problem = problems[links[path]]
                 if problem is not None:
                     findings.append(Finding(manifest.step, path, problem))
-                advance(chain.spec.raw_bytes)
     return findings
+
+
+def _unreadable(chains: dict[str, Chain], advance: Progress) -> dict[str, str]:
+    """Read leaves whole, many at a time; leaf path -> what is wrong with it, where something is."""
+    from deltacheck import export, restore
+    from deltacheck.errors import Damaged
+
+    def load(chunks: dict[str, list[int]]) -> int:
+        loaded = restore.load({path: chains[path] for path in chunks}, chunks)
+        return sum(item.data.size for item in loaded.values())
+
+    found: dict[str, str] = {}
+    for batch in export.batches(chains):
+        try:
+            advance(load(batch))
+        except Damaged:  # one of them at least: which?
+            for path, chunks in batch.items():
+                try:
+                    advance(load({path: chunks}))
+                except Damaged as error:
+                    found.setdefault(path, str(error))
+    return found
 
 
 def gc(

@@ -125,15 +125,22 @@ class Step:
         return stored_bytes(self.manifest)
 
 
-def steps(root: Root) -> Iterator[Step]:
-    """The checkpoints of a root, oldest first. A segment's table is read once for neighbouring steps, which share most of theirs."""
-    known: dict[SegmentRef, Segment] = {}
-    for ref in root.checkpoints():
+def steps(root: Root, unreadable: list[str]) -> Iterator[Step]:
+    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``.
+
+    Each manifest is read once, and a segment's table once for neighbouring steps, which share most of theirs.
+    """
+    found: list[tuple[StepRef, Manifest, int]] = []
+    for path in root.manifest_paths():
         try:
-            manifest = read_manifest(ref.manifest_path)
-            manifest_bytes = ref.manifest_path.stat().st_size
+            manifest = read_manifest(path)
+            found.append((StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
+        except DeltacheckError as error:
+            unreadable.append(str(error))
+    known: dict[SegmentRef, Segment] = {}
+    for ref, manifest, manifest_bytes in sorted(found, key=lambda one: one[0].seq):
         states, problem = None, None
         try:
             known = {needed: known.get(needed) or root.store.segment(needed) for needed in manifest.segments}

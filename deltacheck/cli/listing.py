@@ -37,8 +37,9 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root, item)
-    rows = []
-    for step in history.steps(root):
+    rows: list[Row] = []
+    unreadable: list[str] = []
+    for step in history.steps(root, unreadable):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
         rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
@@ -47,7 +48,7 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
         Column("DEPTH", "chain_depth"),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
-    _print_steps(root, rows, (*_STEP, _RAW, *more), as_json)
+    _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)
 
 
 def log(
@@ -66,8 +67,9 @@ def log(
 
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
+    unreadable: list[str] = []
     before: float | None = None
-    for step in history.steps(root):
+    for step in history.steps(root, unreadable):
         since = None if before is None else step.manifest.time - before
         before = step.manifest.time
         row = _row(root, step) | {
@@ -88,7 +90,7 @@ def log(
         columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
     else:
         columns = (*_STEP, since_column, _RAW, Column("WRITTEN", "written_bytes", output.size), *_CHANGE)
-    _print_steps(root, rows, columns, as_json)
+    _print_steps(root, rows, columns, as_json, unreadable)
 
 
 def _row(root: Root, step: Step) -> Row:
@@ -117,11 +119,9 @@ def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
     return rows
 
 
-def _print_steps(root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool) -> None:
+def _print_steps(root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool, unreadable: list[str]) -> None:
     """Print the steps. Damage, also that of a manifest which no longer says its step, is warned of and decides the exit code."""
-    from deltacheck.cli import where
-
-    damaged = [f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None] + where.unreadable(root)
+    damaged = [f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None] + unreadable
     for problem in damaged:
         output.warn(problem)
     if as_json:

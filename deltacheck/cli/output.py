@@ -10,12 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+from typing import NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Exit codes: permanent, documented in docs/reference/cli.md. 2 is also what Typer and argparse give for misuse.
 OK, FOUND_DAMAGE, MISUSE, NOT_FOUND, DAMAGED, REFUSED, DEFECT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
@@ -86,31 +83,34 @@ def plain(value: object) -> object:
     return value
 
 
-def console() -> Console:
-    """Stdout for tables. Text from disk is never taken for markup; where no terminal is, lines are as long as they are."""
-    from rich.console import Console
-
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # the BrokenPipeError that is being handled; main() ends the run
-
-    width = None if sys.stdout.isatty() else 1 << 16
-    return Plain(markup=False, emoji=False, highlight=False, width=width)
-
-
 def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
-    """Rows as a table; a value that is ``None`` is a dash."""
+    """Rows as a table; a value that is ``None`` is a dash. Where no terminal is, lines are as long as they are."""
+    columns = list(columns)
+    cells = [
+        ["-" if row.get(column.key) is None else clean(column.cell(row[column.key])) for column in columns] for row in rows
+    ]
+    if sys.stdout.isatty():
+        _print_rich_table(columns, cells)
+        return
+    lines = [[column.title for column in columns], *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = zip(columns, line, widths, strict=True)
+        text = "  ".join(cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in padded)
+        sys.stdout.write(text.rstrip() + "\n")
+
+
+def _print_rich_table(columns: Sequence[Column], cells: Iterable[Sequence[str]]) -> None:
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
-    columns = list(columns)
-    table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column.title, justify="left" if column.left else "right", overflow="fold")
-    for row in rows:
-        values = [(column, row.get(column.key)) for column in columns]
-        table.add_row(*["-" if value is None else clean(column.cell(value)) for column, value in values])
-    console().print(table)
+    for row in cells:
+        table.add_row(*row)
+    Console(markup=False, emoji=False, highlight=False).print(table)  # text from disk is never taken for markup
 
 
 def print_line(text: str) -> None:
