@@ -721,6 +721,18 @@ def test_what_was_restored_does_not_change_with_the_next_save(tmp_path: Path) ->
         assert_same(restored, {"j": jnp.arange(80_000.0), "n": np.arange(90_000.0)})
 
 
+def test_a_restore_keeps_nothing_of_what_it_gave_away(tmp_path: Path) -> None:
+    with manager(tmp_path) as mngr:
+        save(mngr, 0, small_state(0))
+    with manager(tmp_path) as mngr:
+        for args in (DeltaRestoreArgs(), DeltaRestoreArgs(small_state(0))):
+            restored = mngr.restore(0, args=args)
+            watched = weakref.ref(restored["params"]["w"])
+            del restored
+            gc.collect()
+            assert watched() is None
+
+
 def test_a_manager_that_restored_nothing_starts_with_keyframes(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))

@@ -29,7 +29,7 @@ _NEED_X64 = ("int64", "uint64", "float64", "complex128")
 
 
 class LeafCodec:
-    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base may be either kind; it follows the leaf."""
+    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the same kind as its leaf."""
 
     name = "jax"
     run_bytes: int | None = None  # a part of a jax.Array would be a copy

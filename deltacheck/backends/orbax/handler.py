@@ -32,8 +32,7 @@ from deltacheck.store.schema import Manifest
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
-    """Saves and restores the items of one ``CheckpointManager``'s steps. ``deltacheck.backends.orbax.manager`` makes one and
-    registers it.
+    """Saves and restores the items of a ``CheckpointManager``'s steps. ``manager()`` makes one and registers it.
 
     ``root``: the manager's directory; without it, taken from the step directories that Orbax names. ``policy``: what is
     promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the
@@ -87,9 +86,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._begin(directory, args).result()
 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
-        """Restore an item of a step, verified bit for bit. See ``DeltaRestoreArgs``; the next save goes on from what is
-        restored.
-        """
+        """Restore an item of a step, verified bit for bit; the next save goes on from there. See ``DeltaRestoreArgs``."""
         args = args or DeltaRestoreArgs()
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
@@ -101,15 +98,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return restored.tree
 
     def metadata(self, directory: Any) -> Any:
-        """The tree as it was saved, arrays as ``jax.ShapeDtypeStruct``; fit to be a restore target. ``FileNotFoundError`` where
-        there is none.
+        """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore target.
+
+        Raises ``FileNotFoundError`` where the item was not saved with ``DeltaSaveArgs``.
         """
         place = ItemPlace.of(directory)
         return abstract_tree(read_manifest(place.directory / "zarr.json"))
 
     def finalize(self, directory: Any) -> None:
-        """Called on the primary process when every future is done and before the renames: the time to remove what the last
-        step's deletions left unneeded.
+        """Remove segments that no step needs any more. Orbax calls this when every future is done, before the renames.
+
+        So deletions take effect one save late: Orbax deletes old steps after the renames.
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
         if item is not None and item.writer is not None:
@@ -158,9 +157,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return place.root
 
     def _open(self, place: ItemPlace) -> tuple[Root, Manifest]:
-        """The root whose segments a step needs, and its manifest. A step that lies elsewhere brings its own store, if it has
-        one.
-        """
+        """The root whose segments a step needs, and its manifest. A step of another root brings the store beside it."""
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
             return open_root(path), read_manifest(place.directory / "zarr.json")

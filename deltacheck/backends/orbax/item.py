@@ -28,8 +28,9 @@ log = logging.getLogger("deltacheck")
 
 
 class Item:
-    """The chain of one item. Nothing is written and no lease taken before the first save: a process that only restores locks
-    nobody out.
+    """The chain of one item.
+
+    Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out.
     """
 
     def __init__(self, root: Path, policy: Policy, host_cache_bytes: int, io_timeout_seconds: float) -> None:
@@ -51,8 +52,9 @@ class Item:
         metrics: Mapping[str, float],
         spent_seconds: float,
     ) -> Commit:
-        """Begin to save; returns when everything is captured. ``spent_seconds``: of the training thread, on this save, before
-        this call.
+        """Begin to save; returns when everything is captured.
+
+        ``spent_seconds``: time that the training thread has lost to this save before the call.
         """
         step = place.step
         saver, writer = self._open()
@@ -70,7 +72,7 @@ class Item:
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Go on from a restored step, so that the next save is a delta to it."""
-        self._adopted = (restored, manifest.segments)
+        self._adopted = (restored._replace(tree=None), manifest.segments)  # the tree is the caller's, and may be large
         if self._saver is not None:
             self._settle(self._saver)
             self._go_on(self._saver)
@@ -79,12 +81,13 @@ class Item:
         """Finish the save under way, stop the threads, give the root back. A failure was told through Orbax, or is logged."""
         self._adopted = None
         holders.discard(self)
-        if self._saver is None or self.writer is None:
+        if self.writer is None:
             return
         if self._last is not None:
             self._last.abandon("the manager was closed")
         try:
-            self._saver.close(self._io_timeout_seconds)
+            if self._saver is not None:
+                self._saver.close(self._io_timeout_seconds)
         except (DeltacheckError, TimeoutError) as error:
             log.error("while closing: %s", error)
         finally:
@@ -92,16 +95,15 @@ class Item:
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or self.writer is None:
-            writer = writer_of(self.root, self)
+            self.writer = writer_of(self.root, self)
             self._saver = Saver(
-                writer.store,
+                self.writer.store,
                 leaf_codec(),
                 self._policy,
                 next_seq=0,
                 host_cache_bytes=self._host_cache_bytes,
                 io_timeout_seconds=self._io_timeout_seconds,
             )
-            self.writer = writer
             self._go_on(self._saver)
         return self._saver, self.writer
 
@@ -166,8 +168,9 @@ class Gate:
             return self._verdict
 
     def commit(self, manifest: Manifest) -> int:
-        """Write the manifest into the item's directory, durably. The step exists when Orbax renames that; runs on the committer
-        thread.
+        """Write the manifest into the item's directory, durably. The step exists when Orbax renames that.
+
+        Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
         """
         if not self._changed.wait(self._timeout_seconds):
             raise SaveFailed(f"Orbax did not create {self._directory} within {self._timeout_seconds:.0f} s")

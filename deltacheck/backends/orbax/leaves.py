@@ -42,9 +42,7 @@ def describe(value: object) -> ArrayLeaf | None:
 
 
 def describe_target(value: object) -> ArrayLeaf | None:
-    """Arrays of a restore target: what ``describe`` takes, deleted arrays too, and ``jax.ShapeDtypeStruct``. Ties mean nothing
-    here.
-    """
+    """Arrays of a restore target: what ``describe`` takes, deleted arrays too, and ``jax.ShapeDtypeStruct``. Never tied."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return _described(value, None)
     found = describe_numpy(value)
@@ -100,8 +98,7 @@ def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 def bytes_of(value: object) -> NDArray[np.uint8]:
     """The bytes of a leaf, uint8 1-D in C order: a view of the array's own memory where it lies whole on the host, else a copy.
 
-    A sharded array is gathered: chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of
-    sharding.
+    A sharded array is gathered: chunks are cut from the leaf and not from its shards, so that a chain survives a resharding.
     """
     if not isinstance(value, jax.Array):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else

@@ -1,4 +1,4 @@
-"""One process's right to write to a manager root, shared by its handlers: lease, sequence numbers, what a collection must spare."""
+"""One process's right to write to a manager root, shared by its handlers: the lease, sequence numbers, collections."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Writer:
 def writer_of(path: Path, user: object) -> Writer:
     """The right of this process to write to the root ``path``, taken where it does not have it yet; ``user`` must release it.
 
-    Raises ``RootBusy`` naming the holder where another process has
-    it, ``OSError`` where the root cannot be written, ``UnsupportedFormat``.
+    Raises ``RootBusy`` naming the holder where another process has it, ``OSError`` where the root cannot be written,
+    ``UnsupportedFormat``.
     """
     with _lock:
         writer = _writers.get(path)
