@@ -29,7 +29,7 @@ from deltacheck.records import LeafSpec
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.tree import Node
-from deltacheck.work import PART_BYTES, Leaf, LeafSource, Setup, Work
+from deltacheck.work import Leaf, LeafSource, Setup, Work
 
 __all__ = ["LeafSource", "Saver"]
 
@@ -213,8 +213,6 @@ class Saver:
             try:
                 for source in work.lazy:
                     work.capture(source)
-                    if work.unsealed_bytes >= PART_BYTES:
-                        work.seal()
                 work.lazy.clear()  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()

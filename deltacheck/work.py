@@ -26,8 +26,11 @@ from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest,
 from deltacheck.store.segment import SegmentWriter, is_packed
 from deltacheck.tree import Node
 
-PART_BYTES = 64 << 20  # encoded bytes after which a part is closed and written
-KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time
+# Encoded bytes after which a part is closed and written, and its share of the host cache where that is less: one part is being
+# made, one run of the codec at work, and three parts on their way to disk, each with what TensorStore makes of it.
+PART_BYTES = 64 << 20
+PARTS_PER_CACHE = 8
+KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Work:
         self.keyframes: list[str] = []
         self.pieces: list[_Piece] = []
         self.unsealed_bytes = 0
+        self.part_bytes = max(1, min(PART_BYTES, setup.host_cache_bytes // PARTS_PER_CACHE))
         self.in_flight: deque[tuple[int, list[Any]]] = deque()
         self.in_flight_bytes = 0
         self.delta_rows: dict[str, list[tuple[int, int, int]]] = {}
@@ -160,35 +164,29 @@ class Work:
     def _encode(self, leaf: Leaf, current: Any) -> None:
         codec, word_bytes, bounds = self.setup.codec, leaf.spec.word_bytes, leaf.bounds
         chunks = bounds.size - 1
-        step = (
-            chunks
-            if codec.run_bytes is None
-            else max(1, codec.run_bytes // max(1, int(np.diff(bounds).max(initial=1)) * word_bytes))
-        )
+        longest = max(1, int(np.diff(bounds).max(initial=1)) * word_bytes)
+        step = chunks if codec.run_bytes is None else max(1, min(codec.run_bytes, self.part_bytes) // longest)
         for first in range(0, chunks, max(1, step)):
             stop = min(chunks, first + step)
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
+            self._make_room(high - low)
             if (low, high) == (0, leaf.spec.raw_bytes):
                 encoded, leaf.base = codec.encode(current, leaf.base, bounds, word_bytes)
             else:
                 encoded, _ = codec.encode(
                     current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
                 )
-            self._keep(
-                _Piece(leaf.spec.path, first, encoded, sum(s.size for s in encoded.streams.values()) + encoded.rows.nbytes)
-            )
+            if encoded.rows.shape[0]:
+                size = sum(stream.size for stream in encoded.streams.values()) + encoded.rows.nbytes
+                self.pieces.append(_Piece(leaf.spec.path, first, encoded, size))
+                self.unsealed_bytes += size
+                if self.unsealed_bytes >= self.part_bytes:
+                    self.seal()
 
-    def _keep(self, piece: _Piece) -> None:
-        if piece.encoded.rows.shape[0] == 0:
-            return
-        if self.unsealed_bytes + self.in_flight_bytes + piece.stored_bytes > self.setup.host_cache_bytes:
-            self.seal()
-            self._await_room(piece.stored_bytes)
-        self.pieces.append(piece)
-        self.unsealed_bytes += piece.stored_bytes
-
-    def _await_room(self, wanted: int) -> None:
-        while self.in_flight and self.in_flight_bytes + wanted > self.setup.host_cache_bytes:
+    def _make_room(self, wanted: int) -> None:
+        """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives) would not fit the host cache."""
+        limit = self.setup.host_cache_bytes - wanted - self.unsealed_bytes
+        while self.in_flight and self.in_flight_bytes > limit:
             size, pending = self.in_flight.popleft()
             for write in pending:
                 await_write(write, self.setup.io_timeout_seconds)
@@ -215,9 +213,12 @@ class Work:
             self.encoded_bytes[piece.path] = self.encoded_bytes.get(piece.path, 0) + piece.stored_bytes
             row += rows.shape[0]
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
-        streams = {n: np.concatenate([p.encoded.streams[n] for p in pieces if n in p.encoded.streams]) for n in names}
-        del pieces
+        remaining = [dict(piece.encoded.streams) for piece in pieces]
+        del pieces, piece
+        # Stream by stream, each piece's let go of: joined and separate they would be twice the part.
+        streams = {name: np.concatenate([own.pop(name) for own in remaining if name in own]) for name in names}
         _, pending = self.writer.put_part(np.concatenate(index), streams)
+        size *= 2  # the streams, and what TensorStore makes of them
         self.in_flight.append((size, pending))
         self.in_flight_bytes += size
 
@@ -226,6 +227,7 @@ class Work:
         self.seal()
         leaves = self.leaves
         names = layout.array_names([path for path in self.keyframes if not is_packed(leaves[path].spec)])
+        window_bytes = min(KEYFRAME_WINDOW_BYTES, self.setup.host_cache_bytes)
         window: deque[tuple[int, Any]] = deque()
         for path in sorted(self.keyframes):
             leaf = leaves[path]
@@ -237,7 +239,7 @@ class Work:
                 leaf.reading = self.writer.put_natural(leaf.spec, names[path], host)
                 key = KeyframeAt(array=names[path])
                 window.append((host.nbytes, leaf.reading))
-                while len(window) > 1 and sum(size for size, _ in window) > KEYFRAME_WINDOW_BYTES:
+                while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
                     await_write(window.popleft()[1], self.setup.io_timeout_seconds)
             self.changed[path] = int(leaf.bounds[-1])
             self.encoded_bytes[path] = host.nbytes
