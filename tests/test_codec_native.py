@@ -273,7 +273,7 @@ def test_memory_is_what_the_output_needs():
     say = """
 import resource, numpy as np
 from deltacheck.codec import NativeCodec
-base = np.zeros(64 << 20, np.uint8); current = base.copy(); current[::400] = 1
+base = np.ones(64 << 20, np.uint8); current = base.copy(); current[::400] = 2
 bounds = np.arange(0, (64 << 20) // 4 + 1, 1 << 18, dtype=np.uint64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 encoded, _ = NativeCodec().encode(current, base, bounds, 4)

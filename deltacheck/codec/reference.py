@@ -77,6 +77,9 @@ class ReferenceCodec:
         shadow = memory.checked_base(base, base.nbytes)
         bounds = memory.checked_bounds(bounds, shadow.size, word_bytes)
         parts = list(_chunks(bounds, word_bytes))
+        for name in encoded.streams:
+            if name not in STREAMS:
+                raise DamagedStream(f"there is no stream {name!r}")
         rows = _checked_rows(encoded.rows, np.diff(bounds))
         pieces = _cut(encoded.streams, rows, np.diff(bounds), word_bytes)
         for row, streams in zip(rows, pieces, strict=True):
@@ -314,9 +317,6 @@ def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
 
 def _cut(streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int) -> list[dict[str, U8]]:
     """Each chunk's own part of every stream."""
-    for name in streams:
-        if name not in STREAMS:
-            raise DamagedStream(f"there is no stream {name!r}")
     taken = dict.fromkeys(STREAMS, 0)
     nothing = np.empty(0, np.uint8)
     pieces = []
