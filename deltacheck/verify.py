@@ -67,6 +67,10 @@ def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path,
 def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path, str | None]) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
     problems = []
+    for path in root.store.group_paths(manifest):
+        if path not in seen:
+            seen[path] = _group_problem(path / "zarr.json")
+        problems += [problem for problem in [seen[path]] if problem is not None]
     for ref in manifest.segments:
         for path, spec in root.store.segment(ref).array_specs().items():
             if path not in seen:
@@ -75,6 +79,15 @@ def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path, str | No
             if problem is not None:
                 problems.append(problem)
     return problems
+
+
+def _group_problem(path: Path) -> str | None:
+    try:
+        found = json.loads(path.read_bytes())
+        is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{path} cannot be read: {type(error).__name__}: {error}"
+    return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
 def _metadata_problem(path: Path, expected: dict[str, object]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -290,7 +291,7 @@ class Work:
             segments=tuple(refs[name] for name in sorted(self.segments)),
             tree=self.tree,
             leaves=self.records,
-            metrics=dict(self.metrics),
+            metrics={name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
         )
 
     def report(self, stored_bytes: int) -> SaveReport:

@@ -135,3 +135,15 @@ def test_a_step_whose_chain_was_collected_around_it_stays_whole(tmp_path: Path) 
             state["small"] += 1
             engine.save(step, state).wait(timeout=60)
         assert_same(state, engine.restore())
+
+
+def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    (root / "checkpoints" / "c0000000099").mkdir()
+    (root / "checkpoints" / "c0000000099" / "zarr.json.__lock").touch()
+    collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
+    assert not (root / "checkpoints" / "c0000000099").exists()
+    assert deltacheck.open(root).steps() == list(range(8))

@@ -208,3 +208,35 @@ def test_a_symbolic_link_is_not_followed_out_of_the_root(copied: tuple[Path, lis
     shutil.move(manifest, tmp_path / "elsewhere")
     manifest.symlink_to(tmp_path / "elsewhere")
     assert deltacheck.open(root).steps() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: p.mkdir(), lambda p: os.mkfifo(p), lambda p: p.symlink_to("/etc/hostname")],
+    ids=["directory", "pipe", "link"],
+)
+@pytest.mark.parametrize("which", ["manifest", "table"])
+def test_a_document_that_is_no_regular_file_is_damage_and_hangs_nobody(
+    copied: tuple[Path, list[dict[str, Any]]], make: Callable[[Path], None], which: str
+) -> None:
+    root, _ = copied
+    newest = deltacheck.open(root).manifest(3).segments[-1].id
+    path = {"manifest": root / "checkpoints" / "c0000000003", "table": root / "segments" / newest}[which] / "zarr.json"
+    path.unlink()
+    make(path)
+    with pytest.raises(errors.Damaged):
+        deltacheck.open(root).restore()
+    assert deltacheck.open(root).verify()
+
+
+def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+    root, states = copied
+    groups = [p for p in root.rglob("zarr.json") if p.read_bytes().endswith(b'"attributes":{}}')]
+    assert len(groups) >= 8
+    for victim in groups:
+        original = victim.read_bytes()
+        victim.write_bytes(original[:-5])
+        if victim.parent != root / "control":
+            assert any(str(victim) in finding.problem for finding in deltacheck.open(root).verify()), victim
+        assert not list(differences(states[3], restored(root, 3)))
+        victim.write_bytes(original)

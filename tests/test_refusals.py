@@ -319,3 +319,11 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
         gc.collect()
         assert alive() is None
         go.set()
+
+
+def test_a_run_that_has_diverged_can_still_be_saved(tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine:
+        engine.save(
+            0, {"x": torch.tensor(float("nan"))}, metrics={"loss": float("nan"), "norm": float("inf"), "lr": 0.5}
+        ).wait()
+    assert dict(deltacheck.open(tmp_path).manifest(0).metrics) == {"loss": "nan", "norm": "inf", "lr": 0.5}

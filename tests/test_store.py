@@ -236,3 +236,15 @@ def test_documents_survive_a_round_trip_through_plain_json(root: Path) -> None:
     path = root / "segments" / manifest.segments[0].id / "zarr.json"
     table = schema.from_zarr_json(path.read_bytes(), SegmentTable, "there")
     assert table.id == manifest.segments[0].id
+
+
+def test_a_manifest_of_a_later_version_hides_only_its_own_step(root: Path) -> None:
+    path = root / "checkpoints" / "c0000000001" / "zarr.json"
+    group, manifest = body_of(path)
+    manifest["version"] = 2
+    path.write_bytes(sealed(group))
+    assert deltacheck.open(root).steps() == [0]
+    deltacheck.open(root).restore(0)
+    for asked in (1, None):
+        with pytest.raises(errors.UnsupportedFormat, match=r"version 2.*Newest step that can be read: 0"):
+            deltacheck.open(root).restore(asked)

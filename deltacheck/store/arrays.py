@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +227,28 @@ def create_file(directory: Path, name: str, content: bytes) -> bool:
 def replace_file(directory: Path, name: str, content: bytes) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
     ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result().write(name, content).result()
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """A regular file's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is anything else (a link, a
+    directory, a pipe that would hang the reader) or larger than ``most_bytes``.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{path} is not a regular file")
+        if status.st_size > most_bytes:
+            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(status.st_size + 1)
+    finally:
+        os.close(descriptor)
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltacheck.errors import Damaged, SaveFailed
+from deltacheck.errors import Damaged, DeltacheckError, SaveFailed
 from deltacheck.store import arrays, layout
 from deltacheck.store.root import Root, read_manifest
 from deltacheck.store.segment import sync_directory
@@ -54,16 +54,19 @@ def collect(
     """
     candidates = set(root.store.segment_ids())
     newest, needed = -1, set(protected)
-    for path in root.manifest_paths():
+    others = set(root.other_manifest_paths())
+    for path in [*root.manifest_paths(), *others]:
         try:
             manifest = read_manifest(path)
         except FileNotFoundError:
             continue  # deleted since it was listed
-        except Damaged as error:
+        except DeltacheckError as error:
+            if path in others and layout.ATTRIBUTE.encode() not in path.read_bytes():
+                continue  # another format's zarr.json
             raise Damaged(
                 f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
             ) from error
-        newest = max(newest, manifest.seq)
+        newest = newest if path in others else max(newest, manifest.seq)
         needed |= {ref.id for ref in manifest.segments}
     unneeded = {name for name in candidates - needed if writer_is_dead or layout.seq_of(name) <= newest}
     marks = _read_marks(root.store.path)
@@ -72,10 +75,19 @@ def collect(
     remove = sorted(name for name in unneeded if now - since[name] >= grace_seconds)
     freed = sum(arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in remove)
     if not dry_run:
+        if writer_is_dead:
+            _remove_unfinished_checkpoints(root)
         for name in remove:
             _remove(root.store.path / layout.SEGMENTS / name)
         _write_marks(root.store.path, {name: since[name] for name in unneeded - set(remove)}, marks)
     return Collected(tuple(remove), tuple(sorted(unneeded - set(remove))), freed)
+
+
+def _remove_unfinished_checkpoints(root: Root) -> None:
+    """Remove what a kill between a checkpoint's directory and its manifest left behind."""
+    for folder in (root.store.path / layout.CHECKPOINTS).iterdir():
+        if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
+            shutil.rmtree(folder)
 
 
 def _remove(path: Path) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 
 import tensorstore as ts
 
-from deltacheck.errors import Damaged, DeltacheckError, NotACheckpointRoot, RootBusy, SaveFailed, StepNotFound
+from deltacheck.errors import (
+    Damaged,
+    DeltacheckError,
+    NotACheckpointRoot,
+    RootBusy,
+    SaveFailed,
+    StepNotFound,
+    UnsupportedFormat,
+)
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
@@ -72,6 +80,13 @@ class Store:
         """Every segment directory, committed or not, ascending."""
         return sorted(entry.name for entry in _entries(self.path / layout.SEGMENTS) if layout.is_segment_id(entry.name))
 
+    def group_paths(self, manifest: Manifest) -> list[Path]:
+        """The groups that plain zarr passes through on its way to a step's arrays."""
+        folders = [self.path / name for name in (layout.SEGMENTS, layout.CHECKPOINTS)]
+        for ref in manifest.segments:
+            folders += self.segment(ref).group_paths()
+        return folders
+
     def writer(self, seq: int) -> SegmentWriter:
         return SegmentWriter(self.path, layout.segment_id(seq), self._writing)
 
@@ -110,7 +125,19 @@ class Root:
             found = [folder / entry.name / "zarr.json" for entry in _entries(folder) if layout.is_checkpoint_id(entry.name)]
         else:
             found = [p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item)]
-        return sorted(path for path in found if path.is_file())
+        return sorted(path for path in found if os.path.lexists(path))
+
+    def other_manifest_paths(self) -> list[Path]:
+        """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
+        set aside (``todelete_subdir``, ``_SNAPSHOTS``). What they need may still be wanted.
+        """
+        if not self.is_manager_root:
+            return []
+        own = set(self.manifest_paths())
+        folders = [Path(e.path) for e in _entries(self.path) if e.name != MANAGER_STORE]
+        inner = [Path(e.path) for folder in folders for e in _entries(folder)]
+        innermost = [Path(e.path) for folder in inner for e in _entries(folder)]
+        return sorted(p for f in (*inner, *innermost) if (p := f / "zarr.json").is_file() and p not in own)
 
     def checkpoints(self) -> list[StepRef]:
         """Every committed checkpoint whose manifest is whole, ascending by sequence number."""
@@ -136,7 +163,8 @@ class Root:
                 if checkpoints
                 else "No other step is left"
             )
-            raise Damaged(f"{damaged[max(suspects, key=_age)]}. {way_out}")
+            error = damaged[max(suspects, key=_age)]
+            raise type(error)(f"{error}. {way_out}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
         newest = max(matching, key=lambda ref: ref.seq)
@@ -144,19 +172,20 @@ class Root:
             items = sorted({ref.manifest_path.parent.name for ref in matching if ref.step == newest.step})
             if len(items) > 1:
                 raise StepNotFound(
-                    f"step {newest.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...)"
+                    f"step {newest.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...) or --item"
                 )
         return self._read(newest.manifest_path)
 
-    def _read_all(self) -> tuple[list[StepRef], dict[Path, Damaged]]:
+    def _read_all(self) -> tuple[list[StepRef], dict[Path, Damaged | UnsupportedFormat]]:
         """The checkpoints, ascending by sequence number, and what is wrong with the manifests that cannot be read."""
-        found, damaged = [], {}
+        found: list[StepRef] = []
+        damaged: dict[Path, Damaged | UnsupportedFormat] = {}
         for path in self.manifest_paths():
             try:
                 manifest = self._read(path)
             except FileNotFoundError:
                 continue  # deleted since it was listed
-            except Damaged as error:
+            except (Damaged, UnsupportedFormat) as error:
                 damaged[path] = error
             else:
                 found.append(StepRef(manifest.step, manifest.seq, path))
@@ -213,7 +242,7 @@ def create_manager_store(root: Path, threads: int | None = None) -> Store:
 
 def read_manifest(path: Path) -> Manifest:
     """Read and check one manifest file."""
-    return schema.from_zarr_json(path.read_bytes(), Manifest, str(path))
+    return schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Manifest, str(path))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -299,7 +328,7 @@ def _is_manager_step(entry: os.DirEntry[str]) -> bool:
 def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
     items = [e for e in _entries(Path(step.path)) if item is None or e.name == item]
     # Whatever the file holds: a damaged manifest must be named, not overlooked.
-    return [path for e in items if (path := Path(e.path) / "zarr.json").is_file()]
+    return [path for e in items if os.path.lexists(path := Path(e.path) / "zarr.json")]
 
 
 def _group_attributes(path: Path) -> dict[str, Any] | None:

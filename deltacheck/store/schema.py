@@ -119,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     segments: tuple[SegmentRef, ...]
     tree: dict[str, Any]
     leaves: dict[str, LeafRecord]
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | str] = {}  # NaN and infinities as text: JSON has none
     must_understand: tuple[str, ...] = ()
 
     @property
@@ -157,7 +157,7 @@ def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document
     if checksum != _checksum(body):
         raise Damaged(f"{where} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}")
     try:
-        document = msgspec.convert(body, kind, strict=False)
+        document = msgspec.convert(body, kind)
         _CHECKS[kind](document)
     except (msgspec.ValidationError, ValueError, TypeError, UnsupportedLeaf) as error:
         raise Damaged(f"{where} is damaged: {error}") from error

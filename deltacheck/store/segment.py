@@ -181,7 +181,7 @@ class Segment:
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
         try:
-            content = (self.path / "zarr.json").read_bytes()
+            content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
             raise ChainBroken(f"segment {ref.id} is not in {root}") from None
         if document_digest(content) != ref.digest:
@@ -220,6 +220,17 @@ class Segment:
             path = self.path / layout.DELTA / str(number)
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
+
+    def group_paths(self) -> list[Path]:
+        """The groups below the segment's own."""
+        keys = [entry.key for entry in self.table.leaves.values() if entry.key is not None]
+        present = {
+            layout.LEAVES: any(key.array for key in keys),
+            layout.PACKED: self.table.packed,
+            layout.DELTA: self.table.parts,
+        }
+        found = [self.path / name for name, holds in present.items() if holds]
+        return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
 
     def array_specs(self) -> dict[Path, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""

@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
-
-from deltacheck.store.root import MANAGER_STORE
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # older releases append a number
 _COMMIT_FILE = "commit_success.txt"
@@ -84,24 +81,3 @@ def await_directories(timeout_seconds: float = 30.0) -> None:
 
 def _final_name(path: Path) -> str:
     return path.name.partition(_TEMPORARY)[0]
-
-
-def manifests_elsewhere(root: Path) -> Iterator[Path]:
-    """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps set aside
-    (``todelete_subdir``, ``_SNAPSHOTS``). What they need may still be wanted.
-    """
-    for folder in _folders(root):
-        if folder.name == MANAGER_STORE:
-            continue
-        for inner in _folders(folder):
-            if _TEMPORARY in folder.name and (inner / "zarr.json").is_file():
-                yield inner / "zarr.json"
-            yield from (path for item in _folders(inner) if (path := item / "zarr.json").is_file())
-
-
-def _folders(path: Path) -> list[Path]:
-    try:
-        with os.scandir(path) as found:
-            return sorted(path / entry.name for entry in found if entry.is_dir(follow_symlinks=False))
-    except FileNotFoundError:
-        return []

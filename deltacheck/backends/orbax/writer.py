@@ -8,11 +8,9 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-from deltacheck.backends.orbax._orbax import manifests_elsewhere
-from deltacheck.errors import Damaged
-from deltacheck.store import collect, layout
+from deltacheck.store import collect
 from deltacheck.store.lease import Lease
-from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store, read_manifest
+from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store
 
 log = logging.getLogger("deltacheck")
 
@@ -55,8 +53,6 @@ class Writer:
         """
         try:
             protected = set().union(*(holder.protected() for holder in list(holders) if holder.root == self.root.path))
-            for path in manifests_elsewhere(self.root.path):
-                protected |= _segments_of(path)
             collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
         except Exception:
             log.warning("segments that are no longer needed could not be removed from %s", self.store.path, exc_info=True)
@@ -82,17 +78,6 @@ def writer_of(path: Path, user: object) -> Writer:
             writer = _writers[path] = Writer(path)
         writer._users.add(user)
         return writer
-
-
-def _segments_of(path: Path) -> set[str]:
-    try:
-        return {ref.id for ref in read_manifest(path).segments}
-    except FileNotFoundError:
-        return set()  # renamed or deleted since it was listed
-    except Damaged:
-        if layout.ATTRIBUTE.encode() in path.read_bytes():
-            raise
-        return set()  # another format's zarr.json
 
 
 def has_store(root: Path) -> bool:
