@@ -151,8 +151,8 @@ inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_
 template <int W>
 constexpr int kWays = W <= 2 ? 4 : 2;
 
-template <int W, int kPlanes, bool kRotate, typename From>
-inline void count_some_planes(const From* words, uint32_t count, uint32_t (*counts)[256]) {
+template <int W, int kPlanes, bool kRotate>
+inline void count_some_planes(const typename Word<W>::Memory* words, uint32_t count, uint32_t (*counts)[256]) {
   const auto add = [&](uint32_t i, int way) {
     const typename Word<W>::type word = kRotate ? rotated_left<W>(words[i]) : words[i];
     for (int k = 0; k < kPlanes; ++k) ++counts[kWays<W> * k + way][(word >> (8 * k)) & 255];
@@ -181,7 +181,7 @@ inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
 template <int W>
 inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
   using U = typename Word<W>::type;
-  const U* __restrict from = reinterpret_cast<const U*>(z);
+  const typename Word<W>::Memory* __restrict from = reinterpret_cast<const typename Word<W>::Memory*>(z);
   U any = 0;
 #pragma omp simd reduction(| : any)
   for (uint32_t i = 0; i < count; ++i) any = static_cast<U>(any | from[i]);
