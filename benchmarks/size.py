@@ -1,0 +1,175 @@
+"""Bytes on disk of lossless saves of a real fine-tuning run, class by class, beside torch.save and zstd of the same state.
+
+Each class is saved into a root of its own as well, so its bytes are those of real files (manifest, tables and all), not a share of something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from numcodecs import Blosc, Zstd  # type: ignore[import-untyped]
+
+from benchmarks import states
+from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from benchmarks.states import State
+from deltacheck import Policy, SaveReport
+from deltacheck.backends.torch import Engine
+from deltacheck.demo.classes import CLASSES
+from deltacheck.demo.train import Training
+from deltacheck.policy import needs_keyframe
+from deltacheck.records import LeafKind
+from deltacheck.store.arrays import bytes_on_disk
+
+RATES = (1e-6, 2e-5)
+EVERY = (1, 10)  # steps between two saves
+WHOLE = "whole AdamW state"
+WEIGHTS = "bf16 weights"
+_CLASSES = tuple(name for name in CLASSES if name != "other")  # the rest is a few numbers: under 1 % of the bytes
+
+LIMITED_RATE = 1e-6
+WEIGHTS_LIMIT, WHOLE_LIMIT = 0.03, 0.65  # of raw, at that rate
+
+
+@dataclass(slots=True)
+class Root:
+    """The saves of one class, or of everything, in one directory."""
+
+    engine: Engine
+    reports: list[SaveReport] = field(default_factory=list)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        report = self.engine.save(step, state).result()
+        assert report is not None  # nothing is skipped: every save is waited for
+        self.reports.append(report)
+
+    @property
+    def raw(self) -> int:
+        return self.reports[0].raw_bytes
+
+    def steady(self) -> float:
+        """Mean bytes of the saves that hold no keyframe."""
+        return mean(r.stored_bytes for r in self.reports if all(leaf.kind is not LeafKind.KEYFRAME for leaf in r.leaves))
+
+    def mean(self) -> float:
+        """Bytes of all files of the root, over its saves. Keyframes weigh more in it than in the long run, for the root is young."""
+        return bytes_on_disk(self.engine.root) / len(self.reports)
+
+    def long_run(self) -> float:
+        """Mean bytes of a save in a run without end: the first save has every keyframe, and each leaf's comes again at its chain's limit."""
+        policy = Policy.exact()
+        deltas = {leaf: next(n for n in count() if needs_keyframe(policy, leaf.path, n)) for leaf in self.reports[0].leaves}
+        share = sum(leaf.raw_bytes / (deltas[leaf] + 1) for leaf in deltas) / self.raw
+        return (1 - share) * self.steady() + share * self.reports[0].stored_bytes
+
+    def changed(self) -> float:
+        """Changed words of all words, over the deltas (an unchanged leaf is one too)."""
+        leaves = [leaf for r in self.reports for leaf in r.leaves if leaf.kind is not LeafKind.KEYFRAME]
+        return sum(leaf.changed for leaf in leaves) / sum(leaf.words for leaf in leaves)
+
+
+def run(settings: Settings) -> Result:
+    plan = states.QUICK if settings.quick else states.REAL
+    saves = {1: 3, 10: 2} if settings.quick else {1: 34, 10: 12}
+    rows: list[list[Cell]] = []
+    figures: list[Figure] = []
+    context: list[list[Cell]] = []
+    parameters = 0
+    for rate in RATES[:1] if settings.quick else RATES:
+        training = states.post_trained(plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS)
+        parameters = sum(p.numel() for p in training.model.parameters())
+        for every in EVERY:
+            roots = _train_and_save(training, every, saves[every], settings.folder / f"{rate}-{every}")
+            rows += [[f"{rate:g}", every, saves[every], *_cells(name, root)] for name, root in roots.items()]
+            if rate == LIMITED_RATE:
+                figures += _figures(roots, every)
+        if rate == LIMITED_RATE:
+            context = _context(training.state(), settings.folder)
+    roots = _train_and_save(states.Synthetic(4 << 20 if settings.quick else 48 << 20), 1, 4, settings.folder / "synthetic")
+    columns: dict[str, Unit] = {
+        "leaves": "text",
+        "in memory": "bytes",
+        "words changed": "ratio",
+        "a delta save": "bytes",
+        "steady": "ratio",
+        "first save": "ratio",
+        "mean of these": "ratio",
+        "long run": "ratio",
+    }
+    return Result(
+        "size",
+        f"bytes of all files of lossless saves while post-training {parameters / 1e6:.1f} M parameters, of raw bytes; steady: mean of the saves "
+        "without keyframes; mean of these: all files of the root; long run: keyframes at the pace of Policy.exact()",
+        [
+            Table("deltacheck", {"lr": "text", "every": "count", "saves": "count", **columns}, rows),
+            Table(
+                f"the same state at lr {LIMITED_RATE:g} without deltas",
+                {
+                    "leaves": "text",
+                    "in memory": "bytes",
+                    "torch.save": "ratio",
+                    "zstd-3": "ratio",
+                    "byte planes, zstd-3": "ratio",
+                },
+                context,
+            ),
+            Table("synthetic states, saved every step", columns, [_cells(name, root) for name, root in roots.items()]),
+        ],
+        figures,
+    )
+
+
+def _cells(name: str, root: Root) -> list[Cell]:
+    sizes = (root.steady(), root.reports[0].stored_bytes, root.mean(), root.long_run())
+    return [name, root.raw, root.changed(), root.steady(), *(size / root.raw for size in sizes)]
+
+
+def _figures(roots: Mapping[str, Root], every: int) -> list[Figure]:
+    weights, whole = roots[WEIGHTS], roots[WHOLE]
+    at = f"lr {LIMITED_RATE:g}, every {every}"
+    return [
+        Figure(f"bf16 weights alone, {at}, steady", weights.steady() / weights.raw, WEIGHTS_LIMIT),
+        Figure(f"{WHOLE}, {at}, steady", whole.steady() / whole.raw, WHOLE_LIMIT),
+        Figure(f"{WHOLE}, {at}, long run", whole.long_run() / whole.raw, WHOLE_LIMIT),
+    ]
+
+
+def _train_and_save(training: Training | states.Synthetic, every: int, saves: int, folder: Path) -> dict[str, Root]:
+    """Save every ``every`` steps: the whole state, and each class alone."""
+    roots = {name: Root(Engine(folder / str(number))) for number, name in enumerate((*_CLASSES, WHOLE))}
+    try:
+        for number in range(saves):
+            for _ in range(every if number else 0):
+                training.train_step()
+            state = training.state()
+            classes = states.by_class(state)
+            for name, root in roots.items():
+                root.save(training.step, state if name == WHOLE else classes[name])
+    finally:
+        for root in roots.values():
+            root.engine.close()
+    return roots
+
+
+def _context(state: State, folder: Path) -> list[list[Cell]]:
+    """What people do today, and what a general compressor makes of it."""
+    rows: list[list[Cell]] = []
+    for name, leaves in {**{name: states.by_class(state)[name] for name in _CLASSES}, WHOLE: state}.items():
+        raw = states.raw_bytes(leaves)
+        arrays = [_words(tensor) for tensor in states.leaves_of(leaves).values()]
+        plain = sum(len(Zstd(level=3).encode(array)) for array in arrays)
+        planes = sum(len(Blosc("zstd", clevel=3, shuffle=Blosc.SHUFFLE).encode(array)) for array in arrays)
+        rows.append([name, raw, states.torch_save(leaves, folder / "context.pt") / raw, plain / raw, planes / raw])
+    return rows
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bytes as words of the element's size, which numcodecs needs to know for its byte planes."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.view(f"u{tensor.element_size()}")

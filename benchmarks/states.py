@@ -1,0 +1,151 @@
+"""The states that are saved.
+
+*Real* ones come from post-training the demo's model. *Synthetic* ones have any size: the demo's optimizer, fed random gradients. They change
+at about the real pace (`size` prints it), but what they compress to says little: they are for time and memory only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from deltacheck.demo import text
+from deltacheck.demo.classes import leaf_class
+from deltacheck.demo.optimizer import MixedPrecisionAdamW
+from deltacheck.demo.plan import Plan, tiny
+from deltacheck.demo.train import Training, be_deterministic, finetuning, pretraining
+
+State = dict[str, Any]
+
+# Pre-trained and fine-tuned at rates that make the weights grow to their natural size and leave little but noise in the gradients, as
+# in the models that people post-train: a hardly trained model has small weights and steady gradients, and changes many times faster.
+REAL = Plan(seed=1, threads=1, batch=4, pretrain_steps=300, pretrain_rate=3e-3, steps=150, rate=1e-3)
+QUICK = replace(tiny(seed=1), steps=4)
+
+SETTLE_STEPS = (
+    40  # twice the memory of AdamW's second moment (beta 0.95), which begins at zero and makes the first updates too large
+)
+
+
+def post_trained(plan: Plan, rate: float, settle_steps: int = SETTLE_STEPS) -> Training:
+    """Post-training of the plan's fine-tuned model at a constant learning rate, past its first steps. Deterministic."""
+    training = _at_constant_rate(finetuning(replace(plan, rate=rate), _finetuning_rows(plan.context), _finetuned(plan)))
+    _train(training, settle_steps)
+    return training
+
+
+def untrained(plan: Plan, rate: float = 1e-6) -> Training:
+    """A run from random weights, for models too large to train here: for time only."""
+    be_deterministic(plan.threads)
+    return _at_constant_rate(pretraining(replace(plan, pretrain_rate=rate), _finetuning_rows(plan.context)))
+
+
+def _at_constant_rate(training: Training) -> Training:
+    training.scheduler = LambdaLR(training.optimizer, lambda step: 1.0)
+    return training
+
+
+@cache
+def _finetuned(plan: Plan) -> State:
+    be_deterministic(plan.threads)
+    base = pretraining(plan, text.pretraining_rows(_sources(), plan.context))
+    _train(base, plan.pretrain_steps)
+    tuned = finetuning(plan, _finetuning_rows(plan.context), base.model.state_dict())
+    _train(tuned, plan.steps)
+    return tuned.model.state_dict()
+
+
+def _train(training: Training, steps: int) -> None:
+    for _ in range(steps):
+        training.train_step()
+
+
+@cache
+def _finetuning_rows(context: int) -> text.Rows:
+    return text.finetuning_rows(_sources(), context)
+
+
+@cache
+def _sources() -> list[str]:
+    return text.standard_library()
+
+
+class Synthetic:
+    """A training state of about ``size`` bytes in matrices of 2 Mi elements, with a bias (a small leaf) for each."""
+
+    def __init__(self, size: int, rate: float = 1e-6, seed: int = 0) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        rows = max(1, min(2048, size // 14 // 1024))
+        self.weights: dict[str, torch.Tensor] = {}
+        for layer in range(max(1, size // (14 * 1024 * rows))):
+            for name, shape in (("weight", (rows, 1024)), ("bias", (1024,))):
+                values = torch.randn(shape, generator=self._random) * 0.02
+                self.weights[f"layers.{layer}.{name}"] = torch.nn.Parameter(values.bfloat16())
+        self.optimizer = MixedPrecisionAdamW(self.weights.values(), lr=rate)
+        self.step = 0
+
+    def train_step(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = torch.randn(weight.shape, generator=self._random).mul_(1e-3).bfloat16()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def state(self) -> State:
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        return {"model": weights, "optimizer": self.optimizer.state_dict(), "step": self.step}
+
+
+def leaves_of(state: State) -> dict[str, torch.Tensor]:
+    """The state's tensors by path, tied ones once."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def walk(node: object, path: str) -> None:
+        if isinstance(node, torch.Tensor):
+            if node.data_ptr() not in seen:
+                found[path] = node
+            seen.add(node.data_ptr())
+        elif isinstance(node, dict | list | tuple):
+            for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+                walk(child, f"{path}/{key}" if path else str(key))
+
+    walk(state, "")
+    return found
+
+
+def by_class(state: State) -> dict[str, dict[str, torch.Tensor]]:
+    """The state's tensors, sorted into the classes of the demo."""
+    classes: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in leaves_of(state).items():
+        classes.setdefault(leaf_class(path), {})[path] = tensor
+    return classes
+
+
+def raw_bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in leaves_of(state).values())
+
+
+def torch_save(state: State, path: Path) -> int:
+    """What people do today: torch.save to a new file, synced to disk. The bytes of the file."""
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of wall time."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
