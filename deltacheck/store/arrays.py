@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,23 +148,35 @@ def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Ten
 
 
 def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
-    """Create the array and start writing ``values``.
+    """Start writing an array that is not there yet: its metadata and ``values``. Waits for no disk.
 
     REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has
     no cache.
     """
-    target = _open(path, spec, where, create=True, open=False)
+    # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until zarr.json is on the disk.
+    target = _open(path, spec, where, open=True, assume_metadata=True)
+    described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
     if math.prod(spec.shape) == 0:
-        return _Done()
-    return target.write(values, can_reference_source_data_indefinitely=True).commit
+        return _Writes(described, ())
+    return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
 
 
-class _Done:
+class _Writes:
+    """The writes of one array, done when all are."""
+
+    def __init__(self, described: Any, data: tuple[Any, ...]) -> None:
+        self._described = described
+        self._data = data
+
     def result(self, timeout: float | None = None) -> None:
-        return None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for future in (*self._data, self._described):
+            future.result(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not self._described.result().generation:
+            raise ValueError("ALREADY_EXISTS: the array is there already")  # as TensorStore's create would say
 
     def done(self) -> bool:
-        return True
+        return all(future.done() for future in (*self._data, self._described))
 
 
 class ReadableArray:
@@ -220,8 +233,13 @@ def group_json(attributes: Attributes) -> bytes:
 
 def create_file(directory: Path, name: str, content: bytes) -> bool:
     """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
+    return bool(_start_create(directory, name, content).result().generation)
+
+
+def _start_create(directory: Path, name: str, content: bytes) -> Any:
+    """The future of a file's conditional creation; its result has no generation where the file exists already."""
     store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
-    return bool(store.write(name, content, if_equal=_ABSENT).result().generation)
+    return store.write(name, content, if_equal=_ABSENT)
 
 
 def replace_file(directory: Path, name: str, content: bytes) -> None:
