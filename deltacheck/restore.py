@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltacheck import grid, tree
+from deltacheck import grid
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
@@ -327,8 +327,3 @@ def bounded(path: str, shape: Sequence[int], slices: Sequence[slice | int]) -> t
 
 def _common_prefix(a: str, b: str) -> int:
     return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def scalars(manifest: Manifest) -> dict[str, object]:
-    """The Python scalars of a step: path -> value."""
-    return tree.scalars(manifest.tree)

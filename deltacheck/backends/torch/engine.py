@@ -171,14 +171,7 @@ class Engine:
         chains = restore.resolve(self._root, manifest)
         loaded = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
         if target is None or chosen is None:
-            placed: dict[tuple[str, str | None], object] = {}
-
-            def place(path: str, owner: str, tag: str | None) -> object:
-                if (owner, tag) not in placed:
-                    placed[owner, tag] = leaves.place(loaded[owner], tag)
-                return placed[owner, tag]
-
-            state = tree.unflatten(manifest.tree, place)
+            state = leaves.tree_of(manifest.tree, loaded)
         else:
             self.before_update()
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,7 +12,7 @@ from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.restore import Loaded
-from deltacheck.tree import ArrayLeaf
+from deltacheck.tree import ArrayLeaf, Node, unflatten
 
 _NAMES_ONLY = ("int2", "int4", "uint2", "uint4")  # torch has these dtypes, but no operation on them, not even a copy
 
@@ -80,3 +82,15 @@ def place(item: Loaded, tag: str | None) -> object:
     """A loaded leaf as what it was saved from, in memory of its own."""
     found = place_numpy(item, tag)
     return tensor_of(item).clone() if found is None else found
+
+
+def tree_of(skeleton: Node, loaded: Mapping[str, Loaded]) -> object:
+    """The nested state of a step with its leaves in memory of their own, tied leaves as one."""
+    placed: dict[tuple[str, str | None], object] = {}
+
+    def put(path: str, owner: str, tag: str | None) -> object:
+        if (owner, tag) not in placed:
+            placed[owner, tag] = place(loaded[owner], tag)
+        return placed[owner, tag]
+
+    return unflatten(skeleton, put)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from deltacheck import restore, tree
+from deltacheck import restore
 from deltacheck.backends.torch import leaves
 from deltacheck.store.root import open_root
 
@@ -25,11 +25,4 @@ def load(
     opened = open_root(root, item)
     manifest = opened.manifest(step)
     loaded = restore.load(restore.resolve(opened, manifest), max_bytes=max_bytes)
-    placed: dict[tuple[str, str | None], object] = {}
-
-    def place(path: str, owner: str, tag: str | None) -> object:
-        if (owner, tag) not in placed:
-            placed[owner, tag] = leaves.place(loaded[owner], tag)
-        return placed[owner, tag]
-
-    return tree.unflatten(manifest.tree, place)
+    return leaves.tree_of(manifest.tree, loaded)
