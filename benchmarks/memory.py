@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -59,8 +60,11 @@ def run(settings: Settings) -> Result:
 
 
 def _in_own_process(size: int, host_cache_bytes: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.memory", str(size), str(host_cache_bytes), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    command = [sys.executable, "-P", "-m", "benchmarks.memory", str(size), str(host_cache_bytes), str(folder)]
+    found_at = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+    }  # the same packages as here, in the same order
+    done = subprocess.run(command, capture_output=True, text=True, env=found_at)
     if done.returncode != 0:
         raise RuntimeError(f"the measuring process failed:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout)

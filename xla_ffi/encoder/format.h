@@ -179,12 +179,23 @@ static constexpr Log2Table make_log2_table() {
 static constexpr Log2Table kLog2Table = make_log2_table();
 
 // L(x). REQUIRES: x >= 1.
-static inline uint32_t log2_256(uint64_t x) {
+static constexpr uint32_t log2_256(uint64_t x) {
   const uint32_t e = 63 - __builtin_clzll(x);
   const uint32_t m = static_cast<uint32_t>(e <= 31 ? x << (31 - e) : x >> (e - 31));
   const uint32_t f = kLog2Table.first[(m >> 23) & 255];
   return 256 * e + f + (f < 255 && m >= kLog2Table.least[f + 1]) + (f < 254 && m >= kLog2Table.least[f + 2]);
 }
+
+// f never falls, so it is right everywhere if it is right on both sides of each place where it rises.
+static constexpr bool log2_256_is_exact() {
+  for (uint32_t f = 1; f < 256; ++f) {
+    const uint64_t m = kLog2Table.least[f];
+    if (log2_256(m) != 31 * 256 + f || log2_256(m - 1) != 31 * 256 + f - 1) return false;
+  }
+  return log2_256(1) == 0 && log2_256(uint64_t{1} << 32) == 32 * 256 &&
+         log2_256((uint64_t{1} << 32) - 1) == 32 * 256 - 1;
+}
+static_assert(log2_256_is_exact());
 
 // REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
 // `skew = false` leaves out the skew term: a bound from below (see choose in segment.h).

@@ -421,7 +421,6 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
       break;
     }
   }
-  if (fixed_bytes >= words * W) fits = false;
   row->changed = static_cast<uint32_t>(changed);
   row->gap_bytes = fits ? static_cast<uint32_t>(gap_bytes) : 0;
   row->wide_count = fits ? static_cast<uint32_t>(wide_count) : 0;

@@ -1,0 +1,63 @@
+// The encoder on a device: the same rows and streams as encoder/delta.h gives for the same chunks, bit for bit.
+//
+// Everything here only enqueues work on a stream and returns the first CUDA error; nothing waits, allocates or copies
+// to the host. All pointers are device memory unless the name says host. Sizes are bounded by what the caller has
+// allocated; no kernel writes past it.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/runtime.h"
+#include "encoder/format.h"
+
+namespace deltacheck {
+namespace device {
+
+// One chunk of a group: a group holds the chunks of any number of leaves, so that small ones share a launch.
+struct Chunk {
+  const uint8_t* current;  // null where there is only a base (apply, digest)
+  uint8_t* base;           // null: encoded by itself
+  uint32_t words;
+  uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to it, and need not be to more
+};
+
+// What encode leaves behind. `head`: the number of rows, 1 if the payload was too small (else 0), then the bytes of
+// each stream in the order of format.h.
+constexpr int kHeadRows = 0, kHeadOverflow = 1, kHeadStreams = 2;
+constexpr int kHeadEntries = kHeadStreams + kStreams;
+
+struct EncodeArguments {
+  const Chunk* table;
+  uint32_t chunks;
+  uint8_t* scratch;        // scratch_bytes(..), 256-byte aligned
+  Row* rows;               // room for `chunks`; of the chunks that changed, ascending; `chunk` counts in the table
+  uint64_t* head;          // kHeadEntries
+  uint8_t* payload;        // the streams one after the other, each as encoder/delta.h has it
+  uint64_t payload_bytes;  // its size; where it does not suffice, it holds nothing useful and head says so
+  uint64_t* digests;  // room for (chunks, 2): xxh3_128 (high, low) of the new content of every row's chunk; or null
+};
+
+// Scratch for a group whose chunks have these sizes together.
+size_t scratch_bytes(uint32_t chunks, uint64_t bytes, uint64_t tiles);
+
+// Encodes every chunk against its base, which becomes equal to it also where the payload overflows.
+cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream);
+
+struct ApplyArguments {
+  const Chunk* table;
+  const Row* rows;  // REQUIRES: checked against the streams by encoder/delta.h
+  uint32_t row_count;
+  const uint8_t* const* streams;  // kStreams pointers; null where empty
+  const uint64_t* offsets;        // (row_count, kStreams): where each row's part of every stream begins
+};
+
+// Turns the bases of the table into what was encoded.
+cudaError_t apply(const ApplyArguments& arguments, cudaStream_t stream);
+
+// digests[i] = xxh3_128 (high, low) of the base of the table's entry i; its current where there is no base.
+cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream);
+
+}  // namespace device
+}  // namespace deltacheck
