@@ -116,9 +116,7 @@ class Saver:
             self._next_seq += 1
             self._handles.append(handle)
         try:
-            for source in sources.values():
-                if not source.lazy:
-                    work.capture(source)
+            work.capture([source for source in sources.values() if not source.lazy])
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._fail(work, error)
         else:
@@ -211,8 +209,7 @@ class Saver:
     def _encode_loop(self) -> None:
         while (work := self._to_encode.get()) is not None:
             try:
-                for source in work.lazy:
-                    work.capture(source)
+                work.capture(work.lazy)
                 work.lazy.clear()  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()

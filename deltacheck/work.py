@@ -8,23 +8,23 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltacheck.codec.base import CHANGED, CHUNK, METHOD, U32, U64, Codec, Encoded
+from deltacheck.codec.base import CHUNK, METHOD, U32, U64, Codec, Encoded, GroupCodec, GroupJob
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy, needs_keyframe
 from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
-from deltacheck.store import layout
+from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
 from deltacheck.store.root import Store
 from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.segment import SegmentWriter, is_packed
+from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 from deltacheck.tree import Node
 
 # Encoded bytes after which a part is closed and written, and its share of the host cache where that is less: one part is being
@@ -91,14 +91,25 @@ def await_write(pending: Pending, timeout: float) -> None:
         raise SaveFailed(f"the storage did not finish a write within {timeout:.0f} s; it may hang") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One encoded run of a leaf's chunks."""
+class _Span(NamedTuple):
+    """Chunks of one leaf in a piece: those that the piece numbers from ``start`` on are the leaf's from ``first_chunk`` on."""
 
     path: str
+    start: int
     first_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one call of the codec made: chunks of one leaf or of several, as the spans say (in order)."""
+
+    spans: tuple[_Span, ...]
     encoded: Encoded
-    stored_bytes: int
+    digests: U64 | None  # of the rows, where the codec made them
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(stream.size for stream in self.encoded.streams.values()) + self.encoded.rows.nbytes
 
 
 class Work:
@@ -137,6 +148,7 @@ class Work:
         self.in_flight_bytes = 0
         self.delta_rows: dict[str, list[tuple[int, int, int]]] = {}
         self.row_chunks: dict[str, list[U32]] = {}
+        self.row_digests: dict[str, list[U64]] = {}
         self.changed: dict[str, int] = {}
         self.encoded_bytes: dict[str, int] = {}
         self.entries: dict[str, LeafEntry] = {}
@@ -146,21 +158,28 @@ class Work:
 
     # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
 
-    def capture(self, source: LeafSource) -> None:
-        """Bring the shadow to the leaf's present content, keeping what changed."""
-        codec, spec = self.setup.codec, source.spec
-        leaf = self.leaves.get(spec.path)
-        if leaf is None or leaf.spec != spec:
-            leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
-        leaf.free_base(self.setup.io_timeout_seconds)
-        current = source.current()
-        if needs_keyframe(self.setup.policy, spec.path, leaf.depth):
-            leaf.base = codec.copy(current, leaf.base)
-            self.keyframes.append(spec.path)
-        else:
-            self._encode(leaf, current)
-        if source.recheck is not None:
-            source.recheck()
+    def capture(self, sources: Sequence[LeafSource]) -> None:
+        """Bring the shadow to the leaves' present content, keeping what changed."""
+        codec, policy = self.setup.codec, self.setup.policy
+        grouped: list[tuple[Leaf, LeafSource]] = []
+        for source in sources:
+            spec = source.spec
+            leaf = self.leaves.get(spec.path)
+            if leaf is None or leaf.spec != spec:
+                leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
+            leaf.free_base(self.setup.io_timeout_seconds)
+            if needs_keyframe(policy, spec.path, leaf.depth):
+                leaf.base = codec.copy(source.current(), leaf.base)
+                self.keyframes.append(spec.path)
+            elif isinstance(codec, GroupCodec) and codec.grouped(leaf.base):
+                grouped.append((leaf, source))
+                continue
+            else:
+                self._encode(leaf, source.current())
+            if source.recheck is not None:
+                source.recheck()
+        if grouped:
+            self._encode_grouped(grouped)
 
     def _encode(self, leaf: Leaf, current: Any) -> None:
         codec, word_bytes, bounds = self.setup.codec, leaf.spec.word_bytes, leaf.bounds
@@ -177,12 +196,30 @@ class Work:
                 encoded, _ = codec.encode(
                     current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
                 )
-            if encoded.rows.shape[0]:
-                size = sum(stream.size for stream in encoded.streams.values()) + encoded.rows.nbytes
-                self.pieces.append(_Piece(leaf.spec.path, first, encoded, size))
-                self.unsealed_bytes += size
-                if self.unsealed_bytes >= self.part_bytes:
-                    self.seal()
+            self._keep(_Piece((_Span(leaf.spec.path, 0, first),), encoded, None))
+
+    def _encode_grouped(self, grouped: Sequence[tuple[Leaf, LeafSource]]) -> None:
+        codec = self.setup.codec
+        assert isinstance(codec, GroupCodec)
+        jobs = [GroupJob(source.current(), leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, source in grouped]
+        for group in codec.encode_group(jobs, self._make_room):
+            own = [leaf for leaf, _ in grouped[group.first : group.first + len(group.bases)]]
+            for leaf, base in zip(own, group.bases, strict=True):
+                leaf.base = base
+            starts = np.cumsum([0] + [leaf.bounds.size - 1 for leaf in own]).tolist()
+            spans = tuple(_Span(leaf.spec.path, start, 0) for leaf, start in zip(own, starts, strict=False))
+            self._keep(_Piece(spans, group.encoded, group.digests))
+        for _, source in grouped:
+            if source.recheck is not None:
+                source.recheck()
+
+    def _keep(self, piece: _Piece) -> None:
+        if piece.encoded.rows.shape[0] == 0:
+            return
+        self.pieces.append(piece)
+        self.unsealed_bytes += piece.stored_bytes
+        if self.unsealed_bytes >= self.part_bytes:
+            self.seal()
 
     def _make_room(self, wanted: int) -> None:
         """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives) would not fit the host cache."""
@@ -204,24 +241,37 @@ class Work:
         index, row = [], 0
         part = len(self.writer.parts)
         for piece in pieces:
-            leaf = self.leaves[piece.path]
-            rows = piece.encoded.rows.copy()
-            rows[:, CHUNK] += np.uint32(piece.first_chunk)
-            index.append(_index_rows(rows, self.order[piece.path], leaf))
-            self.delta_rows.setdefault(piece.path, []).append((part, row, rows.shape[0]))
-            self.row_chunks.setdefault(piece.path, []).append(rows[:, CHUNK])
-            self.changed[piece.path] = self.changed.get(piece.path, 0) + int(rows[:, CHANGED].sum(dtype=np.uint64))
-            self.encoded_bytes[piece.path] = self.encoded_bytes.get(piece.path, 0) + piece.stored_bytes
-            row += rows.shape[0]
+            for span, first, rows in _rows_of_spans(piece):
+                leaf, path = self.leaves[span.path], span.path
+                index.append(_index_rows(rows, self.order[path], leaf))
+                self.delta_rows.setdefault(path, []).append((part, row, rows.shape[0]))
+                self.row_chunks.setdefault(path, []).append(rows[:, CHUNK])
+                if piece.digests is not None:
+                    self.row_digests.setdefault(path, []).append(piece.digests[first : first + rows.shape[0]])
+                row += rows.shape[0]
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
         remaining = [dict(piece.encoded.streams) for piece in pieces]
         del pieces, piece
         # Stream by stream, each piece's let go of: joined and separate they would be twice the part.
         streams = {name: np.concatenate([own.pop(name) for own in remaining if name in own]) for name in names}
-        _, pending = self.writer.put_part(np.concatenate(index), streams)
+        table = np.concatenate(index)
+        self._count(table)
+        _, pending = self.writer.put_part(table, streams)
         size *= 2  # the streams, and what TensorStore makes of them
         self.in_flight.append((size, pending))
         self.in_flight_bytes += size
+
+    def _count(self, table: U32) -> None:
+        """Add a part's rows to what is told of their leaves."""
+        paths = list(self.specs)
+        stored = np.sum(list(stream_sizes(table).values()), axis=0)
+        # The rows of a leaf are consecutive.
+        starts = np.flatnonzero(np.diff(table[:, segment.LEAF], prepend=np.uint32(0xFFFFFFFF)))
+        changed = np.add.reduceat(table[:, segment.CHANGED].astype(np.uint64), starts)
+        for start, words, size in zip(starts.tolist(), changed.tolist(), np.add.reduceat(stored, starts).tolist(), strict=True):
+            path = paths[table[start, segment.LEAF]]
+            self.changed[path] = self.changed.get(path, 0) + words
+            self.encoded_bytes[path] = self.encoded_bytes.get(path, 0) + size
 
     def encode(self) -> None:
         """Everything between capture and the disk: parts, keyframe writes, digests, and what the manifest will say."""
@@ -249,7 +299,12 @@ class Work:
         for path, chunks in sorted(self.row_chunks.items()):
             leaf = leaves[path]
             stored = np.concatenate(chunks).astype(np.int64)
-            fresh = chunk_digests(self.setup.codec.host(leaf.base), leaf.bounds, leaf.spec.word_bytes, stored.tolist())
+            made = self.row_digests.get(path)
+            fresh = (
+                np.concatenate(made)
+                if made
+                else chunk_digests(self.setup.codec.host(leaf.base), leaf.bounds, leaf.spec.word_bytes, stored.tolist())
+            )
             leaf.digests = leaf.digests.copy()
             leaf.digests[stored] = fresh
             leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
@@ -314,6 +369,17 @@ class Work:
         return LeafReport(
             spec.path, kind, spec.raw_bytes, self.encoded_bytes.get(spec.path, 0), words, self.changed.get(spec.path, 0)
         )
+
+
+def _rows_of_spans(piece: _Piece) -> Iterator[tuple[_Span, int, U32]]:
+    """Per span of a piece that has rows: the span, its first row, and its rows with the leaf's own chunk numbers."""
+    rows = piece.encoded.rows
+    edges = [*np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(), rows.shape[0]]
+    for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
+        if first < stop:
+            own = rows[first:stop].copy()
+            own[:, CHUNK] += np.uint32(span.first_chunk) - np.uint32(span.start)
+            yield span, first, own
 
 
 def _index_rows(rows: U32, leaf_number: int, leaf: Leaf) -> U32:

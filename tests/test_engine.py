@@ -206,10 +206,10 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
     original = work.Work.capture
 
-    def capture(self: Any, source: Any) -> None:
-        if source.lazy:
+    def capture(self: Any, sources: Any) -> None:
+        if any(source.lazy for source in sources):
             assert go.wait(30)
-        original(self, source)
+        original(self, sources)
 
     monkeypatch.setattr(work.Work, "capture", capture)
     return go

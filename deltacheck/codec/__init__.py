@@ -27,6 +27,9 @@ from deltacheck.codec.base import (
     WIDE_COUNT,
     Codec,
     Encoded,
+    EncodedGroup,
+    GroupCodec,
+    GroupJob,
 )
 from deltacheck.codec.reference import ReferenceCodec
 
@@ -54,6 +57,9 @@ __all__ = [
     "WIDE_COUNT",
     "Codec",
     "Encoded",
+    "EncodedGroup",
+    "GroupCodec",
+    "GroupJob",
     "NativeCodec",
     "ReferenceCodec",
     "default_codec",

@@ -6,8 +6,8 @@ gives the same bytes; ``deltacheck.testing.codec`` is the contract that each mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,5 +85,44 @@ class Codec(Protocol[Base]):
         Checks everything that format.md 4.3 asks for, chunk by chunk, before it writes the chunk; raises
         ``deltacheck.errors.DamagedStream`` naming the chunk and the check that failed. ``base`` may then hold earlier chunks of
         this call already applied: callers decode into memory of their own and publish after the digest is verified.
+        """
+        ...
+
+
+class GroupJob(NamedTuple):
+    """A leaf to encode together with others; fields as ``Codec.encode`` has them."""
+
+    current: Any
+    base: Any
+    bounds: U64
+    word_bytes: int
+
+
+class EncodedGroup(NamedTuple):
+    """What one call made of consecutive jobs.
+
+    ``first``: index of the first of them. ``bases``: their new bases. ``encoded``: the chunks of all of them in order, numbered from 0 on.
+    ``digests``: uint64 ``(rows, 2)``, xxh3_128 (high, low) of the new content of each row's chunk; ``None`` where the codec made none.
+    """
+
+    first: int
+    bases: Sequence[Any]
+    encoded: Encoded
+    digests: U64 | None
+
+
+@runtime_checkable
+class GroupCodec(Protocol):
+    """A codec on a device: leaves share calls, and bases stay where they are."""
+
+    def grouped(self, base: Any) -> bool:
+        """Whether a leaf with this base is encoded by ``encode_group``; else by ``encode``."""
+        ...
+
+    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+        """Encode leaves, a few calls for all of them.
+
+        ``make_room(bytes)`` is called before that many bytes, the most that the next group may have, come to the host. When the iterator is
+        at its end, nothing reads ``current`` any more. Raises what ``Codec.encode`` raises; the bases are then lost.
         """
         ...
