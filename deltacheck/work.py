@@ -203,7 +203,7 @@ class Work:
         assert isinstance(codec, GroupCodec)
         jobs = [GroupJob(source.current(), leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, source in grouped]
         for group in codec.encode_group(jobs, self._make_room):
-            own = [leaf for leaf, _ in grouped[group.first : group.first + len(group.bases)]]
+            own = [grouped[job][0] for job in group.jobs]
             for leaf, base in zip(own, group.bases, strict=True):
                 leaf.base = base
             starts = np.cumsum([0] + [leaf.bounds.size - 1 for leaf in own]).tolist()
@@ -378,7 +378,8 @@ def _rows_of_spans(piece: _Piece) -> Iterator[tuple[_Span, int, U32]]:
     for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
         if first < stop:
             own = rows[first:stop].copy()
-            own[:, CHUNK] += np.uint32(span.first_chunk) - np.uint32(span.start)
+            own[:, CHUNK] -= np.uint32(span.start)
+            own[:, CHUNK] += np.uint32(span.first_chunk)
             yield span, first, own
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_codec_contract import VectorContract
 
-from deltacheck.codec import Encoded, NativeCodec
+from deltacheck.codec import Encoded, GroupJob, NativeCodec
 from deltacheck.errors import DamagedStream
 from deltacheck.testing.codec import DAMAGES, CodecContract, moved, same, words
 
@@ -94,8 +94,7 @@ def test_leaves_of_one_shape_share_a_program():
     codec = ffi.FfiCodec()
     ffi._encode.clear_cache()
     for seed in range(4):
-        bounds = np.array([0, 1000 + seed, 5000], np.uint64)
-        codec.encode(jnp.array(floats(seed)), jnp.array(floats(9)), bounds, 4)
+        codec.encode(jnp.array(floats(seed)), jnp.array(floats(9)), BOUNDS, 4)
     assert ffi._encode._cache_size() == 1
 
 
@@ -134,40 +133,113 @@ def test_an_array_on_a_device_that_is_not_the_first_is_encoded_there():
     assert new_base.device == device
 
 
-@pytest.mark.parametrize(
-    ("shapes", "says"),
-    [
-        ({"bounds": (3,)}, "bounds must be uint32"),
-        ({"base": (4999,)}, "base has shape"),
-        ({"rows": (2, 4)}, r"rows must be uint32 of shape \(2, 5\)"),
-        ({"head": (22, 2)}, "head must be uint32"),
-        ({"payload": (19_999,)}, r"payload must be uint8 of shape \(20000\)"),
-    ],
-)
-def test_a_handler_names_the_operand_that_does_not_fit(shapes, says):
-    ffi.available()
-    want = {
-        "current": (5000,),
-        "base": (5000,),
-        "bounds": (3, 2),
-        "rows": (2, 5),
-        "head": (23, 2),
-        "payload": (20_000,),
-    } | shapes
-    bounds = jnp.zeros(6, jnp.uint32).at[2].set(3000).at[4].set(5000)[: np.prod(want["bounds"])].reshape(want["bounds"])
-    results = (
-        jax.ShapeDtypeStruct(want["base"], jnp.float32),
+def call_encode(bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000, 5000), **shapes):
+    """The handler itself, with operands that need not fit."""
+    assert ffi.available()
+    want = {"current": (5000,), "rows": (2, 5), "head": (24, 2), "payload": (20_000,)} | shapes
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in bases] + [
         jax.ShapeDtypeStruct(want["rows"], jnp.uint32),
         jax.ShapeDtypeStruct(want["head"], jnp.uint32),
         jax.ShapeDtypeStruct(want["payload"], jnp.uint8),
-    )
-    call = jax.ffi.ffi_call("deltacheck_encode", results, input_output_aliases={1: 0})
+    ]
+    currents, held = [jnp.ones(want["current"])] * len(bases), [jnp.zeros(shape) for shape in bases]
+    aliases = {len(currents) + i: i for i in range(len(bases))}
+    call = jax.ffi.ffi_call("deltacheck_encode", results, input_output_aliases=aliases)
+    numbers = {"word_bytes": word_bytes, "chunks": chunks, "bounds": bounds}
+    attributes = {name: np.array(value, np.int64) for name, value in numbers.items()}
+    return jax.block_until_ready(jax.jit(lambda c, b: call(*c, *b, **attributes))(currents, held))
+
+
+@pytest.mark.parametrize(
+    ("operands", "says"),
+    [
+        ({"bases": ((4999,),)}, "leaf 0: base has shape"),
+        ({"bases": ((5000,), (5000,))}, "a base and a new base for each of the 1 word sizes"),
+        ({"word_bytes": (3,)}, "leaf 0: word_bytes must be 1, 2, 4 or 8, not 3"),
+        ({"word_bytes": (8,)}, "leaf 0: bounds end at 5000 words of 8 bytes, but there are 20000 bytes"),
+        ({"chunks": (3,)}, "leaf 0: bounds end before it"),
+        ({"chunks": (-1,)}, "leaf 0: bounds end before it"),
+        ({"chunks": (1,), "bounds": (0, 5000, 5000)}, "bounds go on after the last leaf"),
+        ({"bounds": (0, 5001, 5000)}, "leaf 0: bounds must ascend from 0"),
+        ({"bounds": (0, -1, 5000)}, "leaf 0: a chunk must have fewer than 2\\^32 words"),
+        ({"rows": (2, 4)}, r"rows must be uint32 of shape \(2, 5\)"),
+        ({"head": (23, 2)}, "head must be uint32"),
+    ],
+)
+def test_a_handler_names_the_operand_that_does_not_fit(operands, says):
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=says):
-        jax.block_until_ready(
-            jax.jit(lambda c, b, e: call(c, b, e, word_bytes=np.int64(4)))(
-                jnp.zeros(want["current"]), jnp.zeros(want["base"]), bounds
-            )
-        )
+        call_encode(**operands)
+
+
+def test_a_payload_that_is_too_small_is_told_and_not_written_past():
+    base, _, head, payload = call_encode(payload=(100,))
+    assert np.array_equal(base, np.ones(5000, np.float32))
+    numbers = np.asarray(head).reshape(-1).view(np.uint64)
+    assert numbers[:2].tolist() == [2, 1]
+    assert numbers[2:].sum() > 100
+    assert payload.shape == (100,)
+
+
+# --- groups ------------------------------------------------------------------------------------------------------------------
+
+
+def group(shapes, density=0.05):
+    """Jobs of several dtypes and shapes, with their words before and after, as NumPy arrays."""
+    jobs, arrays = [], []
+    for seed, (count, width) in enumerate(shapes):
+        before = words(count, width, seed)
+        after = moved(before, density, 3, seed)
+        bounds = np.array([0, count // 3, count], np.uint64)
+        jobs.append(GroupJob(jnp.array(after), jnp.array(before), bounds, width))
+        arrays.append((after, before))
+    return jobs, arrays
+
+
+def test_leaves_of_a_group_are_encoded_as_each_by_itself_and_their_streams_follow_one_another():
+    jobs, arrays = group([(5000, 4), (30_000, 2), (1, 1), (9000, 1)])
+    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None)
+    rows, streams = [], {}
+    for number, (job, (after, before)) in enumerate(zip(jobs, arrays, strict=True)):
+        one, _ = NativeCodec().encode(after, before.copy(), job.bounds, job.word_bytes)
+        rows.append(one.rows + np.array([2 * number, 0, 0, 0, 0], np.uint32))
+        for name, content in one.streams.items():
+            streams.setdefault(name, []).append(content)
+    assert same(made.encoded, Encoded(np.concatenate(rows), {name: np.concatenate(parts) for name, parts in streams.items()}))
+    for base, (after, _) in zip(made.bases, arrays, strict=True):
+        assert np.array_equal(base, after)
+
+
+def test_a_group_has_no_more_bytes_than_its_window_but_for_one_larger_leaf():
+    jobs, _ = group([(5000, 4), (5000, 4), (50_000, 4), (100, 4), (100, 4)])
+    asked = []
+    made = list(ffi.FfiCodec(window_bytes=50_000).encode_group(jobs, asked.append))
+    assert [list(one.jobs) for one in made] == [[0, 1], [2], [3, 4]]
+    assert asked == [40_000, 200_000, 800]
+
+
+def test_an_empty_leaf_is_a_group_of_its_own():
+    jobs, _ = group([(100, 4), (100, 4)])
+    empty = GroupJob(jnp.zeros((0, 4)), jnp.zeros((0, 4)), np.zeros(1, np.uint64), 4)
+    made = list(ffi.FfiCodec().encode_group([jobs[0], empty, jobs[1]], lambda size: None))
+    assert [list(one.jobs) for one in made] == [[0], [1], [2]]
+
+
+def test_leaves_on_different_devices_do_not_share_a_call():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    jobs, _ = group([(100, 4), (100, 4), (100, 4)])
+    other = jax.devices()[1]
+    jobs[1] = jobs[1]._replace(current=jax.device_put(jobs[1].current, other), base=jax.device_put(jobs[1].base, other))
+    made = list(ffi.FfiCodec().encode_group(jobs, lambda size: None))
+    assert [len(one.bases) for one in made] == [1, 1, 1]
+    assert made[1].bases[0].device == other
+
+
+def test_the_bases_of_a_group_are_updated_where_they_lie():
+    jobs, _ = group([(5000, 4), (30_000, 2)])
+    addresses = [job.base.unsafe_buffer_pointer() for job in jobs]
+    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None)
+    assert [base.unsafe_buffer_pointer() for base in made.bases] == addresses
 
 
 def test_an_empty_array_has_no_rows():

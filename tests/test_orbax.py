@@ -282,31 +282,46 @@ def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path
     assert found.verify(deep=True) == []
 
 
-def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("on_processor", "calls"),
+    [
+        pytest.param(True, [[(300, 400)], [(400, 300)]], id="one by one"),
+        pytest.param(False, [[(300, 400), (400, 300)]], id="grouped"),
+    ],
+)
+def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_processor: bool, calls: list[list[tuple[int, ...]]]
+) -> None:
     ffi = pytest.importorskip("deltacheck.backends.orbax.ffi")
     if not ffi.available():
         pytest.skip("this build has no XLA handlers")
-    seen: list[tuple[int, ...]] = []
-    encode = ffi.FfiCodec.encode
+    monkeypatch.setattr("deltacheck.backends.orbax.codec._on_processor", lambda array: on_processor)
+    seen: list[list[tuple[int, ...]]] = []
+    encode_group = ffi.FfiCodec.encode_group
 
-    def watched(codec: Any, current: Any, *rest: Any) -> Any:
-        seen.append(current.shape)
-        return encode(codec, current, *rest)
+    def watched(codec: Any, jobs: Any, make_room: Any) -> Any:
+        seen.append([job.current.shape for job in jobs])
+        return encode_group(codec, jobs, make_room)
 
-    monkeypatch.setattr(ffi.FfiCodec, "encode", watched)
+    monkeypatch.setattr(ffi.FfiCodec, "encode_group", watched)
     tree = {
         "large": jnp.zeros((300, 400)),
+        "numpy": np.zeros((500, 500)),
+        "packed by XLA": jnp.zeros((600, 600), jnp.int4),
         "sharded": jax.device_put(jnp.zeros((400, 300)), sharded("x")),
         "small": jnp.zeros(100),
-        "packed by XLA": jnp.zeros((600, 600), jnp.int4),
-        "numpy": np.zeros((500, 500)),
     }
+
+    def at(step: int) -> Any:
+        return jax.tree.map(lambda x: x + np.array(step, x.dtype), tree)
+
     with manager(tmp_path) as mngr:
-        for step in range(2):
-            mngr.save(step, args=DeltaSaveArgs(jax.tree.map(lambda x, s=step: x + np.array(s, x.dtype), tree)))
+        for step in range(3):
+            mngr.save(step, args=DeltaSaveArgs(at(step)))
         mngr.wait_until_finished()
-        assert_same(mngr.restore(1), jax.tree.map(lambda x: x + np.array(1, x.dtype), tree))
-    assert sorted(seen) == [(300, 400), (400, 300)]
+        for step in range(3):
+            assert_same(mngr.restore(step), at(step))
+    assert seen == calls * 2
 
 
 def test_without_xla_handlers_everything_is_encoded_in_host_memory_and_the_log_says_so(

@@ -15,9 +15,7 @@
 #include <utility>
 
 #include "encoder/delta.h"
-#ifdef DELTACHECK_HANDLERS
-#  include "handlers/handlers.h"
-#endif
+#include "handlers/registrations.h"
 
 namespace nb = nanobind;
 
@@ -91,19 +89,6 @@ std::optional<std::string> apply_arrays(
   }
   if (refusal.empty()) return std::nullopt;
   return refusal;
-}
-
-nb::list registrations() {
-  nb::list all;
-#ifdef DELTACHECK_HANDLERS
-  int count = 0;
-  const Handler* found = handlers(&count);
-  for (int i = 0; i < count; ++i) {
-    all.append(
-        nb::make_tuple(found[i].name, nb::capsule(found[i].function, "xla._CUSTOM_CALL_TARGET"), found[i].platform));
-  }
-#endif
-  return all;
 }
 
 }  // namespace

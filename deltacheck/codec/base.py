@@ -99,13 +99,13 @@ class GroupJob(NamedTuple):
 
 
 class EncodedGroup(NamedTuple):
-    """What one call made of consecutive jobs.
+    """What one call made of some of the jobs.
 
-    ``first``: index of the first of them. ``bases``: their new bases. ``encoded``: the chunks of all of them in order, numbered from 0 on.
+    ``jobs``: their indexes. ``bases``: their new bases. ``encoded``: the chunks of all of them in this order, numbered from 0 on.
     ``digests``: uint64 ``(rows, 2)``, xxh3_128 (high, low) of the new content of each row's chunk; ``None`` where the codec made none.
     """
 
-    first: int
+    jobs: Sequence[int]
     bases: Sequence[Any]
     encoded: Encoded
     digests: U64 | None

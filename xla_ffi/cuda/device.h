@@ -23,11 +23,6 @@ struct Chunk {
   uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to it, and need not be to more
 };
 
-// What encode leaves behind. `head`: the number of rows, 1 if the payload was too small (else 0), then the bytes of
-// each stream in the order of format.h.
-constexpr int kHeadRows = 0, kHeadOverflow = 1, kHeadStreams = 2;
-constexpr int kHeadEntries = kHeadStreams + kStreams;
-
 struct EncodeArguments {
   const Chunk* table;
   uint32_t chunks;

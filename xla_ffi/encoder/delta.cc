@@ -320,24 +320,6 @@ std::string told(const Row& row, const Refusal& refusal) {
 
 void Free::operator()(uint8_t* memory) const { std::free(memory); }
 
-std::string problem_with(const Run& run, uint64_t bytes) {
-  if (run.word_bytes != 1 && run.word_bytes != 2 && run.word_bytes != 4 && run.word_bytes != 8) {
-    return "word_bytes must be 1, 2, 4 or 8, not " + std::to_string(run.word_bytes);
-  }
-  if (run.bounds[0] != 0) return "bounds must ascend from 0";
-  for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
-    if (run.bounds[chunk + 1] < run.bounds[chunk]) return "bounds must ascend from 0";
-    if ((run.bounds[chunk + 1] - run.bounds[chunk]) >> 32) return "a chunk must have fewer than 2^32 words";
-  }
-  if (bytes % static_cast<uint64_t>(run.word_bytes) != 0 ||
-      run.words() != bytes / static_cast<uint64_t>(run.word_bytes)) {
-    return "bounds end at " + counted(run.words()) + " words of " + std::to_string(run.word_bytes) +
-           " bytes, but there are " + counted(bytes) + " bytes";
-  }
-  if (run.chunks >> 32) return "there must be fewer than 2^32 chunks";
-  return "";
-}
-
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
 
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {

@@ -9,22 +9,9 @@
 #include <vector>
 
 #include "format.h"
+#include "run.h"
 
 namespace deltacheck {
-
-// The words of a leaf, or of a part of it, cut into chunks. REQUIRES: `bounds` has `chunks + 1` offsets in words,
-// ascending from 0, less than 2^32 apart; `word_bytes` is 1, 2, 4 or 8.
-struct Run {
-  const uint64_t* bounds;
-  uint64_t chunks;
-  int word_bytes;
-
-  uint64_t words() const { return bounds[chunks]; }
-  uint64_t bytes() const { return words() * word_bytes; }
-};
-
-// What is wrong with a run that came from outside; empty if nothing is. `bytes`: of the array that it cuts.
-std::string problem_with(const Run& run, uint64_t bytes);
 
 struct Free {
   void operator()(uint8_t* memory) const;

@@ -46,6 +46,10 @@ struct Row {
 };
 constexpr uint32_t kRowWidth = 5;
 
+// Numbers that say what a call which cannot size its results has left in them: rows, 1 if the streams did not fit (else
+// 0), then the bytes of every stream.
+enum Head : int { kHeadRows, kHeadOverflow, kHeadStreams, kHeadEntries = kHeadStreams + kStreams };
+
 // Unsigned words of W bytes. `Memory` is the same in memory of any alignment and any declared type.
 template <int W>
 struct Word;

@@ -1,6 +1,6 @@
 // XLA FFI handlers for the CPU: check every buffer, then call the encoder. Results have static shapes, so the streams
-// lie one after the other in one payload as large as the run, which always suffices: a chunk is never stored in more
-// than its own bytes.
+// lie one after the other in one payload, and head says how long they are. A payload as large as the arrays always
+// suffices: a chunk is never stored in more than its own bytes.
 
 #include <cstdint>
 #include <cstring>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "encoder/delta.h"
+#include "handlers/buffers.h"
 #include "handlers/handlers.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -16,58 +17,6 @@ namespace deltacheck {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// 64-bit numbers travel as pairs of uint32, low half first: JAX has no uint64 unless it is told to.
-constexpr int64_t kHeadEntries = 1 + kStreams;  // rows, then the bytes of each stream
-
-ffi::Error wrong(const char* handler, const std::string& what) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string(handler) + ": " + what);
-}
-
-std::string shape_of(const ffi::AnyBuffer& buffer) {
-  std::string text = "(";
-  for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + ")";
-}
-
-// Bytes of a buffer. False for element types of less than a byte, which XLA packs, and for those that are newer than
-// these headers.
-bool bytes_of(const ffi::AnyBuffer& buffer, uint64_t* bytes) {
-  switch (const ffi::DataType type = buffer.element_type()) {
-    case ffi::DataType::S1:
-    case ffi::DataType::S2:
-    case ffi::DataType::S4:
-    case ffi::DataType::U1:
-    case ffi::DataType::U2:
-    case ffi::DataType::U4:
-    case ffi::DataType::F4E2M1FN:
-      return false;
-    default:
-      if (type > ffi::DataType::F8E8M0FNU || ffi::ByteWidth(type) == 0) return false;
-      *bytes = buffer.size_bytes();
-      return true;
-  }
-}
-
-// Empty if `buffer` has the element type and the shape; a negative size stands for any.
-std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, ffi::DataType type, const char* type_name,
-                     int64_t rows, int64_t columns = 0) {
-  const auto sizes = buffer.dimensions();
-  const bool fits = buffer.element_type() == type && sizes.size() == (columns > 0 ? 2 : 1) &&
-                    (rows < 0 || sizes[0] == rows) && (columns == 0 || sizes[1] == columns);
-  if (fits) return "";
-  std::string wanted = "(" + (rows < 0 ? std::string("*") : std::to_string(rows));
-  if (columns > 0) wanted += ", " + std::to_string(columns);
-  return std::string(operand) + " must be " + type_name + " of shape " + wanted + "), not element type " +
-         std::to_string(static_cast<int>(buffer.element_type())) + " of shape " + shape_of(buffer);
-}
-
-uint64_t number_at(const uint32_t* pairs, int64_t i) { return pairs[2 * i] | uint64_t{pairs[2 * i + 1]} << 32; }
-
-void set_number(uint32_t* pairs, int64_t i, uint64_t number) {
-  pairs[2 * i] = static_cast<uint32_t>(number);
-  pairs[2 * i + 1] = static_cast<uint32_t>(number >> 32);
-}
 
 // Checks `bounds` and makes the run of it. `offsets` holds what the run points at.
 std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_bytes, std::vector<uint64_t>* offsets,
@@ -82,40 +31,42 @@ std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_
   return problem_with(*run, bytes);
 }
 
-ffi::Error encode_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::AnyBuffer bounds, int64_t word_bytes,
-                         ffi::Result<ffi::AnyBuffer> new_base, ffi::Result<ffi::AnyBuffer> rows,
-                         ffi::Result<ffi::AnyBuffer> head, ffi::Result<ffi::AnyBuffer> payload) {
+ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> word_bytes,
+                         ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds, ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode";
-  uint64_t bytes = 0;
-  if (!bytes_of(current, &bytes)) return wrong(kName, "current has an element type that the encoder cannot take");
-  if (base.element_type() != current.element_type() || shape_of(base) != shape_of(current)) {
-    return wrong(kName, "base has shape " + shape_of(base) + ", current has " + shape_of(current) +
-                            "; they must agree in shape and element type");
-  }
-  if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
-      new_base->element_count() != base.element_count()) {
-    return wrong(kName, "new_base must be an alias of base");
-  }
-  std::vector<uint64_t> offsets;
-  Run run{};
-  std::string problem = make_run(bounds, bytes, word_bytes, &offsets, &run);
-  const int64_t chunks = static_cast<int64_t>(run.chunks);
-  if (problem.empty()) problem = mismatch("rows", *rows, ffi::DataType::U32, "uint32", chunks, kRowWidth);
-  if (problem.empty()) problem = mismatch("head", *head, ffi::DataType::U32, "uint32", kHeadEntries, 2);
-  if (problem.empty()) problem = mismatch("payload", *payload, ffi::DataType::U8, "uint8", static_cast<int64_t>(bytes));
+  std::vector<Leaf> leaves;
+  const std::string problem = leaves_of(arguments, results, 0, word_bytes, chunks, bounds, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
+  const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
+  Row* row = static_cast<Row*>(result(0)->untyped_data());
+  uint32_t* head = result(1)->typed_data<uint32_t>();
+  uint8_t* at = result(2)->typed_data<uint8_t>();
   try {
-    const Encoded encoded = encode(run, static_cast<const uint8_t*>(current.untyped_data()),
-                                   static_cast<uint8_t*>(new_base->untyped_data()));
-    std::memcpy(rows->untyped_data(), encoded.rows.data(), encoded.rows.size() * sizeof(Row));
-    uint32_t* numbers = head->typed_data<uint32_t>();
-    set_number(numbers, 0, encoded.rows.size());
-    uint8_t* at = payload->typed_data<uint8_t>();
+    std::vector<Encoded> encoded;
+    uint64_t rows = 0, bytes = 0;
+    uint32_t first_chunk = 0;
+    for (const Leaf& leaf : leaves) {
+      encoded.push_back(encode(leaf.run, leaf.current, leaf.base));
+      rows += encoded.back().rows.size();
+      for (Row one : encoded.back().rows) {
+        one.chunk += first_chunk;
+        *row++ = one;
+      }
+      first_chunk += static_cast<uint32_t>(leaf.run.chunks);
+      for (const Bytes& content : encoded.back().streams) bytes += content.size;
+    }
+    const bool fits = bytes <= result(2)->size_bytes();
+    set_number(head, kHeadRows, rows);
+    set_number(head, kHeadOverflow, !fits);
     for (int stream = 0; stream < kStreams; ++stream) {
-      const Bytes& content = encoded.streams[stream];
-      set_number(numbers, 1 + stream, content.size);
-      if (content.size > 0) std::memcpy(at, content.data.get(), content.size);
-      at += content.size;
+      uint64_t size = 0;
+      for (const Encoded& one : encoded) {
+        const Bytes& content = one.streams[stream];
+        if (fits && content.size > 0) std::memcpy(at, content.data.get(), content.size);
+        if (fits) at += content.size;
+        size += content.size;
+      }
+      set_number(head, kHeadStreams + stream, size);
     }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kName) + ": out of host memory");
@@ -142,14 +93,14 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   if (problem.empty()) problem = mismatch("payload", payload, ffi::DataType::U8, "uint8", -1);
   if (!problem.empty()) return wrong(kName, problem);
   const uint32_t* numbers = head.typed_data<uint32_t>();
-  const uint64_t row_count = number_at(numbers, 0);
+  const uint64_t row_count = number_at(numbers, kHeadRows);
   if (row_count > static_cast<uint64_t>(rows.dimensions()[0]))
     return wrong(kName, "head names more rows than there are");
   StreamView streams[kStreams];
   const uint8_t* at = payload.typed_data<uint8_t>();
   uint64_t rest = payload.size_bytes();
   for (int stream = 0; stream < kStreams; ++stream) {
-    const uint64_t size = number_at(numbers, 1 + stream);
+    const uint64_t size = number_at(numbers, kHeadStreams + stream);
     if (size > rest) return wrong(kName, "head names more bytes than payload has");
     streams[stream] = StreamView{size > 0 ? at : nullptr, size};
     at += size;
@@ -168,14 +119,11 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
 
 XLA_FFI_DEFINE_HANDLER(kEncodeOnCpu, encode_on_cpu,
                        ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .Attr<int64_t>("word_bytes")
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
+                           .RemainingArgs()
+                           .Attr<ffi::Span<const int64_t>>("word_bytes")
+                           .Attr<ffi::Span<const int64_t>>("chunks")
+                           .Attr<ffi::Span<const int64_t>>("bounds")
+                           .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER(kApplyOnCpu, apply_on_cpu,
                        ffi::Ffi::Bind()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 from deltacheck import grid
 from deltacheck.backends.orbax import leaves
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Codec, Encoded
+from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
 
 if TYPE_CHECKING:
     from deltacheck.backends.orbax.ffi import FfiCodec
@@ -23,7 +24,6 @@ Base: TypeAlias = "jax.Array | U8"
 
 # From here on an array goes through XLA. Each shape is compiled once, which for small leaves costs more than reading them.
 _XLA_FROM_BYTES = grid.PACK_BELOW_BYTES
-_PLATFORMS = ("cpu",)  # whose handlers the extension has
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _NEED_X64 = ("int64", "uint64", "float64", "complex128")
 
@@ -59,6 +59,40 @@ class LeafCodec:
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
         return self._xla.encode(one, None if base is None else _beside(one, base), bounds, word_bytes)
 
+    def grouped(self, base: Base) -> bool:
+        """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth sharing, and a group costs memory."""
+        return self._xla is not None and isinstance(base, jax.Array) and not _on_processor(base)
+
+    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+        """As the protocol has it. Leaves that go through XLA share calls; the others are encoded one by one in host memory."""
+        on_host: list[int] = []
+        window: list[int] = []
+        ready: list[GroupJob] = []  # of the window: their arrays on one device
+        for number, job in enumerate(jobs):
+            one = self._for_xla(job.current)
+            if one is None or self._xla is None:
+                on_host.append(number)
+                continue
+            if ready and sum(other.current.nbytes for other in ready) + one.nbytes > self._xla.window_bytes:
+                yield from self._by_xla(window, ready, make_room)
+                window, ready = [], []
+            window.append(number)
+            ready.append(job._replace(current=one, base=_beside(one, job.base)))
+        if ready:
+            yield from self._by_xla(window, ready, make_room)
+        for number in on_host:
+            current, base, bounds, word_bytes = jobs[number]
+            make_room(leaves.bytes_of(current).nbytes)
+            encoded, base = self.encode(current, base, bounds, word_bytes)
+            yield EncodedGroup([number], [base], encoded, None)
+
+    def _by_xla(
+        self, numbers: Sequence[int], jobs: Sequence[GroupJob], make_room: Callable[[int], None]
+    ) -> Iterator[EncodedGroup]:
+        assert self._xla is not None
+        for made in self._xla.encode_group(jobs, make_room):
+            yield made._replace(jobs=[numbers[job] for job in made.jobs])
+
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it."""
         self._host.apply(encoded, base, bounds, word_bytes)
@@ -70,7 +104,7 @@ class LeafCodec:
         name = leaf.dtype.name
         if name in _SUB_BYTE or (name in _NEED_X64 and not leaves.jax_has(name)):
             return None
-        if any(device.platform not in _PLATFORMS for device in leaf.devices()):
+        if not all(self._xla.takes(device) for device in leaf.devices()):
             return None
         if leaf.is_fully_replicated:
             whole: jax.Array = leaf.addressable_shards[0].data
@@ -78,6 +112,10 @@ class LeafCodec:
         # Chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of sharding.
         gathered: jax.Array = jax.device_put(leaf, leaf.addressable_shards[0].device)
         return gathered
+
+
+def _on_processor(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.devices())
 
 
 def _beside(current: jax.Array, base: Base) -> jax.Array:

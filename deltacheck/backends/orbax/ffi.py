@@ -5,6 +5,7 @@ The base is donated to every call and updated in place. Nothing is registered wi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -14,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U32, U64, Encoded
+from deltacheck.codec.base import ROW_WIDTH, STREAMS, TILE_BYTES, U8, U32, U64, Encoded, EncodedGroup, GroupJob
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
 
-_HEAD = 1 + len(STREAMS)  # rows, then the bytes of each stream
+_HEAD = 2 + len(STREAMS)  # rows, 1 if the payload was too small, then the bytes of each stream
 _LEAST_PAYLOAD_BYTES = 4096
 # XLA may keep several in a byte, while NumPy and the format take a byte for each; and float6, which older FFI headers do not know.
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
@@ -27,18 +28,23 @@ _shaped: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor without types
 
 def available() -> bool:
     """Whether this build of the extension has XLA handlers."""
-    return bool(_registered())
+    return "cpu" in _registered()
 
 
 class FfiCodec:
-    """Bases are single-device ``jax.Array`` of any shape and dtype, and are consumed by ``encode`` and ``decode``.
+    """Bases are single-device ``jax.Array`` of any shape and dtype, and are consumed by ``encode``, ``encode_group`` and ``decode``.
 
-    Compiles once for each shape, dtype and number of chunks. On the CPU neither array is copied, but the output takes address space for as
-    many bytes as the leaf has until the call returns. A NumPy view of a base that is still alive makes JAX copy the base instead of donating it.
+    Compiles once for each list of shapes, dtypes and bounds in a group. On the CPU neither array is copied, but the output takes address space
+    for as many bytes as the group has until the call returns; on a GPU it takes twice that in device memory. A NumPy view of a base that is
+    still alive makes JAX copy the base instead of donating it. ``window_bytes``: what a group has at most, but for one larger leaf. Larger:
+    fewer calls; smaller: less memory.
     """
 
     name = "ffi"
     run_bytes: int | None = None  # a part of a jax.Array would be a copy
+
+    def __init__(self, window_bytes: int = 256 << 20) -> None:
+        self.window_bytes = window_bytes
 
     def copy(self, current: jax.Array, out: jax.Array | None) -> jax.Array:
         """A new array that holds ``current``, in the memory of ``out``, which is consumed, where shape, dtype and device agree."""
@@ -53,19 +59,33 @@ class FfiCodec:
     def encode(
         self, current: jax.Array, base: jax.Array | None, bounds: U64, word_bytes: int
     ) -> tuple[Encoded, jax.Array | None]:
-        total = _checked_device_array("current", current)
-        bounds = memory.checked_bounds(bounds, total, word_bytes)
         if base is None:
+            bounds = memory.checked_bounds(bounds, _checked_device_array("current", current), word_bytes)
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
-        _checked_device_array("base", base)
-        if base.shape != current.shape or base.dtype != current.dtype:
-            raise ValueError(f"base is {base.dtype}{base.shape}, current is {current.dtype}{current.shape}")
-        if total == 0:
-            return Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}), base
-        _require_handlers()
-        base, rows, head, payload = _encode(current, base, _pairs(bounds), word_bytes)
-        sizes = np.asarray(head).reshape(-1).view(np.uint64)
-        return Encoded(np.asarray(rows)[: int(sizes[0])].copy(), _streams(np.asarray(payload), sizes[1:])), base
+        [made] = self.encode_group([GroupJob(current, base, bounds, word_bytes)], lambda size: None)
+        return made.encoded, made.bases[0]
+
+    def takes(self, device: jax.Device) -> bool:
+        """Whether arrays on this device can be encoded there."""
+        return _platform(device) in _registered()
+
+    def grouped(self, base: Any) -> bool:
+        return isinstance(base, jax.Array)
+
+    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+        """As ``GroupCodec`` has it. Consecutive leaves of one device share a call."""
+        first = 0
+        while first < len(jobs):
+            total = _checked_job(jobs[first])
+            stop = first + 1
+            while stop < len(jobs) and jobs[stop].current.sharding.device_set == jobs[first].current.sharding.device_set:
+                more = _checked_job(jobs[stop])
+                if total == 0 or more == 0 or total + more > self.window_bytes:
+                    break
+                total, stop = total + more, stop + 1
+            make_room(total)
+            yield _encoded(range(first, stop), jobs[first:stop], total)
+            first = stop
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it; ``decode`` is the same on the device."""
@@ -82,11 +102,11 @@ class FfiCodec:
                 raise DamagedStream(f"there is no stream {name!r}")
         if total == 0:
             return base
-        _require_handlers()
+        _require_handlers("cpu")
         rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
         rows[: encoded.rows.shape[0]] = encoded.rows
         sizes = [encoded.streams[name].size if name in encoded.streams else 0 for name in STREAMS]
-        head = _pairs(np.array([encoded.rows.shape[0], *sizes], np.uint64))
+        head = _pairs(np.array([encoded.rows.shape[0], 0, *sizes], np.uint64))
         # The next power of two, so that few programs are compiled.
         payload = np.zeros(max(_LEAST_PAYLOAD_BYTES, 1 << (sum(sizes) - 1).bit_length() if sum(sizes) else 0), np.uint8)
         at = 0
@@ -107,16 +127,74 @@ class FfiCodec:
 # --- the programs ------------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
-def _encode(current: jax.Array, base: jax.Array, bounds: jax.Array, word_bytes: int) -> Any:
-    results = (
-        _shaped(base.shape, base.dtype),
-        _shaped((bounds.shape[0] - 1, ROW_WIDTH), np.uint32),
+def _encoded(numbers: Sequence[int], jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
+    """One call for ``jobs``, which have ``total`` bytes and lie on one device."""
+    bounds = tuple(job.bounds.tobytes() for job in jobs)
+    word_bytes = tuple(job.word_bytes for job in jobs)
+    if total == 0:
+        return EncodedGroup(numbers, [job.base for job in jobs], Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}), None)
+    platform = _platform_of(jobs[0].current)
+    _require_handlers(platform)
+    currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
+    new_bases, (rows, head, payload, *more) = _encode(currents, bases, bounds, word_bytes, platform)
+    said = np.asarray(head).reshape(-1).view(np.uint64)
+    count, overflow, sizes = int(said[0]), bool(said[1]), said[2:]
+    if overflow:
+        raise RuntimeError(
+            f"a payload of {payload.size} bytes did not hold {int(sizes.sum())}; this is a defect, please report it"
+        )
+    streams = _streams(_fetched(payload, int(sizes.sum())), sizes)
+    # The device has them as (high, low) pairs of 64 bits; JAX may know 32 only.
+    digests = np.asarray(more[0])[:count].copy().view(np.uint64) if more else None
+    return EncodedGroup(numbers, new_bases, Encoded(np.asarray(rows)[:count].copy(), streams), digests)
+
+
+@partial(jax.jit, static_argnames=("bounds", "word_bytes", "platform"), donate_argnames="bases")
+def _encode(
+    currents: tuple[jax.Array, ...],
+    bases: tuple[jax.Array, ...],
+    bounds: tuple[bytes, ...],
+    word_bytes: tuple[int, ...],
+    platform: str,
+) -> Any:
+    edges = [np.frombuffer(one, np.uint64) for one in bounds]
+    chunks = sum(one.size - 1 for one in edges)
+    total = sum(prod(base.shape) * base.dtype.itemsize for base in bases)
+    results = [
+        *(_shaped(base.shape, base.dtype) for base in bases),
+        _shaped((chunks, ROW_WIDTH), np.uint32),
         _shaped((_HEAD, 2), np.uint32),
-        _shaped((prod(base.shape) * base.dtype.itemsize,), np.uint8),
+        _shaped((total,), np.uint8),  # always enough: no chunk is stored in more than its own bytes
+    ]
+    if platform == "CUDA":
+        spans = [np.diff(one) * np.uint64(width) for one, width in zip(edges, word_bytes, strict=True)]
+        tiles = sum(int((-(-span.astype(np.int64) // TILE_BYTES)).sum()) for span in spans)
+        results += [_shaped((chunks, 4), np.uint32), _shaped((_device().workspace_bytes(chunks, total, tiles),), np.uint8)]
+    call: Any = jax.ffi.ffi_call(
+        "deltacheck_encode", results, input_output_aliases={len(currents) + i: i for i in range(len(bases))}
     )
-    call: Any = jax.ffi.ffi_call("deltacheck_encode", results, input_output_aliases={1: 0})
-    return call(current, base, bounds, word_bytes=np.int64(word_bytes))
+    made = call(
+        *currents,
+        *bases,
+        word_bytes=np.array(word_bytes, np.int64),
+        chunks=np.array([one.size - 1 for one in edges], np.int64),
+        bounds=np.concatenate(edges).astype(np.int64),
+    )
+    if platform == "CUDA":
+        made = made[:-1]  # the workspace
+    return tuple(made[: len(bases)]), tuple(made[len(bases) :])
+
+
+@partial(jax.jit, static_argnames="size")
+def _front(payload: jax.Array, size: int) -> jax.Array:
+    return payload[:size]
+
+
+def _fetched(payload: jax.Array, used: int) -> U8:
+    """The part of a payload that is in use, in host memory: on the CPU a view, from elsewhere not more than twice of it."""
+    if _platform_of(payload) != "cpu" and used <= payload.size // 2:
+        payload = _front(payload, max(_LEAST_PAYLOAD_BYTES, 1 << (used - 1).bit_length()))  # few programs: powers of two
+    return np.asarray(payload)
 
 
 @partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
@@ -133,23 +211,56 @@ def _copy_into(current: jax.Array, out: jax.Array) -> jax.Array:
 
 
 @cache
-def _registered() -> tuple[str, ...]:
+def _device() -> Any:
+    """The extension's CUDA half; ``None`` where this build has none, or none for this JAX."""
+    try:
+        from deltacheck import _native_cuda
+    except ImportError:
+        return None
+    return _native_cuda
+
+
+@cache
+def _registered() -> frozenset[str]:
+    """The platforms that have handlers, which are registered with JAX by the first call."""
     from deltacheck import _native
 
-    targets = _native.registrations()
+    targets = [*_native.registrations(), *(_device().registrations() if _device() is not None else ())]
     for name, capsule, platform in targets:
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
-    return tuple(name for name, _, _ in targets)
+    return frozenset(platform for _, _, platform in targets)
 
 
-def _require_handlers() -> None:
-    if not _registered():
+def _require_handlers(platform: str) -> None:
+    if platform not in _registered():
         raise RuntimeError(
-            "deltacheck was built without XLA handlers. Build it where jaxlib can be imported, or set DELTACHECK_FFI_INCLUDE_DIR."
+            f"deltacheck was built without XLA handlers for {platform}. Build it where jaxlib can be imported, or set "
+            "DELTACHECK_FFI_INCLUDE_DIR; those for CUDA need nvcc, too."
         )
 
 
+def _platform_of(array: jax.Array) -> str:
+    """That of a single-device array."""
+    [device] = array.devices()
+    return _platform(device)
+
+
+def _platform(device: jax.Device) -> str:
+    """As handlers are registered for it."""
+    return "CUDA" if device.platform in ("gpu", "cuda") else str(device.platform)
+
+
 # --- arguments and results -----------------------------------------------------------------------------------------------
+
+
+def _checked_job(job: GroupJob) -> int:
+    """The bytes of a job's leaf; ``ValueError`` where it cannot be encoded."""
+    total = _checked_device_array("current", job.current)
+    memory.checked_bounds(job.bounds, total, job.word_bytes)
+    _checked_device_array("base", job.base)
+    if job.base.shape != job.current.shape or job.base.dtype != job.current.dtype:
+        raise ValueError(f"base is {job.base.dtype}{job.base.shape}, current is {job.current.dtype}{job.current.shape}")
+    return total
 
 
 def _checked_device_array(name: str, array: jax.Array) -> int:

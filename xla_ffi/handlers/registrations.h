@@ -1,0 +1,27 @@
+// The handlers of a module, for Python.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#ifdef DELTACHECK_HANDLERS
+#  include "handlers/handlers.h"
+#endif
+
+namespace deltacheck {
+
+// [(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built without.
+inline nanobind::list registrations() {
+  nanobind::list all;
+#ifdef DELTACHECK_HANDLERS
+  int count = 0;
+  const Handler* found = handlers(&count);
+  for (int i = 0; i < count; ++i) {
+    nanobind::capsule target(found[i].function, "xla._CUSTOM_CALL_TARGET");
+    all.append(nanobind::make_tuple(found[i].name, target, found[i].platform));
+  }
+#endif
+  return all;
+}
+
+}  // namespace deltacheck

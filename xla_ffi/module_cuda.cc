@@ -1,0 +1,98 @@
+// deltacheck._native_cuda: the device encoder for memory that a framework owns, given as addresses. Every function only
+// enqueues on the stream; the device is the calling thread's. Loads without a driver. Compiled with DELTACHECK_EMULATOR
+// it is deltacheck._native_emulated, whose device is the processor, for tests.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/call.h"
+#include "handlers/registrations.h"
+
+namespace nb = nanobind;
+
+namespace deltacheck {
+namespace {
+
+// Raised with INTERFACE in deltacheck/codec/device.py whenever a function here changes.
+constexpr int kInterface = 1;
+
+void must_succeed(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+template <typename T>
+T* at(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::optional<std::string> problem() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) return std::string(cudaGetErrorString(error));
+  if (count == 0) return "there is no CUDA device";
+  return std::nullopt;
+}
+
+uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes, uint64_t tiles) {
+  return device::Workspace(chunks, bytes, tiles).all_bytes;
+}
+
+void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t tiles, uint64_t workspace, uint64_t rows,
+                  uint64_t head, uint64_t payload, uint64_t payload_bytes, uint64_t digests, uint64_t stream) {
+  device::EncodeArguments call{};
+  call.chunks = chunks;
+  call.rows = at<Row>(rows);
+  call.head = at<uint64_t>(head);
+  call.payload = at<uint8_t>(payload);
+  call.payload_bytes = payload_bytes;
+  call.digests = at<uint64_t>(digests);
+  nb::gil_scoped_release released;
+  must_succeed(device::encode_from_host(at<device::Chunk>(table), at<uint8_t>(workspace),
+                                        device::Workspace(chunks, bytes, tiles), call,
+                                        reinterpret_cast<cudaStream_t>(stream)));
+}
+
+void digest_table(uint64_t table, uint32_t chunks, uint64_t digests, uint64_t stream) {
+  nb::gil_scoped_release released;
+  must_succeed(
+      device::digest(at<device::Chunk>(table), chunks, at<uint64_t>(digests), reinterpret_cast<cudaStream_t>(stream)));
+}
+
+void apply_table(uint64_t table, uint64_t rows, uint32_t row_count, uint64_t streams, uint64_t offsets,
+                 uint64_t stream) {
+  device::ApplyArguments call{};
+  call.table = at<device::Chunk>(table);
+  call.rows = at<Row>(rows);
+  call.row_count = row_count;
+  call.streams = at<const uint8_t* const>(streams);
+  call.offsets = at<uint64_t>(offsets);
+  nb::gil_scoped_release released;
+  must_succeed(device::apply(call, reinterpret_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace
+}  // namespace deltacheck
+
+NB_MODULE(DELTACHECK_MODULE, m) {
+  using namespace deltacheck;
+  m.attr("INTERFACE") = kInterface;
+  m.attr("CHUNK_BYTES") = sizeof(device::Chunk);
+  m.attr("HEAD_ENTRIES") = static_cast<int>(kHeadEntries);
+  m.def("problem", problem, "Why no device can be used; None if one can.");
+  m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"), nb::arg("tiles"));
+  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"), nb::arg("tiles"),
+        nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"), nb::arg("payload_bytes"),
+        nb::arg("digests"), nb::arg("stream"), "As device::encode in cuda/device.h; only `table` is host memory.");
+  m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"), nb::arg("stream"),
+        "As device::digest; everything is device memory.");
+  m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"), nb::arg("streams"),
+        nb::arg("offsets"), nb::arg("stream"), "As device::apply; everything is device memory.");
+  m.def("registrations", registrations, "As in deltacheck._native.");
+}
