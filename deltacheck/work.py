@@ -161,21 +161,22 @@ class Work:
     def capture(self, sources: Sequence[LeafSource]) -> None:
         """Bring the shadow to the leaves' present content, keeping what changed."""
         codec, policy = self.setup.codec, self.setup.policy
-        grouped: list[tuple[Leaf, LeafSource]] = []
+        grouped: list[tuple[Leaf, LeafSource, Any]] = []
         for source in sources:
             spec = source.spec
             leaf = self.leaves.get(spec.path)
             if leaf is None or leaf.spec != spec:
                 leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
             leaf.free_base(self.setup.io_timeout_seconds)
+            current = source.current()
             if needs_keyframe(policy, spec.path, leaf.depth):
-                leaf.base = codec.copy(source.current(), leaf.base)
+                leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
-            elif isinstance(codec, GroupCodec) and codec.grouped(leaf.base):
-                grouped.append((leaf, source))
+            elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):
+                grouped.append((leaf, source, current))
                 continue
             else:
-                self._encode(leaf, source.current())
+                self._encode(leaf, current)
             if source.recheck is not None:
                 source.recheck()
         if grouped:
@@ -198,20 +199,27 @@ class Work:
                 )
             self._keep(_Piece((_Span(leaf.spec.path, 0, first),), encoded, None))
 
-    def _encode_grouped(self, grouped: Sequence[tuple[Leaf, LeafSource]]) -> None:
+    def _encode_grouped(self, grouped: Sequence[tuple[Leaf, LeafSource, Any]]) -> None:
         codec = self.setup.codec
         assert isinstance(codec, GroupCodec)
-        jobs = [GroupJob(source.current(), leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, source in grouped]
-        for group in codec.encode_group(jobs, self._make_room):
-            own = [grouped[job][0] for job in group.jobs]
-            for leaf, base in zip(own, group.bases, strict=True):
-                leaf.base = base
-            starts = np.cumsum([0] + [leaf.bounds.size - 1 for leaf in own]).tolist()
-            spans = tuple(_Span(leaf.spec.path, start, 0) for leaf, start in zip(own, starts, strict=False))
-            self._keep(_Piece(spans, group.encoded, group.digests))
-        for _, source in grouped:
-            if source.recheck is not None:
-                source.recheck()
+
+        def all_read() -> None:
+            for _, source, _ in grouped:
+                if source.recheck is not None:
+                    source.recheck()
+            if grouped[0][1].lazy:  # else it is the caller's own thread that runs this
+                self.handle._advance("captured")
+
+        jobs = [GroupJob(current, leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, _, current in grouped]
+        for made in codec.encode_group(jobs, self._make_room, all_read):
+            for job, base in made.bases.items():
+                grouped[job][0].base = base
+            starts = np.cumsum([0] + [span.chunks for span in made.spans]).tolist()
+            spans = [
+                _Span(grouped[span.job][0].spec.path, start, span.first_chunk)
+                for span, start in zip(made.spans, starts, strict=False)
+            ]
+            self._keep(_Piece(tuple(spans), made.encoded, made.digests))
 
     def _keep(self, piece: _Piece) -> None:
         if piece.encoded.rows.shape[0] == 0:

@@ -197,7 +197,7 @@ def group(shapes, density=0.05):
 
 def test_leaves_of_a_group_are_encoded_as_each_by_itself_and_their_streams_follow_one_another():
     jobs, arrays = group([(5000, 4), (30_000, 2), (1, 1), (9000, 1)])
-    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None)
+    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None, lambda: None)
     rows, streams = [], {}
     for number, (job, (after, before)) in enumerate(zip(jobs, arrays, strict=True)):
         one, _ = NativeCodec().encode(after, before.copy(), job.bounds, job.word_bytes)
@@ -205,23 +205,23 @@ def test_leaves_of_a_group_are_encoded_as_each_by_itself_and_their_streams_follo
         for name, content in one.streams.items():
             streams.setdefault(name, []).append(content)
     assert same(made.encoded, Encoded(np.concatenate(rows), {name: np.concatenate(parts) for name, parts in streams.items()}))
-    for base, (after, _) in zip(made.bases, arrays, strict=True):
+    for base, (after, _) in zip(made.bases.values(), arrays, strict=True):
         assert np.array_equal(base, after)
 
 
 def test_a_group_has_no_more_bytes_than_its_window_but_for_one_larger_leaf():
     jobs, _ = group([(5000, 4), (5000, 4), (50_000, 4), (100, 4), (100, 4)])
     asked = []
-    made = list(ffi.FfiCodec(window_bytes=50_000).encode_group(jobs, asked.append))
-    assert [list(one.jobs) for one in made] == [[0, 1], [2], [3, 4]]
+    made = list(ffi.FfiCodec(window_bytes=50_000).encode_group(jobs, asked.append, lambda: None))
+    assert [[span.job for span in one.spans] for one in made] == [[0, 1], [2], [3, 4]]
     assert asked == [40_000, 200_000, 800]
 
 
 def test_an_empty_leaf_is_a_group_of_its_own():
     jobs, _ = group([(100, 4), (100, 4)])
     empty = GroupJob(jnp.zeros((0, 4)), jnp.zeros((0, 4)), np.zeros(1, np.uint64), 4)
-    made = list(ffi.FfiCodec().encode_group([jobs[0], empty, jobs[1]], lambda size: None))
-    assert [list(one.jobs) for one in made] == [[0], [1], [2]]
+    made = list(ffi.FfiCodec().encode_group([jobs[0], empty, jobs[1]], lambda size: None, lambda: None))
+    assert [[span.job for span in one.spans] for one in made] == [[0], [1], [2]]
 
 
 def test_leaves_on_different_devices_do_not_share_a_call():
@@ -230,16 +230,16 @@ def test_leaves_on_different_devices_do_not_share_a_call():
     jobs, _ = group([(100, 4), (100, 4), (100, 4)])
     other = jax.devices()[1]
     jobs[1] = jobs[1]._replace(current=jax.device_put(jobs[1].current, other), base=jax.device_put(jobs[1].base, other))
-    made = list(ffi.FfiCodec().encode_group(jobs, lambda size: None))
+    made = list(ffi.FfiCodec().encode_group(jobs, lambda size: None, lambda: None))
     assert [len(one.bases) for one in made] == [1, 1, 1]
-    assert made[1].bases[0].device == other
+    assert made[1].bases[1].device == other
 
 
 def test_the_bases_of_a_group_are_updated_where_they_lie():
     jobs, _ = group([(5000, 4), (30_000, 2)])
     addresses = [job.base.unsafe_buffer_pointer() for job in jobs]
-    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None)
-    assert [base.unsafe_buffer_pointer() for base in made.bases] == addresses
+    [made] = ffi.FfiCodec().encode_group(jobs, lambda size: None, lambda: None)
+    assert [base.unsafe_buffer_pointer() for base in made.bases.values()] == addresses
 
 
 def test_an_empty_array_has_no_rows():

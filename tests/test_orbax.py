@@ -299,9 +299,9 @@ def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
     seen: list[list[tuple[int, ...]]] = []
     encode_group = ffi.FfiCodec.encode_group
 
-    def watched(codec: Any, jobs: Any, make_room: Any) -> Any:
+    def watched(codec: Any, jobs: Any, *rest: Any) -> Any:
         seen.append([job.current.shape for job in jobs])
-        return encode_group(codec, jobs, make_room)
+        return encode_group(codec, jobs, *rest)
 
     monkeypatch.setattr(ffi.FfiCodec, "encode_group", watched)
     tree = {

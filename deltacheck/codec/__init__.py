@@ -30,6 +30,7 @@ from deltacheck.codec.base import (
     EncodedGroup,
     GroupCodec,
     GroupJob,
+    GroupSpan,
 )
 from deltacheck.codec.reference import ReferenceCodec
 
@@ -60,6 +61,7 @@ __all__ = [
     "EncodedGroup",
     "GroupCodec",
     "GroupJob",
+    "GroupSpan",
     "NativeCodec",
     "ReferenceCodec",
     "default_codec",

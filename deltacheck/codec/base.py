@@ -98,16 +98,24 @@ class GroupJob(NamedTuple):
     word_bytes: int
 
 
+class GroupSpan(NamedTuple):
+    """Consecutive chunks of one job: ``chunks`` of them from ``first_chunk`` on."""
+
+    job: int
+    first_chunk: int
+    chunks: int
+
+
 class EncodedGroup(NamedTuple):
     """What one call made of some of the jobs.
 
-    ``jobs``: their indexes. ``bases``: their new bases. ``encoded``: the chunks of all of them in this order, numbered from 0 on.
-    ``digests``: uint64 ``(rows, 2)``, xxh3_128 (high, low) of the new content of each row's chunk; ``None`` where the codec made none.
+    ``spans``: the chunks that it encoded; ``encoded`` numbers them in this order from 0 on. ``bases``: new bases, by job, where they are not
+    what they were. ``digests``: uint64 ``(rows, 2)``, xxh3_128 (high, low) of the new content of each row's chunk, where the codec made them.
     """
 
-    jobs: Sequence[int]
-    bases: Sequence[Any]
+    spans: Sequence[GroupSpan]
     encoded: Encoded
+    bases: Mapping[int, Any]
     digests: U64 | None
 
 
@@ -115,14 +123,16 @@ class EncodedGroup(NamedTuple):
 class GroupCodec(Protocol):
     """A codec on a device: leaves share calls, and bases stay where they are."""
 
-    def grouped(self, base: Any) -> bool:
-        """Whether a leaf with this base is encoded by ``encode_group``; else by ``encode``."""
+    def grouped(self, current: Any, base: Any) -> bool:
+        """Whether such a leaf is encoded by ``encode_group``; else by ``encode``."""
         ...
 
-    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+    def encode_group(
+        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+    ) -> Iterator[EncodedGroup]:
         """Encode leaves, a few calls for all of them.
 
-        ``make_room(bytes)`` is called before that many bytes, the most that the next group may have, come to the host. When the iterator is
-        at its end, nothing reads ``current`` any more. Raises what ``Codec.encode`` raises; the bases are then lost.
+        ``make_room(bytes)`` is called before that many bytes come to the host. ``all_read()`` is called once, when everything that reads
+        ``current`` is done or enqueued on the device. Raises what ``Codec.encode`` raises; the bases are then lost.
         """
         ...

@@ -13,7 +13,7 @@ import numpy as np
 from deltacheck import grid
 from deltacheck.backends.orbax import leaves
 from deltacheck.codec import default_codec
-from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob, GroupSpan
 
 if TYPE_CHECKING:
     from deltacheck.backends.orbax.ffi import FfiCodec
@@ -59,11 +59,13 @@ class LeafCodec:
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
         return self._xla.encode(one, None if base is None else _beside(one, base), bounds, word_bytes)
 
-    def grouped(self, base: Base) -> bool:
+    def grouped(self, current: Any, base: Base) -> bool:
         """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth sharing, and a group costs memory."""
-        return self._xla is not None and isinstance(base, jax.Array) and not _on_processor(base)
+        return self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
 
-    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+    def encode_group(
+        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+    ) -> Iterator[EncodedGroup]:
         """As the protocol has it. Leaves that go through XLA share calls; the others are encoded one by one in host memory."""
         on_host: list[int] = []
         window: list[int] = []
@@ -84,14 +86,18 @@ class LeafCodec:
             current, base, bounds, word_bytes = jobs[number]
             make_room(leaves.bytes_of(current).nbytes)
             encoded, base = self.encode(current, base, bounds, word_bytes)
-            yield EncodedGroup([number], [base], encoded, None)
+            yield EncodedGroup([GroupSpan(number, 0, bounds.size - 1)], encoded, {number: base}, None)
+        all_read()
 
     def _by_xla(
         self, numbers: Sequence[int], jobs: Sequence[GroupJob], make_room: Callable[[int], None]
     ) -> Iterator[EncodedGroup]:
         assert self._xla is not None
-        for made in self._xla.encode_group(jobs, make_room):
-            yield made._replace(jobs=[numbers[job] for job in made.jobs])
+        for made in self._xla.encode_group(jobs, make_room, lambda: None):
+            yield made._replace(
+                spans=[span._replace(job=numbers[span.job]) for span in made.spans],
+                bases={numbers[job]: base for job, base in made.bases.items()},
+            )
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it."""

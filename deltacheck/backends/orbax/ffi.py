@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import ROW_WIDTH, STREAMS, TILE_BYTES, U8, U32, U64, Encoded, EncodedGroup, GroupJob
+from deltacheck.codec.base import ROW_WIDTH, STREAMS, TILE_BYTES, U8, U32, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
 
@@ -62,17 +62,19 @@ class FfiCodec:
         if base is None:
             bounds = memory.checked_bounds(bounds, _checked_device_array("current", current), word_bytes)
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
-        [made] = self.encode_group([GroupJob(current, base, bounds, word_bytes)], lambda size: None)
+        [made] = self.encode_group([GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None)
         return made.encoded, made.bases[0]
 
     def takes(self, device: jax.Device) -> bool:
         """Whether arrays on this device can be encoded there."""
         return _platform(device) in _registered()
 
-    def grouped(self, base: Any) -> bool:
+    def grouped(self, current: Any, base: Any) -> bool:
         return isinstance(base, jax.Array)
 
-    def encode_group(self, jobs: Sequence[GroupJob], make_room: Callable[[int], None]) -> Iterator[EncodedGroup]:
+    def encode_group(
+        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+    ) -> Iterator[EncodedGroup]:
         """As ``GroupCodec`` has it. Consecutive leaves of one device share a call."""
         first = 0
         while first < len(jobs):
@@ -84,8 +86,11 @@ class FfiCodec:
                     break
                 total, stop = total + more, stop + 1
             make_room(total)
-            yield _encoded(range(first, stop), jobs[first:stop], total)
+            made = _encoded(first, jobs[first:stop], total)
             first = stop
+            if first == len(jobs):
+                all_read()
+            yield made
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it; ``decode`` is the same on the device."""
@@ -127,12 +132,14 @@ class FfiCodec:
 # --- the programs ------------------------------------------------------------------------------------------------------------
 
 
-def _encoded(numbers: Sequence[int], jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
+def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     """One call for ``jobs``, which have ``total`` bytes and lie on one device."""
     bounds = tuple(job.bounds.tobytes() for job in jobs)
     word_bytes = tuple(job.word_bytes for job in jobs)
+    spans = [GroupSpan(first + number, 0, job.bounds.size - 1) for number, job in enumerate(jobs)]
     if total == 0:
-        return EncodedGroup(numbers, [job.base for job in jobs], Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}), None)
+        nothing = Encoded(np.empty((0, ROW_WIDTH), np.uint32), {})
+        return EncodedGroup(spans, nothing, {span.job: job.base for span, job in zip(spans, jobs, strict=True)}, None)
     platform = _platform_of(jobs[0].current)
     _require_handlers(platform)
     currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
@@ -146,7 +153,8 @@ def _encoded(numbers: Sequence[int], jobs: Sequence[GroupJob], total: int) -> En
     streams = _streams(_fetched(payload, int(sizes.sum())), sizes)
     # The device has them as (high, low) pairs of 64 bits; JAX may know 32 only.
     digests = np.asarray(more[0])[:count].copy().view(np.uint64) if more else None
-    return EncodedGroup(numbers, new_bases, Encoded(np.asarray(rows)[:count].copy(), streams), digests)
+    bases_by_job = {span.job: base for span, base in zip(spans, new_bases, strict=True)}
+    return EncodedGroup(spans, Encoded(np.asarray(rows)[:count].copy(), streams), bases_by_job, digests)
 
 
 @partial(jax.jit, static_argnames=("bounds", "word_bytes", "platform"), donate_argnames="bases")
