@@ -41,7 +41,8 @@ class Saver:
 
     ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
     training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
-    storage before a save is given up.
+    storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
+    written whole, and only leaves that did not change at all (by their digests) are left out.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class Saver:
         host_cache_bytes: int = 256 << 20,
         max_pending: int = 1,
         io_timeout_seconds: float = 600.0,
+        keep_shadow: bool = True,
     ) -> None:
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         self.codec = codec
         self.max_pending = max_pending
-        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds)
+        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
@@ -140,7 +142,8 @@ class Saver:
             self._refs = {ref.id: ref for ref in refs}
             self.leaves = {}
             for path, (spec, base, digests, key_segment, delta_segments) in leaves.items():
-                self.leaves[path] = Leaf(spec, spec.bounds(), base, digests, leaf_digest(digests), key_segment, delta_segments)
+                kept = base if self._setup.keep_shadow else None
+                self.leaves[path] = Leaf(spec, spec.bounds(), kept, digests, leaf_digest(digests), key_segment, delta_segments)
 
     def forget(self) -> None:
         """Drop the shadow: the next save writes keyframes."""

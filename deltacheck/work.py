@@ -57,6 +57,7 @@ class Setup:
     policy: Policy
     host_cache_bytes: int
     io_timeout_seconds: float
+    keep_shadow: bool
 
 
 @dataclass(slots=True)
@@ -291,13 +292,19 @@ class Work:
         for path in sorted(self.keyframes):
             leaf = leaves[path]
             host = self.setup.codec.host(leaf.base)
-            leaf.digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
+            digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
+            if not self.setup.keep_shadow:
+                leaf.base = None
+                if np.array_equal(digests, leaf.digests):
+                    continue  # it stands in an earlier segment
+            leaf.digests = digests
             if is_packed(leaf.spec):
                 key = self.writer.put_packed(leaf.spec, host)
             else:
-                leaf.reading = self.writer.put_natural(leaf.spec, names[path], host)
+                writing = self.writer.put_natural(leaf.spec, names[path], host)
+                leaf.reading = writing if self.setup.keep_shadow else None
                 key = KeyframeAt(array=names[path])
-                window.append((host.nbytes, leaf.reading))
+                window.append((host.nbytes, writing))
                 while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
                     await_write(window.popleft()[1], self.setup.io_timeout_seconds)
             self.changed[path] = int(leaf.bounds[-1])

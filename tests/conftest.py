@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -46,3 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and the driver offers none"))
+
+
+@pytest.fixture
+def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds the encoder thread back before it captures a lazy leaf, until the event is set."""
+    from deltacheck import work
+
+    go = threading.Event()
+    original = work.Work.capture
+
+    def capture(self: Any, sources: Any) -> None:
+        if any(source.lazy for source in sources):
+            assert go.wait(30)
+        original(self, sources)
+
+    monkeypatch.setattr(work.Work, "capture", capture)
+    return go

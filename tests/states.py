@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltacheck.records import LeafKind
+
 TORCH_DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -91,3 +93,8 @@ def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1) -> None:
         mask = torch.rand(leaf.shape, generator=generator) < share
         leaf[mask] = leaf[mask] * 1.01
     state["step"] += 1
+
+
+def kinds(handle: Any) -> dict[str, LeafKind]:
+    """How a save wrote each leaf, once it is committed."""
+    return {leaf.path: leaf.kind for leaf in handle.result(60).leaves}

@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import TORCH_DTYPES, assert_same, bits, nudge, random_tensor, training_state
+from states import TORCH_DTYPES, assert_same, bits, kinds, nudge, random_tensor, training_state
 
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.records import LeafKind
-
-
-def kinds(handle: Any) -> dict[str, LeafKind]:
-    return {leaf.path: leaf.kind for leaf in handle.result(60).leaves}
 
 
 def test_every_dtype_shape_and_layout_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -196,23 +192,6 @@ def test_an_engine_that_restored_nothing_starts_with_keyframes(tmp_path: Path) -
 
 
 # --- capture ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds the encoder thread back before it captures a lazy leaf, until the event is set."""
-    from deltacheck import work
-
-    go = threading.Event()
-    original = work.Work.capture
-
-    def capture(self: Any, sources: Any) -> None:
-        if any(source.lazy for source in sources):
-            assert go.wait(30)
-        original(self, sources)
-
-    monkeypatch.setattr(work.Work, "capture", capture)
-    return go
 
 
 def stepped_optimizer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:

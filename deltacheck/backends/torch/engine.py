@@ -17,14 +17,15 @@ import numpy as np
 import torch
 
 from deltacheck import restore, tree
-from deltacheck.backends.base import match_targets, specs_of
+from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves
-from deltacheck.backends.torch.guard import Guard, unchanged_check
-from deltacheck.codec import default_codec
+from deltacheck.backends.torch.capture import Capture
+from deltacheck.backends.torch.codec import TorchCodec
+from deltacheck.backends.torch.guard import Guard
 from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
-from deltacheck.save import LeafSource, Saver
+from deltacheck.save import Saver
 from deltacheck.store import collect
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit
@@ -41,7 +42,13 @@ class Engine:
     engine holds one *shadow*, a copy of the state, to compare with. ``max_pending``: saves under way at most; larger: more
     overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are under way, ``"wait"`` for one or
     ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own behind the training loop and copies the rest
-    at once; ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer. ``keep_last``:
+    at once; ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer (host tensors) or
+    takes as much device memory as the state until it is captured (CUDA tensors). ``shadow``: where the copies to compare with lie.
+    ``"device"``: beside the tensors; only changes cross to the host, and capture runs at the speed of device memory, but it takes
+    as much of that as the state, and 1 GiB while a save is captured. ``"host"``: takes no device memory, but the whole state
+    crosses at each save, and the next optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``: no
+    copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
+    memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
     wait for pending saves at interpreter exit.
@@ -59,6 +66,7 @@ class Engine:
         max_pending: int = 1,
         on_busy: str = "wait",
         capture: str = "auto",
+        shadow: str = "auto",
         keep_last: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
@@ -66,6 +74,8 @@ class Engine:
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
+        if shadow not in ("auto", "device", "host", "none"):
+            raise ValueError(f"shadow must be 'auto', 'device', 'host' or 'none', not {shadow!r}")
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         if keep_last is not None and keep_last < 1:
@@ -75,18 +85,20 @@ class Engine:
         self._lease = Lease(path)
         self._root = Root(path, store)
         self._on_busy = on_busy
-        self._capture = capture
+        self._capture = Capture(shadow, host_cache_bytes)
+        self._eager = capture == "eager"
         self._keep_last = keep_last
         self._grace_seconds = grace_seconds
         try:
             self._saver = Saver(
                 store,
-                default_codec(),
+                TorchCodec(),
                 policy or Policy.exact(),
                 next_seq=self._root.next_seq(),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
+                keep_shadow=shadow != "none",
             )
         except BaseException:
             self._lease.release()
@@ -113,27 +125,17 @@ class Engine:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
         flat = tree.flatten(state, leaves.describe)
-        owned = self._guard.owned() if self._capture == "auto" else set()
-        sources = {path: self._source(path, flat.arrays[path], spec, owned) for path, spec in specs_of(flat).items()}
+        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned())
         flattened = time.perf_counter() - begin
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         handle = self._saver.save(step, flat.skeleton, sources, self._commit, metrics=numbers, on_busy=self._on_busy)
         handle._add_blocking(flattened)
         return handle
 
-    def _source(self, path: str, value: object, spec: Any, owned: set[int]) -> LeafSource:
-        def current() -> Any:
-            return leaves.bytes_of(value)
-
-        lazy = isinstance(value, torch.Tensor) and leaves.is_plain(value) and value.untyped_storage().data_ptr() in owned
-        if not lazy:
-            return LeafSource(spec, current)
-        assert isinstance(value, torch.Tensor)
-        return LeafSource(spec, current, lazy=True, recheck=unchanged_check(path, value))
-
     def before_update(self) -> None:
         """Wait until the saves under way have read the state. Called before every torch optimizer step; call it yourself before any other write."""
         self._saver.settle("captured")
+        self._capture.hold()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

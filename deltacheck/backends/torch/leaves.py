@@ -42,14 +42,17 @@ def describe(value: object) -> ArrayLeaf | None:
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its bytes in C order, on the host: only then can it be read where it lies, later."""
-    return (
-        value.device.type == "cpu"
-        and value.is_contiguous()
-        and not value.is_conj()
-        and not value.is_neg()
-        and not value.is_inference()
-    )
+    """Whether the tensor's memory is its bytes in C order: only then can it be read where it lies, later."""
+    return value.is_contiguous() and not value.is_conj() and not value.is_neg() and not value.is_inference()
+
+
+def flat_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor where it lies, uint8 1-D in C order: a view of plain tensors, a copy of all others."""
+    with torch.no_grad():
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        return plain.reshape(-1).view(torch.uint8)
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:
@@ -57,11 +60,7 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
         return numpy_bytes(value)
-    with torch.no_grad():
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if plain.is_complex():
-            plain = torch.view_as_real(plain)
-        flat: NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    flat: NDArray[np.uint8] = flat_bytes(value.cpu()).numpy()
     return flat
 
 

@@ -1,0 +1,92 @@
+"""How a state's tensors are read for a save: when, from where, and where their shadows lie."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from deltacheck.backends.base import specs_of
+from deltacheck.backends.torch import codec, group, leaves
+from deltacheck.backends.torch.device import Accelerator
+from deltacheck.backends.torch.guard import unchanged_check
+from deltacheck.backends.torch.staging import Staging
+from deltacheck.save import LeafSource
+from deltacheck.tree import Flat
+
+log = logging.getLogger("deltacheck")
+
+_SPARE = 1.1  # of the memory that device shadows and windows need, before they are chosen: training must not run out of it
+
+
+class Capture:
+    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them."""
+
+    def __init__(self, shadow: str, host_cache_bytes: int) -> None:
+        self._shadow = shadow
+        self._host_cache_bytes = host_cache_bytes
+        self._on_device: dict[Accelerator, bool] = {}  # whether its shadows lie there, decided once
+
+    def sources(self, flat: Flat, owned: set[int]) -> dict[str, LeafSource]:
+        """What to save. ``owned``: storages that only a guarded optimizer changes; they are read after ``save`` has returned.
+
+        Leaves on an accelerator are read on its side stream. What nobody guards is copied there at once, in stream order.
+        """
+        specs = specs_of(flat)
+        there = {
+            path: device
+            for path, value in flat.arrays.items()
+            if isinstance(value, torch.Tensor) and (device := codec.accelerator_of(value)) is not None
+        }
+        for device in set(there.values()):
+            if device not in self._on_device:
+                self._on_device[device] = self._decide(device, sum(specs[p].raw_bytes for p, d in there.items() if d is device))
+        tensors = {path: _held(flat.arrays[path], owned) for path in there}
+        staged = {path: (there[path], tensors[path]) for path in specs if path in there and not self._on_device[there[path]]}
+        staging = Staging(staged, self._host_cache_bytes)
+        sources = {}
+        for path, spec in specs.items():
+            value = flat.arrays[path]
+            guarded = isinstance(value, torch.Tensor) and leaves.is_plain(value) and value.untyped_storage().data_ptr() in owned
+            check = unchanged_check(path, value) if guarded and isinstance(value, torch.Tensor) else None
+            if path not in there:
+                sources[path] = LeafSource(spec, partial(leaves.bytes_of, value), lazy=guarded, recheck=check)
+            elif self._on_device[there[path]]:
+                sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
+            else:
+                sources[path] = LeafSource(spec, partial(staging.take, path), lazy=True, recheck=check)
+        for device in set(there.values()):
+            device.begin()
+        return sources
+
+    def hold(self) -> None:
+        """What the training enqueues from now on waits, on the devices, until they have read what was saved."""
+        for device in self._on_device:
+            device.hold()
+
+    def _decide(self, device: Accelerator, state_bytes: int) -> bool:
+        if self._shadow in ("host", "none") or device.native is None:
+            return False
+        wanted = int(_SPARE * (state_bytes + group.device_bytes(codec.WINDOW_BYTES)))
+        if self._shadow == "device" or device.free_bytes() >= wanted:
+            return True
+        log.warning(
+            "%s: shadows go to host memory, since %.1f GiB of device memory are free and %.1f GiB would be needed. "
+            "Every save copies the whole state to the host; Engine(shadow='device') takes the memory all the same",
+            device.name, device.free_bytes() / 2**30, wanted / 2**30,
+        )  # fmt: skip
+        return False
+
+
+def _held(value: object, owned: set[int]) -> torch.Tensor:
+    """A device leaf as it is now: itself where it is guarded, else a copy."""
+    assert isinstance(value, torch.Tensor)
+    flat = leaves.flat_bytes(value)
+    if flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr() or value.untyped_storage().data_ptr() in owned:
+        return flat
+    return flat.clone()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
