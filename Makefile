@@ -23,7 +23,7 @@ PINNED := -c constraints.txt --build-constraint build-constraints.txt
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test lint format bench clean
+.PHONY: help venv build install demo test lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z ]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,6 +52,13 @@ format: $(VENV)/.stamp-install  ## rewrite the sources in the house format
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check: $(VENV)/.stamp-install  ## on a machine with a GPU: its tests, the sanitizers, and the figures, all that CI cannot run
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch sees no CUDA device")'
+	JAX_PLATFORMS=cuda,cpu $(BIN)/pytest -n 0 -m gpu $(ARGS)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -n 0 -m gpu -k "bytes_of_the_host" tests
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -n 0 -m gpu -k "bytes_of_the_host" tests
+	$(BIN)/python -m benchmarks device --check --json build/device.json
 
 clean:  ## remove .venv, the build folder and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "device": "benchmarks.device",
 }
 
 

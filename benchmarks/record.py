@@ -24,16 +24,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One promised number: it holds where ``value <= limit``."""
+    """One promised number: it holds where ``value <= limit``, or with ``at_least`` where ``value >= limit``."""
 
     name: str
     value: float
     limit: float
     unit: Unit = "ratio"
+    at_least: bool = False
 
     @property
     def holds(self) -> bool:
-        return self.value <= self.limit
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Result:
         for figure in self.figures:
             verdict = "[green]holds[/]" if figure.holds else "[bold red]MISSED[/]"
             value, limit = written(figure.value, figure.unit), written(figure.limit, figure.unit)
-            console.print(f"{verdict} {figure.name}: {value}, promised at most {limit}")
+            console.print(f"{verdict} {figure.name}: {value}, promised at {'least' if figure.at_least else 'most'} {limit}")
 
 
 def written(cell: Cell, unit: Unit) -> str:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from states import assert_same, kinds  # noqa: E402
 
 import deltacheck  # noqa: E402
 from deltacheck.backends.torch import Engine, codec, group  # noqa: E402
+from deltacheck.backends.torch.device import Cuda  # noqa: E402
 from deltacheck.backends.torch.staging import Staging  # noqa: E402
 from deltacheck.codec import GroupJob, default_codec  # noqa: E402
 from deltacheck.digest import chunk_digests  # noqa: E402
@@ -32,12 +33,16 @@ emulated = pytest.importorskip("deltacheck._native_emulated", reason="this build
 class Emulated:
     """An accelerator whose memory is the host's, and which has done everything at once."""
 
+    name = "emulated"
+
     def __init__(self, native: Any = emulated) -> None:
-        self.name = "emulated"
         self.native = native
         self.free = 1 << 40
-        self.begun = self.held = self.marked = 0
-        self.copied = 0  # bytes given out as pinned memory: what has crossed
+        self.begun = self.held = 0
+        self.copied = 0  # bytes given out as pinned memory: what may have crossed
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     def begin(self) -> None:
         self.begun += 1
@@ -50,7 +55,6 @@ class Emulated:
         yield 0
 
     def mark(self) -> Any:
-        self.marked += 1
         return self
 
     def synchronize(self) -> None:
@@ -67,11 +71,45 @@ class Emulated:
         return torch.full((size,), 0x5A, dtype=torch.uint8)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Emulated:
-    """All tensors lie on this device."""
-    found = Emulated()
-    monkeypatch.setattr(codec, "accelerator_of", lambda tensor: found)
+class Real(Cuda):
+    """The first CUDA device, with the counters of the emulated one."""
+
+    def __init__(self) -> None:
+        from deltacheck import _native_cuda
+
+        super().__init__(torch.device("cuda", 0), _native_cuda)
+        self.free = 1 << 40
+        self.begun = self.held = 0
+        self.copied = 0
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda()
+
+    def begin(self) -> None:
+        self.begun += 1
+        super().begin()
+
+    def hold(self) -> None:
+        self.held += 1
+        super().hold()
+
+    def free_bytes(self) -> int:
+        return min(self.free, super().free_bytes())
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.copied += size
+        return super().pinned(size)
+
+
+Device: TypeAlias = Emulated | Real
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Where all tensors of the engine's tests lie."""
+    found = Real() if request.param == "cuda" else Emulated()
+    held_there = "cuda" if request.param == "cuda" else "cpu"
+    monkeypatch.setattr(codec, "accelerator_of", lambda tensor: found if tensor.device.type == held_there else None)
     return found
 
 
@@ -79,8 +117,8 @@ def bfloat16(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def state(seed: int = 0) -> dict[str, torch.Tensor]:
-    return {
+def state(device: Device, seed: int = 0) -> dict[str, torch.Tensor]:
+    tensors = {
         "w": bfloat16(300_000, seed),
         "m": torch.randn(700, 300, generator=torch.Generator().manual_seed(seed)),
         "step": torch.tensor(float(seed)),
@@ -89,19 +127,23 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
         "strided": torch.arange(1000).reshape(10, 100).t(),
         "bool": torch.zeros(33, dtype=torch.bool),
     }
+    return {name: device.place(tensor) for name, tensor in tensors.items()}
+
+
+def host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def changed(before: dict[str, torch.Tensor], share: float = 0.02) -> dict[str, torch.Tensor]:
     after = {name: tensor.clone() for name, tensor in before.items()}
     random = torch.Generator().manual_seed(99)
-    for name in ("w", "m"):
+    for name in {"w", "m"} & after.keys():
         flat = after[name].reshape(-1)
-        flat[torch.rand(flat.numel(), generator=random) < share] *= 1.01
-    after["step"] += 1
+        flat[(torch.rand(flat.numel(), generator=random) < share).to(flat.device)] *= 1.01
     return after
 
 
-def run(jobs: list[GroupJob], device: Emulated, window_bytes: int = 1 << 20) -> list[Any]:
+def run(jobs: list[GroupJob], device: Device, window_bytes: int = 1 << 20) -> list[Any]:
     return list(group.encode(device, jobs, window_bytes, lambda size: None, lambda: None))
 
 
@@ -109,28 +151,28 @@ def run(jobs: list[GroupJob], device: Emulated, window_bytes: int = 1 << 20) -> 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.base is not None and case.current.size], ids=str)
-def test_the_device_gives_the_bytes_of_the_host(case: Case) -> None:
+def test_the_device_gives_the_bytes_of_the_host(case: Case, device: Device) -> None:
     assert case.base is not None
-    base = torch.from_numpy(case.base.copy())
-    [made] = run([GroupJob(torch.from_numpy(case.current.copy()), base, case.bounds, case.word_bytes)], Emulated())
+    base = device.place(torch.from_numpy(case.base.copy()))
+    [made] = run([GroupJob(device.place(torch.from_numpy(case.current.copy())), base, case.bounds, case.word_bytes)], device)
     expected, updated = default_codec().encode(case.current, case.base.copy(), case.bounds, case.word_bytes)
     assert same(made.encoded, expected)
-    assert np.array_equal(base.numpy(), updated)
+    assert np.array_equal(base.cpu().numpy(), updated)
     assert np.array_equal(made.digests, chunk_digests(case.current, case.bounds, case.word_bytes, expected.rows[:, 0].tolist()))
 
 
 @pytest.mark.parametrize("window_bytes", [1, 20_000, 50_000, 1 << 30])
-def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(window_bytes: int) -> None:
+def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(window_bytes: int, device: Device) -> None:
     jobs, arrays = [], []
     for seed, (count, width) in enumerate([(10_000, 2), (7, 4), (30_000, 4), (0, 4), (5000, 8)]):
         before = words(count, width, seed)
         after = moved(before, 0.05, 3, seed)
         bounds = np.unique(np.array([0, count // 3, count // 2, count], np.uint64))
-        now, base = torch.from_numpy(after.view(np.uint8)), torch.from_numpy(before.copy().view(np.uint8))
+        now, base = (device.place(torch.from_numpy(content.copy().view(np.uint8))) for content in (after, before))
         jobs.append(GroupJob(now, base, bounds, width))
         arrays.append(after)
     seen: list[tuple[int, int]] = []
-    for made in run(jobs, Emulated(), window_bytes):
+    for made in run(jobs, device, window_bytes):
         chunks = [(span.job, span.first_chunk + i) for span in made.spans for i in range(span.chunks)]
         sizes = [int(np.diff(jobs[job].bounds)[chunk]) * jobs[job].word_bytes for job, chunk in chunks]
         assert sum(sizes) <= window_bytes or len(chunks) == 1
@@ -143,7 +185,7 @@ def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(window_by
         seen += chunks
     assert seen == [(number, chunk) for number, job in enumerate(jobs) for chunk in range(job.bounds.size - 1)]
     for job, after in zip(jobs, arrays, strict=True):
-        assert np.array_equal(job.base.numpy(), after.view(np.uint8))
+        assert np.array_equal(job.base.cpu().numpy(), after.view(np.uint8))
 
 
 @pytest.mark.parametrize("what", ["rows", "streams", "digests", "base"])
@@ -195,38 +237,38 @@ def test_a_device_that_fails_or_is_of_another_version_is_not_used() -> None:
 
 @pytest.mark.parametrize("shadow", ["auto", "device", "host", "none"])
 def test_every_save_comes_back_bit_for_bit(
-    tmp_path: Path, device: Emulated, shadow: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device, shadow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec, "WINDOW_BYTES", 200_000)
-    states = [state()]
+    states = [state(device)]
     for _ in range(3):
         states.append(changed(states[-1]))
     with Engine(tmp_path, shadow=shadow) as engine:
         for step, content in enumerate(states):
             engine.save(step, content).result(60)
         for step, content in enumerate(states):
-            assert_same(content, engine.restore(step))
+            assert_same(host(content), engine.restore(step))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
     assert device.begun == len(states)
 
 
-def test_only_changes_cross_to_the_host(tmp_path: Path, device: Emulated) -> None:
-    first = {"w": bfloat16(2_000_000)}
+def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
+    first = {"w": device.place(bfloat16(2_000_000))}
     raw = first["w"].numel() * 2
     with Engine(tmp_path) as engine:
         engine.save(0, first).result(60)
         assert device.copied > raw
         device.copied = 0
-        handle = engine.save(1, changed(first | {"m": torch.zeros(1), "step": torch.zeros(())}))
+        handle = engine.save(1, changed(first))
         assert kinds(handle)["w"] is LeafKind.DELTA
         assert 0 < device.copied < 0.1 * raw
 
 
 def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
-    tmp_path: Path, device: Emulated, slow_encoder: threading.Event
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
 ) -> None:
-    content = state()
-    wanted = {name: tensor.clone() for name, tensor in content.items()}
+    content = state(device)
+    wanted = {name: tensor.cpu().clone() for name, tensor in content.items()}
     with Engine(tmp_path) as engine:
         handle = engine.save(0, content)
         content["w"].zero_()
@@ -235,14 +277,15 @@ def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
         assert_same(wanted, engine.restore(0))
 
 
-def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tmp_path: Path, device: Emulated) -> None:
+def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tmp_path: Path, device: Device) -> None:
     layer = torch.nn.Linear(300, 300)
+    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(torch.ones(300)).sum().backward()
+    layer(device.place(torch.ones(300))).sum().backward()
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
         for step in range(3):
-            wanted = copy.deepcopy(layer.state_dict())
+            wanted = host(copy.deepcopy(layer.state_dict()))
             engine.save(step, {"model": layer.state_dict(), "optimizer": optimizer.state_dict()})
             held = device.held
             optimizer.step()
@@ -251,8 +294,9 @@ def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tm
             assert_same(wanted, engine.restore(step)["model"])
 
 
-def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Emulated, slow_encoder: threading.Event) -> None:
+def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, slow_encoder: threading.Event) -> None:
     layer = torch.nn.Linear(300, 300)
+    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
     with Engine(tmp_path) as engine:
         engine.guard(torch.optim.SGD(layer.parameters(), lr=0.1))
         handle = engine.save(0, layer.state_dict())
@@ -263,8 +307,8 @@ def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Emulated
     assert deltacheck.open(tmp_path).steps() == []
 
 
-def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(tmp_path: Path, device: Emulated) -> None:
-    first = state()
+def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(tmp_path: Path, device: Device) -> None:
+    first = state(device)
     second = first | {"w": changed(first)["w"]}
     with Engine(tmp_path, shadow="none") as engine:
         engine.save(0, first).result(60)
@@ -272,26 +316,28 @@ def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(
         found = kinds(handle)
         assert found["w"] is LeafKind.KEYFRAME
         assert {kind for name, kind in found.items() if name != "w"} == {LeafKind.UNCHANGED}
-        assert_same(second, engine.restore(1))
-        assert_same(first, engine.restore(0))
+        assert_same(host(second), engine.restore(1))
+        assert_same(host(first), engine.restore(0))
 
 
 def test_without_enough_device_memory_shadows_lie_on_the_host_and_the_log_says_so(
-    tmp_path: Path, device: Emulated, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.free = 1 << 20
-    states = [state(), changed(state())]
+    first = state(device)
+    states = [first, changed(first)]
     with caplog.at_level(logging.WARNING), Engine(tmp_path) as engine:
         for step, content in enumerate(states):
             handle = engine.save(step, content)
             handle.result(60)
         assert kinds(handle)["w"] is LeafKind.DELTA
-        assert_same(states[1], engine.restore(1))
+        assert_same(host(states[1]), engine.restore(1))
     assert "shadows go to host memory" in caplog.text
 
 
-def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(tmp_path: Path, device: Emulated) -> None:
-    first, second = state(), changed(state())
+def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(tmp_path: Path, device: Device) -> None:
+    first = state(device)
+    second = changed(first)
     with Engine(tmp_path) as engine:
         engine.save(0, first).result(60)
     with Engine(tmp_path) as engine:
@@ -300,13 +346,14 @@ def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(tmp_path:
         assert kinds(handle)["w"] is LeafKind.DELTA
         engine.save(2, first).result(60)
         for step, content in enumerate([first, second, first]):
-            assert_same(content, engine.restore(step))
+            assert_same(host(content), engine.restore(step))
 
 
 def test_a_device_that_fails_fails_the_save_and_the_next_writes_whole_leaves(
-    tmp_path: Path, device: Emulated, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = state(), changed(state())
+    first = state(device)
+    second = changed(first)
     with Engine(tmp_path) as engine:
         engine.save(0, first).result(60)
         with monkeypatch.context() as patch:
@@ -315,7 +362,7 @@ def test_a_device_that_fails_fails_the_save_and_the_next_writes_whole_leaves(
         handle = engine.save(2, second)
         assert kinds(handle)["w"] is LeafKind.KEYFRAME
         assert engine.steps() == [0, 2]
-        assert_same(second, engine.restore(2))
+        assert_same(host(second), engine.restore(2))
 
 
 def test_a_shadow_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

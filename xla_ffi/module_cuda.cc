@@ -40,11 +40,11 @@ std::optional<std::string> problem() {
   return std::nullopt;
 }
 
-uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes, uint64_t tiles) {
-  return device::Workspace(chunks, bytes, tiles).all_bytes;
+uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes) {
+  return device::Workspace(chunks, bytes).all_bytes;
 }
 
-void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t tiles, uint64_t workspace, uint64_t rows,
+void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t workspace, uint64_t rows,
                   uint64_t head, uint64_t payload, uint64_t payload_bytes, uint64_t digests, uint64_t stream) {
   device::EncodeArguments call{};
   call.chunks = chunks;
@@ -55,7 +55,7 @@ void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t tile
   call.digests = at<uint64_t>(digests);
   nb::gil_scoped_release released;
   must_succeed(device::encode_from_host(at<device::Chunk>(table), at<uint8_t>(workspace),
-                                        device::Workspace(chunks, bytes, tiles), call,
+                                        device::Workspace(chunks, bytes), call,
                                         reinterpret_cast<cudaStream_t>(stream)));
 }
 
@@ -86,8 +86,8 @@ NB_MODULE(DELTACHECK_MODULE, m) {
   m.attr("CHUNK_BYTES") = sizeof(device::Chunk);
   m.attr("HEAD_ENTRIES") = static_cast<int>(kHeadEntries);
   m.def("problem", problem, "Why no device can be used; None if one can.");
-  m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"), nb::arg("tiles"));
-  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"), nb::arg("tiles"),
+  m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"));
+  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"),
         nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"), nb::arg("payload_bytes"),
         nb::arg("digests"), nb::arg("stream"), "As device::encode in cuda/device.h; only `table` is host memory.");
   m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"), nb::arg("stream"),

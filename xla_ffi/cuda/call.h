@@ -9,9 +9,9 @@ namespace device {
 
 // Device memory that a call needs beside its results: the table and the encoder's scratch.
 struct Workspace {
-  Workspace(uint32_t chunks, uint64_t bytes, uint64_t tiles)
+  Workspace(uint32_t chunks, uint64_t bytes)
       : table_bytes((chunks * sizeof(Chunk) + 255) / 256 * 256),
-        all_bytes(table_bytes + scratch_bytes(chunks, bytes, tiles)) {}
+        all_bytes(table_bytes + scratch_bytes(chunks, bytes)) {}
 
   size_t table_bytes, all_bytes;
 };

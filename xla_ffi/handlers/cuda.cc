@@ -23,18 +23,17 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments, ffi
   std::string problem = leaves_of(arguments, results, 2, word_bytes, chunks, bounds, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
   std::vector<device::Chunk> table;
-  uint64_t bytes = 0, tiles = 0;
+  uint64_t bytes = 0;
   for (const Leaf& leaf : leaves) {
     const uint64_t width = static_cast<uint64_t>(leaf.run.word_bytes);
     for (uint64_t chunk = 0; chunk < leaf.run.chunks; ++chunk) {
       const uint64_t start = leaf.run.bounds[chunk], words = leaf.run.bounds[chunk + 1] - start;
       table.push_back({leaf.current + start * width, leaf.base + start * width, static_cast<uint32_t>(words),
                        static_cast<uint32_t>(width)});
-      tiles += tiles_of(words, leaf.run.word_bytes);
     }
     bytes += leaf.run.bytes();
   }
-  const device::Workspace sizes(static_cast<uint32_t>(table.size()), bytes, tiles);
+  const device::Workspace sizes(static_cast<uint32_t>(table.size()), bytes);
   const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
   problem = mismatch("digests", *result(3), ffi::DataType::U32, "uint32", static_cast<int64_t>(table.size()), 4);
   if (problem.empty()) problem = mismatch("workspace", *result(4), ffi::DataType::U8, "uint8", -1);

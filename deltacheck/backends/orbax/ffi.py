@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import ROW_WIDTH, STREAMS, TILE_BYTES, U8, U32, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
+from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U32, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
 
@@ -175,9 +175,7 @@ def _encode(
         _shaped((total,), np.uint8),  # always enough: no chunk is stored in more than its own bytes
     ]
     if platform == "CUDA":
-        spans = [np.diff(one) * np.uint64(width) for one, width in zip(edges, word_bytes, strict=True)]
-        tiles = sum(int((-(-span.astype(np.int64) // TILE_BYTES)).sum()) for span in spans)
-        results += [_shaped((chunks, 4), np.uint32), _shaped((_device().workspace_bytes(chunks, total, tiles),), np.uint8)]
+        results += [_shaped((chunks, 4), np.uint32), _shaped((_device().workspace_bytes(chunks, total),), np.uint8)]
     call: Any = jax.ffi.ffi_call(
         "deltacheck_encode", results, input_output_aliases={len(currents) + i: i for i in range(len(bases))}
     )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltacheck.backends.torch.device import Accelerator, Event
-from deltacheck.codec import TILE_BYTES, Encoded, EncodedGroup, GroupJob, GroupSpan, default_codec
+from deltacheck.codec import Encoded, EncodedGroup, GroupJob, GroupSpan, default_codec
 from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U64
 from deltacheck.digest import chunk_digests
 
@@ -92,12 +92,12 @@ def _cut(jobs: Sequence[GroupJob], window_bytes: int) -> Iterator[tuple[list[Gro
 
 def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void]) -> _Window:
     sizes = table["words"].astype(np.int64) * table["word_bytes"]
-    chunks, total, tiles = table.size, int(sizes.sum()), int((-(-sizes // TILE_BYTES)).sum())
+    chunks, total = table.size, int(sizes.sum())
     rows_at, digests_at, end = _places(chunks)
     host_table = device.pinned(table.nbytes)
     host_table.numpy()[:] = table.view(np.uint8)
     with device.aside() as stream:
-        workspace = device.empty(device.native.workspace_bytes(chunks, total, tiles))
+        workspace = device.empty(device.native.workspace_bytes(chunks, total))
         payload = device.empty(max(1, total))  # always enough: no chunk is stored in more than its own bytes
         results = device.empty(end)
         at = results.data_ptr()
@@ -105,7 +105,6 @@ def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void
             table=host_table.data_ptr(),
             chunks=chunks,
             bytes=total,
-            tiles=tiles,
             workspace=workspace.data_ptr(),
             rows=at + rows_at,
             head=at,
