@@ -285,8 +285,8 @@ def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("on_processor", "calls"),
     [
-        pytest.param(True, [[(300, 400)], [(400, 300)]], id="one by one"),
-        pytest.param(False, [[(300, 400), (400, 300)]], id="grouped"),
+        pytest.param(True, [[(300, 400)], [(500, 300)], [(400, 300)]], id="one by one"),
+        pytest.param(False, [[(300, 400), (500, 300)], [(400, 300)]], id="grouped"),
     ],
 )
 def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
@@ -306,6 +306,7 @@ def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
     monkeypatch.setattr(ffi.FfiCodec, "encode_group", watched)
     tree = {
         "large": jnp.zeros((300, 400)),
+        "larger": jnp.zeros((500, 300)),
         "numpy": np.zeros((500, 500)),
         "packed by XLA": jnp.zeros((600, 600), jnp.int4),
         "sharded": jax.device_put(jnp.zeros((400, 300)), sharded("x")),
@@ -322,6 +323,47 @@ def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
         for step in range(3):
             assert_same(mngr.restore(step), at(step))
     assert seen == calls * 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "order", "by_shard"),
+    [
+        pytest.param(("x",), (0, 1, 2, 3), True, id="rows"),
+        pytest.param(("x",), (2, 0, 3, 1), True, id="rows on devices in another order"),
+        pytest.param((None, "x"), (0, 1, 2, 3), False, id="columns"),
+    ],
+)
+def test_each_device_encodes_the_shards_that_are_whole_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: tuple[str | None, ...], order: tuple[int, ...], by_shard: bool
+) -> None:
+    ffi = pytest.importorskip("deltacheck.backends.orbax.ffi")
+    if not ffi.available() or len(jax.devices()) < 4:
+        pytest.skip("needs XLA handlers and four devices")
+    monkeypatch.setattr("deltacheck.backends.orbax.codec._on_processor", lambda array: False)
+    seen: list[tuple[int, ...]] = []
+    encode_group = ffi.FfiCodec.encode_group
+
+    def watched(codec: Any, jobs: Any, *rest: Any) -> Any:
+        seen.extend(job.current.shape for job in jobs)
+        return encode_group(codec, jobs, *rest)
+
+    monkeypatch.setattr(ffi.FfiCodec, "encode_group", watched)
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[list(order)], "x")
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    content = np.random.default_rng(0).standard_normal((1024, 1024), np.float32)  # four chunks
+    kernel = jax.device_put(content, where)
+    with manager(tmp_path) as mngr:
+        for step in range(3):
+            mngr.save(step, args=DeltaSaveArgs({"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)}))
+        mngr.wait_until_finished()
+        for step in range(3):
+            assert_same(mngr.restore(step), {"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)})
+    assert seen.count((256, 1024)) == (8 if by_shard else 0)
+    assert seen.count((1024, 1024)) == (0 if by_shard else 2)
+    assert seen.count((70_000,)) == 2
+    found = deltacheck.open(tmp_path)
+    assert len(found.manifest(2).segments) == 3, "one keyframe, two deltas"
+    assert found.verify(deep=True) == []
 
 
 def test_without_xla_handlers_everything_is_encoded_in_host_memory_and_the_log_says_so(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from deltacheck import grid
 from deltacheck.backends.orbax import leaves
+from deltacheck.backends.orbax.shards import chunks_of_shards
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob, GroupSpan
 
@@ -28,6 +30,14 @@ _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _NEED_X64 = ("int64", "uint64", "float64", "complex128")
 
 
+class _Part(NamedTuple):
+    """What one device encodes of a leaf: its chunks from ``first_chunk`` on."""
+
+    leaf: int
+    first_chunk: int
+    job: GroupJob
+
+
 class LeafCodec:
     """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the same kind as its leaf."""
 
@@ -40,11 +50,11 @@ class LeafCodec:
 
     def copy(self, current: Any, out: Base | None) -> Base:
         """A base that holds ``current``; written into ``out`` where that fits."""
-        one = self._for_xla(current)
-        if one is None or self._xla is None:
+        if self._xla is None or not self._for_xla(current):
             base: U8 = self._host.copy(leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None)
             return base
-        return self._xla.copy(one, out if isinstance(out, jax.Array) else None)
+        kept = current if self.grouped(current, out) and not current.is_fully_replicated else _gathered(current)
+        return self._xla.copy(kept, out if isinstance(out, jax.Array) else None)
 
     def host(self, base: Base) -> U8:
         """The base's bytes, without a copy on the processor."""
@@ -52,72 +62,102 @@ class LeafCodec:
 
     def encode(self, current: Any, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
         """As the protocol has it; ``current``: a leaf of the tree."""
-        one = self._for_xla(current)
-        if one is None or self._xla is None:
+        if self._xla is None or not self._for_xla(current):
             if isinstance(base, jax.Array):
                 base = leaves.bytes_of(base).copy()
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
+        one = _gathered(current)
         return self._xla.encode(one, None if base is None else _beside(one, base), bounds, word_bytes)
 
-    def grouped(self, current: Any, base: Base) -> bool:
+    def grouped(self, current: Any, base: Base | None) -> bool:
         """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth sharing, and a group costs memory."""
         return self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
 
     def encode_group(
         self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
     ) -> Iterator[EncodedGroup]:
-        """As the protocol has it. Leaves that go through XLA share calls; the others are encoded one by one in host memory."""
-        on_host: list[int] = []
-        window: list[int] = []
-        ready: list[GroupJob] = []  # of the window: their arrays on one device
+        """As the protocol has it. Devices encode the shards that they hold; leaves that are not cut between chunks are gathered one by one,
+        and what XLA cannot take is encoded in host memory.
+        """
+        parts: list[_Part] = []
+        others: list[int] = []
         for number, job in enumerate(jobs):
-            one = self._for_xla(job.current)
-            if one is None or self._xla is None:
-                on_host.append(number)
-                continue
-            if ready and sum(other.current.nbytes for other in ready) + one.nbytes > self._xla.window_bytes:
-                yield from self._by_xla(window, ready, make_room)
-                window, ready = [], []
-            window.append(number)
-            ready.append(job._replace(current=one, base=_beside(one, job.base)))
-        if ready:
-            yield from self._by_xla(window, ready, make_room)
-        for number in on_host:
+            own = self._parts(number, job)
+            parts += own
+            if not own:
+                others.append(number)
+        parts.sort(key=lambda part: part.job.current.device.id)  # stable: one device after the other, its leaves in order
+        yield from self._by_xla(jobs, parts, make_room)
+        for number in others:
             current, base, bounds, word_bytes = jobs[number]
-            make_room(leaves.bytes_of(current).nbytes)
+            make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes)
             yield EncodedGroup([GroupSpan(number, 0, bounds.size - 1)], encoded, {number: base}, None)
         all_read()
 
+    def _parts(self, number: int, job: GroupJob) -> list[_Part]:
+        """A leaf as arrays on single devices, each of whole chunks; empty where it cannot be had so without a copy."""
+        leaf = job.current
+        if not self._for_xla(leaf):
+            return []
+        if leaf.is_fully_replicated:
+            whole = leaf.addressable_shards[0].data
+            return [_Part(number, 0, job._replace(current=whole, base=_beside(whole, job.base)))]
+        cut = chunks_of_shards(leaf, job.bounds, job.word_bytes)
+        if cut is None:
+            return []
+        base = _beside(leaf, job.base)
+        parts = []
+        for shard, first, chunks in cut:
+            bounds = job.bounds[first : first + chunks + 1] - job.bounds[first]
+            current, own = leaf.addressable_shards[shard].data, base.addressable_shards[shard].data
+            parts.append(_Part(number, first, GroupJob(current, own, bounds, job.word_bytes)))
+        return parts
+
     def _by_xla(
-        self, numbers: Sequence[int], jobs: Sequence[GroupJob], make_room: Callable[[int], None]
+        self, jobs: Sequence[GroupJob], parts: Sequence[_Part], make_room: Callable[[int], None]
     ) -> Iterator[EncodedGroup]:
-        assert self._xla is not None
-        for made in self._xla.encode_group(jobs, make_room, lambda: None):
-            yield made._replace(
-                spans=[span._replace(job=numbers[span.job]) for span in made.spans],
-                bases={numbers[job]: base for job, base in made.bases.items()},
-            )
+        if self._xla is None or not parts:
+            return
+        missing = Counter(part.leaf for part in parts)
+        bases: dict[int, list[jax.Array]] = {}
+        for made in self._xla.encode_group([part.job for part in parts], make_room, lambda: None):
+            spans, whole = [], {}
+            for span in made.spans:
+                part = parts[span.job]
+                spans.append(GroupSpan(part.leaf, part.first_chunk + span.first_chunk, span.chunks))
+                bases.setdefault(part.leaf, []).append(made.bases[span.job])
+                missing[part.leaf] -= 1
+                if missing[part.leaf] == 0:
+                    whole[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
+            yield EncodedGroup(spans, made.encoded, whole, made.digests)
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it."""
         self._host.apply(encoded, base, bounds, word_bytes)
 
-    def _for_xla(self, leaf: Any) -> jax.Array | None:
-        """The leaf as one array on one device, where the handlers take it; else ``None``."""
+    def _for_xla(self, leaf: Any) -> bool:
+        """Whether the handlers take this leaf, where its devices are."""
         if self._xla is None or not isinstance(leaf, jax.Array) or leaves.is_key(leaf.dtype) or leaf.nbytes < _XLA_FROM_BYTES:
-            return None
+            return False
         name = leaf.dtype.name
         if name in _SUB_BYTE or (name in _NEED_X64 and not leaves.jax_has(name)):
-            return None
-        if not all(self._xla.takes(device) for device in leaf.devices()):
-            return None
-        if leaf.is_fully_replicated:
-            whole: jax.Array = leaf.addressable_shards[0].data
-            return whole
-        # Chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of sharding.
-        gathered: jax.Array = jax.device_put(leaf, leaf.addressable_shards[0].device)
-        return gathered
+            return False
+        return all(self._xla.takes(device) for device in leaf.devices())
+
+
+def _gathered(leaf: jax.Array) -> jax.Array:
+    """A leaf as one array on one device."""
+    first = leaf.addressable_shards[0]
+    one: jax.Array = first.data if leaf.is_fully_replicated else jax.device_put(leaf, first.device)
+    return one
+
+
+def _assembled(like: jax.Array, shards: list[jax.Array]) -> jax.Array:
+    """The base of a leaf from those of its shards; ``like``: the leaf."""
+    if len(shards) == 1:
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
 def _on_processor(array: jax.Array) -> bool:
