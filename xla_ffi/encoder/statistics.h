@@ -73,11 +73,12 @@ inline Floats load(const uint8_t* memory, uint32_t v) {
   if constexpr (kElements == Elements::kBfloat16) {
     return reinterpret_cast<Floats>(v == 0 ? bits << 16 : bits & 0xffff0000u);
   }
-  // As value_of has it.
+  // As value_of has it, and not finite where the half is not.
   bits = v == 0 ? bits & 0xffffu : bits >> 16;
-  const Bits magnitude = bits & 0x7fffu, subnormal = reinterpret_cast<Bits>(magnitude < 0x400u);
+  const Bits magnitude = bits & 0x7fffu, subnormal = reinterpret_cast<Bits>(magnitude < 0x400u),
+             infinite = reinterpret_cast<Bits>(magnitude >= 0x7c00u);
   const Bits extra = subnormal & (113u << 23), sum = (magnitude << 13) + (112u << 23) + (subnormal & (1u << 23));
-  const Floats value = reinterpret_cast<Floats>(sum) - reinterpret_cast<Floats>(extra);
+  const Floats value = reinterpret_cast<Floats>(sum | (infinite & 0x7f800000u)) - reinterpret_cast<Floats>(extra);
   return reinterpret_cast<Floats>(reinterpret_cast<Bits>(value) | (bits & 0x8000u) << 16);
 }
 
