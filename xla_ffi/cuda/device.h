@@ -39,8 +39,8 @@ struct EncodeArguments {
   uint64_t* digests;  // room for (chunks, 2): xxh3_128 (high, low) of the new content of every row's chunk; or null
 };
 
-// Scratch for a group whose chunks have these sizes together.
-size_t scratch_bytes(uint32_t chunks, uint64_t bytes, uint64_t tiles);
+// Scratch for a group of so many chunks that have so many bytes together.
+size_t scratch_bytes(uint32_t chunks, uint64_t bytes);
 
 // Encodes every chunk against its base, which becomes equal to it also where the payload overflows.
 cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream);
@@ -55,6 +55,11 @@ struct ApplyArguments {
 
 // Turns the bases of the table into what was encoded.
 cudaError_t apply(const ApplyArguments& arguments, cudaStream_t stream);
+
+// Of encode: digests[i] = xxh3_128 (high, low) of the current content of chunk rows[i].chunk of the table, for i <
+// *count. REQUIRES: *count <= most.
+cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count, uint32_t most,
+                            uint64_t* digests, cudaStream_t stream);
 
 // digests[i] = xxh3_128 (high, low) of the base of the table's entry i; its current where there is no base.
 cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream);
