@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -64,7 +65,7 @@ def cut(terms, item):
 @np.errstate(over="ignore", invalid="ignore")
 def told_plainly(current, base, bounds, dtype):
     rows = []
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds):
         bits_now, bits_before = current[low:high], base[low:high]
         changed = np.count_nonzero(bits_now != bits_before)
         if dtype not in NUMBERS:
@@ -154,9 +155,7 @@ def test_every_value_of_16_bits_is_read_as_numpy_reads_it(dtype, kernels):
     # Not only one by one: in whole vectors, too.
     in_order_of_bits = np.where(finite, every, 0).astype(np.uint16)
     whole = np.array([0, every.size], np.uint64)
-    assert same(
-        statistics(in_order_of_bits, zeros, whole, dtype), told_plainly(in_order_of_bits, zeros, whole, dtype)
-    )
+    assert same(statistics(in_order_of_bits, zeros, whole, dtype), told_plainly(in_order_of_bits, zeros, whole, dtype))
 
 
 def test_words_at_any_address_are_read_as_such():
@@ -228,7 +227,7 @@ def test_the_extension_refuses_what_would_be_read_out_of_bounds():
         (eight, eight, np.array([0, 3], np.uint64), "float32"),
         (eight, eight, whole, "float31"),
     ):
-        with pytest.raises(ValueError, match="size|bounds|float31"):
+        with pytest.raises(ValueError, match=r"size|bounds|float31"):
             _native.statistics(current, base, bounds, elements)
 
 
