@@ -81,6 +81,11 @@ DELTACHECK_HD uint64_t tiles_of(uint64_t words, int word_bytes) {
   return (words * word_bytes + kTileBytes - 1) / kTileBytes;
 }
 
+DELTACHECK_HD uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t tile_words) {
+  const uint64_t rest = words - tile * tile_words;
+  return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
+}
+
 // z of a word.
 template <int W>
 DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current, typename Word<W>::type base) {
@@ -130,7 +135,7 @@ DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, 
 constexpr uint64_t kByteCost = 8 * 256;
 
 // L(x) as the document defines it. REQUIRES: x >= 1. Slow; log2_256 gives the same.
-static constexpr uint32_t log2_256_by_squaring(uint64_t x) {
+DELTACHECK_HD constexpr uint32_t log2_256_by_squaring(uint64_t x) {
   uint32_t e = 0;
   while (x >> e > 1) ++e;
   uint64_t m = e <= 31 ? x << (31 - e) : x >> (e - 31);
@@ -175,7 +180,10 @@ static constexpr Log2Table make_log2_table() {
   return table;
 }
 
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+// One value a thread: a table would have to come from memory.
+DELTACHECK_HD uint32_t log2_256(uint64_t x) { return log2_256_by_squaring(x); }
+#else
 static constexpr Log2Table kLog2Table = make_log2_table();
 
 // L(x). REQUIRES: x >= 1.
@@ -196,23 +204,37 @@ static constexpr bool log2_256_is_exact() {
          log2_256((uint64_t{1} << 32) - 1) == 32 * 256 - 1;
 }
 static_assert(log2_256_is_exact());
+#endif
 
-// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
-// `skew = false` leaves out the skew term: a bound from below (see choose in segment.h).
-template <typename Counter>
-static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
-  if (n == 0) return 0;
-  const uint64_t whole = log2_256(n);
-  uint64_t sum = 0, most = 0;
-  for (int byte = 0; byte < 256; ++byte) {
-    const uint64_t h = histogram[byte];
-    if (h == 0) continue;
-    sum += h * (whole - log2_256(h));
-    most = h > most ? h : most;
-  }
+// What an entry of the histogram adds to the entropy of a string. `whole`: L of its length.
+DELTACHECK_HD uint64_t entropy_term(uint64_t entry, uint32_t whole) {
+  return entry == 0 ? 0 : entry * (whole - log2_256(entry));
+}
+
+// The cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. `skew = false` leaves out the
+// skew term: a bound from below.
+DELTACHECK_HD uint64_t cost_of(uint64_t entropy, uint64_t most, uint64_t n, bool skew) {
+  uint64_t sum = entropy;
   if (skew && 2 * most > n) sum += kByteCost * ((n - most) * (2 * most - n) / n);
   return sum < kByteCost * n ? sum : kByteCost * n;
 }
-#endif
+
+// Entropy is concave, so what a part of the bytes costs is a bound from below for what all of them cost, up to the
+// rounding of L: L(x) and 256 log2 x differ by less than 2, on both sides of a comparison. Most a byte:
+constexpr uint64_t kRoundingCost = 4;
+
+struct Choice {
+  Method method;
+  uint64_t cost;
+};
+
+// 4.4, 5: the least of these costs, the first on equal ones. Planes come after them all.
+DELTACHECK_HD Choice least_of(uint64_t diff, uint64_t sparse, uint64_t bitmap, uint64_t raw) {
+  Choice least{kDiff, diff};
+  if (sparse < least.cost) least = {kSparse, sparse};
+  if (bitmap < least.cost) least = {kBitmap, bitmap};
+  if (raw < least.cost) least = {kRaw, raw};
+  return least;
+}
 
 }  // namespace deltacheck

@@ -20,11 +20,6 @@ namespace deltacheck {
 
 namespace {
 
-inline uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t tile_words) {
-  const uint64_t rest = words - tile * tile_words;
-  return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
-}
-
 // --- one tile: changed words, their positions and differences ------------------------------------------------------
 
 // The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
@@ -245,17 +240,28 @@ inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t* counts) 
   for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[bytes[i]];
 }
 
-// Whether value planes cost less than `bound` on the sample.
-//
-// Most chunks can be told from a small part of it. Entropy is concave, so what a part of the words costs is a bound
-// from below for what all of them cost, up to the rounding of L: L(x) and 256 log2 x differ by less than 2, on both
-// sides of the comparison, for every word and plane. Looked at each time that the part has doubled.
+// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
+template <typename Counter>
+inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
+  if (n == 0) return 0;
+  const uint32_t whole = log2_256(n);
+  uint64_t entropy = 0, most = 0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const uint64_t entry = histogram[byte];
+    entropy += entropy_term(entry, whole);
+    most = entry > most ? entry : most;
+  }
+  return cost_of(entropy, most, n, skew);
+}
+
+// Whether value planes cost less than `bound` on the sample. Most chunks can be told from a small part of it, which is
+// looked at each time that it has doubled.
 template <int W>
 inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words, uint64_t bound,
                              Scratch* scratch) {
   using Memory = typename Word<W>::Memory;
   constexpr uint32_t kFirstLook = 1024;
-  const uint64_t rounding = 4 * sample_words * W;
+  const uint64_t rounding = kRoundingCost * sample_words * W;
   std::memset(scratch->counts, 0, sizeof scratch->counts);
   uint64_t seen = 0, next_look = kFirstLook;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
@@ -348,18 +354,13 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
   uint64_t sample_words = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery)
     sample_words += words_of_tile(words, tile, kTileWords<W>);
-  Method best = kRaw;
-  uint64_t least = kByteCost * sample_words * W;
+  Choice best{kRaw, kByteCost * sample_words * W};
   if (base != nullptr) {
     uint64_t diff, bitmap, sparse;
     if (position_costs<W>(current, base, words, sample_words, scratch, &diff, &bitmap, &sparse) == 0) return kSparse;
-    const uint64_t raw = least;
-    best = kDiff, least = diff;
-    if (sparse < least) best = kSparse, least = sparse;
-    if (bitmap < least) best = kBitmap, least = bitmap;
-    if (raw < least) best = kRaw, least = raw;
+    best = least_of(diff, sparse, bitmap, best.cost);
   }
-  return planes_cost_less<W>(current, words, sample_words, least, scratch) ? kPlanes : best;
+  return planes_cost_less<W>(current, words, sample_words, best.cost, scratch) ? kPlanes : best.method;
 }
 
 // --- encode --------------------------------------------------------------------------------------------------------

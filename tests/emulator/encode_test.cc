@@ -1,0 +1,387 @@
+// The device encoder, emulated, against the host's: rows, streams, head and bases, byte for byte.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/device.h"
+#include "encoder/delta.h"
+
+using namespace deltacheck;
+
+namespace {
+
+std::mt19937_64 random_bits(20240607);
+
+uint64_t below(uint64_t end) { return random_bits() % end; }
+bool chance(double probability) { return static_cast<double>(random_bits() >> 11) * 0x1p-53 < probability; }
+
+// Bytes `offset` bytes from a boundary of 256. What lies behind them is watched by the address sanitizer.
+class Memory {
+ public:
+  explicit Memory(size_t size, size_t offset = 0) : offset_(offset), size_(size) {
+    void* memory;
+    if (posix_memalign(&memory, 256, offset + size) != 0) throw std::bad_alloc();
+    start_.reset(static_cast<uint8_t*>(memory));
+    std::memset(memory, kUntouched, offset + size);
+  }
+
+  uint8_t* data() const { return start_.get() + offset_; }
+  size_t size() const { return size_; }
+  bool untouched_before() const {
+    return std::all_of(start_.get(), data(), [](uint8_t byte) { return byte == kUntouched; });
+  }
+
+ private:
+  static constexpr uint8_t kUntouched = 0xa5;
+  std::unique_ptr<uint8_t, Free> start_;
+  size_t offset_, size_;
+};
+
+struct Piece {
+  int word_bytes;
+  uint64_t words;
+  Memory current, base;
+  bool has_base = true;
+
+  Piece(int word_bytes, uint64_t words, size_t offset = 0)
+      : word_bytes(word_bytes),
+        words(words),
+        current(words * word_bytes, offset * word_bytes),
+        base(words * word_bytes, offset * word_bytes % 48) {}
+
+  uint64_t get(uint64_t i) const {
+    uint64_t word = 0;
+    std::memcpy(&word, base.data() + i * word_bytes, word_bytes);
+    return word;
+  }
+  void set(uint64_t i, uint64_t word) { std::memcpy(current.data() + i * word_bytes, &word, word_bytes); }
+  // With z > 0 of word_bytes bytes.
+  void change(uint64_t i, uint64_t z) { set(i, get(i) + ((z >> 1) ^ (0 - (z & 1)))); }
+};
+
+using Group = std::vector<std::unique_ptr<Piece>>;
+
+// --- the check -------------------------------------------------------------------------------------------------------
+
+struct Digested {
+  std::vector<uint32_t> chunks;
+} digested;
+
+struct Expected {
+  std::vector<Row> rows;
+  std::vector<uint8_t> payload;
+  uint64_t sizes[kStreams] = {};
+};
+
+// Each chunk is a run of its own, so that every size of word can be in one group.
+Expected expected_of(const Group& group) {
+  Expected expected;
+  std::vector<uint8_t> streams[kStreams];
+  for (uint32_t i = 0; i < group.size(); ++i) {
+    const Piece& piece = *group[i];
+    const uint64_t bounds[2] = {0, piece.words};
+    Memory base(piece.base.size());
+    std::memcpy(base.data(), piece.base.data(), base.size());
+    const Encoded encoded =
+        encode({bounds, 1, piece.word_bytes}, piece.current.data(), piece.has_base ? base.data() : nullptr);
+    for (Row row : encoded.rows) {
+      row.chunk = i;
+      expected.rows.push_back(row);
+    }
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const Bytes& bytes = encoded.streams[stream];
+      if (bytes.size != 0)
+        streams[stream].insert(streams[stream].end(), bytes.data.get(), bytes.data.get() + bytes.size);
+    }
+  }
+  for (int stream = 0; stream < kStreams; ++stream) {
+    expected.sizes[stream] = streams[stream].size();
+    expected.payload.insert(expected.payload.end(), streams[stream].begin(), streams[stream].end());
+  }
+  return expected;
+}
+
+std::set<std::pair<int, uint32_t>> methods_seen;
+
+// `missing`: by how many bytes the payload is too small.
+void check_group(const Group& group, const std::string& name, uint64_t missing = 0, bool digests = false) {
+  const auto expect = [&](bool condition, const std::string& what) {
+    if (!condition) check::fail(__FILE__, __LINE__, name.c_str(), what);
+  };
+  const Expected expected = expected_of(group);
+  if (expected.payload.size() < missing) return;
+  std::vector<device::Chunk> table;
+  uint64_t bytes = 0;
+  for (const std::unique_ptr<Piece>& piece : group) {
+    table.push_back({piece->current.data(), piece->has_base ? piece->base.data() : nullptr,
+                     static_cast<uint32_t>(piece->words), static_cast<uint32_t>(piece->word_bytes)});
+    bytes += piece->current.size();
+  }
+  const uint32_t chunks = static_cast<uint32_t>(group.size());
+  const Memory scratch(device::scratch_bytes(chunks, bytes)), payload(expected.payload.size() - missing, 3);
+  std::vector<Row> rows(chunks);
+  std::vector<uint64_t> head(device::kHeadEntries, ~uint64_t{0}), digest_memory(2 * chunks);
+  digested.chunks.clear();
+  const cudaError_t error = device::encode({table.data(), chunks, scratch.data(), rows.data(), head.data(),
+                                            payload.data(), payload.size(), digests ? digest_memory.data() : nullptr},
+                                           nullptr);
+  expect(error == cudaSuccess, "failed");
+  expect(payload.untouched_before(), "wrote outside its memory");
+  expect(head[device::kHeadRows] == expected.rows.size(), "has another number of rows");
+  expect(head[device::kHeadOverflow] == (missing != 0), "has another overflow");
+  for (int stream = 0; stream < kStreams; ++stream) {
+    expect(head[device::kHeadStreams + stream] == expected.sizes[stream],
+           std::string("has another size of ") + kStreamNames[stream]);
+  }
+  for (size_t i = 0; i < expected.rows.size(); ++i) {
+    const Row &row = rows[i], &right = expected.rows[i];
+    methods_seen.insert({group[right.chunk]->word_bytes, right.method});
+    expect(std::memcmp(&row, &right, sizeof row) == 0,
+           "row " + std::to_string(i) + " of chunk " + std::to_string(right.chunk) + ": " + std::to_string(row.chunk) +
+               " " + std::to_string(row.method) + " " + std::to_string(row.changed) + " " +
+               std::to_string(row.gap_bytes) + " " + std::to_string(row.wide_count) + ", expected method " +
+               std::to_string(right.method) + " " + std::to_string(right.changed) + " " +
+               std::to_string(right.gap_bytes) + " " + std::to_string(right.wide_count));
+    if (digests)
+      expect(i < digested.chunks.size() && digested.chunks[i] == right.chunk, "has another list for digests");
+  }
+  if (missing == 0 && head[device::kHeadRows] == expected.rows.size()) {
+    const auto at = std::mismatch(expected.payload.begin(), expected.payload.end(), payload.data()).first;
+    expect(at == expected.payload.end(), "differs at byte " + std::to_string(at - expected.payload.begin()));
+  }
+  for (const std::unique_ptr<Piece>& piece : group) {
+    expect(piece->current.untouched_before() && piece->base.untouched_before(), "wrote outside a chunk");
+    if (piece->has_base)
+      expect(std::memcmp(piece->current.data(), piece->base.data(), piece->base.size()) == 0, "left another base");
+  }
+}
+
+// --- what chunks may look like ---------------------------------------------------------------------------------------
+
+uint64_t random_word(int word_bytes) { return random_bits() >> (64 - 8 * word_bytes); }
+
+// Words near one value, as weights are: their top bytes are few.
+uint64_t alike_word(int word_bytes) {
+  const uint64_t top = 0x3d + below(3);
+  return top << (8 * word_bytes - 8) | random_word(word_bytes) >> 8;
+}
+
+enum class Size { kNarrow, kWide, kMixed, kEdge };
+
+uint64_t some_z(int word_bytes, Size size) {
+  const uint64_t most = word_bytes == 8 ? ~uint64_t{0} : (uint64_t{1} << (8 * word_bytes)) - 1;
+  if (size == Size::kMixed) size = chance(0.05) ? Size::kWide : Size::kNarrow;
+  if (size == Size::kNarrow) return 1 + below(std::min<uint64_t>(1 + below(12), 255));
+  if (size == Size::kEdge) return std::min<uint64_t>(most, 254 + below(4));
+  return std::max<uint64_t>(1, random_word(word_bytes));
+}
+
+std::unique_ptr<Piece> piece_of(int word_bytes, uint64_t words, size_t offset, double density, Size size,
+                                uint64_t (*word)(int) = alike_word) {
+  auto piece = std::make_unique<Piece>(word_bytes, words, offset);
+  for (uint64_t i = 0; i < words; ++i) {
+    const uint64_t value = word(word_bytes);
+    std::memcpy(piece->base.data() + i * word_bytes, &value, word_bytes);
+  }
+  std::memcpy(piece->current.data(), piece->base.data(), piece->base.size());
+  for (uint64_t i = 0; i < words; ++i) {
+    if (chance(density)) piece->change(i, some_z(word_bytes, size));
+  }
+  return piece;
+}
+
+constexpr int kWordBytes[] = {1, 2, 4, 8};
+constexpr double kDensities[] = {0, 0.0001, 0.001, 0.02, 0.1, 0.3, 0.5, 0.8, 1};
+
+std::vector<uint64_t> sizes_around_tiles(int word_bytes) {
+  const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+  return {0,
+          1,
+          2,
+          3,
+          7,
+          8,
+          9,
+          31,
+          255,
+          256,
+          257,
+          tile - 1,
+          tile,
+          tile + 1,
+          2 * tile + 5,
+          16 * tile,
+          16 * tile + 1,
+          17 * tile - 3};
+}
+
+// --- tests -----------------------------------------------------------------------------------------------------------
+
+void test_sizes_around_tiles() {
+  for (const int word_bytes : kWordBytes) {
+    Group group;
+    for (const uint64_t words : sizes_around_tiles(word_bytes)) {
+      for (const double density : {0.01, 0.7})
+        group.push_back(piece_of(word_bytes, words, below(2) * below(20), density, Size::kMixed));
+    }
+    check_group(group, "sizes around tiles, words of " + std::to_string(word_bytes));
+  }
+}
+
+void test_densities() {
+  for (const int word_bytes : kWordBytes) {
+    const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+    for (const Size size : {Size::kNarrow, Size::kWide, Size::kMixed, Size::kEdge}) {
+      Group group;
+      for (const double density : kDensities) {
+        group.push_back(piece_of(word_bytes, tile + below(2 * tile), 0, density, size));
+        group.push_back(piece_of(word_bytes, tile / 2, below(16), density, size, random_word));
+      }
+      check_group(group, "densities, words of " + std::to_string(word_bytes));
+    }
+  }
+}
+
+void test_gaps_around_escapes() {
+  for (const int word_bytes : kWordBytes) {
+    Group group;
+    for (const uint64_t gap : {0, 253, 254, 255, 256, 509, 510, 511, 1000, 2047}) {
+      auto piece = piece_of(word_bytes, 2 * kTileBytes / word_bytes + 77, 0, 0, Size::kNarrow);
+      for (uint64_t i = gap; i < piece->words; i += gap + 1) piece->change(i, chance(0.1) ? 200 : 1);
+      group.push_back(std::move(piece));
+    }
+    auto last = piece_of(word_bytes, 3 * kTileBytes / word_bytes, 0, 0, Size::kNarrow);
+    last->change(kTileBytes / word_bytes - 1, 1);  // the longest gap, and the last word
+    last->change(last->words - 1, some_z(word_bytes, Size::kWide));
+    group.push_back(std::move(last));
+    check_group(group, "gaps, words of " + std::to_string(word_bytes));
+  }
+}
+
+// The sample says sparse, the rest of the chunk is too large for it: raw, and the base is up to date nevertheless.
+void test_streams_that_are_not_smaller_than_the_chunk() {
+  for (const int word_bytes : kWordBytes) {
+    const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+    Group group;
+    for (const uint64_t from : {tile, 3 * tile}) {
+      auto piece = piece_of(word_bytes, 6 * tile, 0, 0, Size::kNarrow);
+      for (uint64_t i = from; i < piece->words; ++i) piece->change(i, some_z(word_bytes, Size::kWide));
+      group.push_back(std::move(piece));
+    }
+    // One byte to each side of the limit: entries of tiles, a value and a gap for each, and a wide one now and then.
+    const uint64_t words = 100;
+    for (uint64_t changed = 0; changed <= words; ++changed) {
+      auto piece = piece_of(word_bytes, words, 0, 0, Size::kNarrow);
+      for (uint64_t i = 0; i < changed; ++i) piece->change(i, i % 3 == 0 ? some_z(word_bytes, Size::kWide) : 1);
+      group.push_back(std::move(piece));
+      if (changed % 10 == 0) {
+        check_group(group, "not smaller, words of " + std::to_string(word_bytes));
+        group.clear();
+      }
+    }
+    if (!group.empty()) check_group(group, "not smaller, words of " + std::to_string(word_bytes));
+  }
+}
+
+void test_chunks_without_base() {
+  Group group;
+  for (const int word_bytes : kWordBytes) {
+    for (const uint64_t words : {uint64_t{0}, uint64_t{1}, uint64_t{5}, uint64_t{20000}}) {
+      group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow));
+      group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow, random_word));
+      group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow, [](int) { return uint64_t{0}; }));
+    }
+  }
+  for (const std::unique_ptr<Piece>& piece : group) piece->has_base = false;
+  group.push_back(piece_of(2, 10000, 0, 0.02, Size::kNarrow));
+  check_group(group, "no base", 0, true);
+}
+
+std::unique_ptr<Piece> any_piece() {
+  const int word_bytes = kWordBytes[below(4)];
+  const uint64_t words = below(4) != 0 ? below(3000) : below(50000 / static_cast<uint64_t>(word_bytes));
+  auto piece = piece_of(word_bytes, words, below(2) * below(32), kDensities[below(9)], static_cast<Size>(below(4)),
+                        below(4) != 0 ? alike_word : random_word);
+  piece->has_base = below(10) != 0;
+  return piece;
+}
+
+void test_many_chunks_of_many_leaves() {
+  for (const size_t chunks : {0, 1, 47, 257, 600}) {
+    Group group;
+    while (group.size() < chunks) group.push_back(any_piece());
+    check_group(group, std::to_string(chunks) + " chunks", 0, true);
+  }
+}
+
+void test_payload_too_small() {
+  for (const uint64_t missing : {0, 1, 1000}) {
+    Group group;
+    for (int i = 0; i < 30; ++i) group.push_back(any_piece());
+    check_group(group, "payload too small by " + std::to_string(missing), missing, true);
+  }
+}
+
+// More tiles than store sums up at a time, and several samples.
+void test_long_chunks() {
+  for (const int word_bytes : kWordBytes) {
+    const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+    Group group;
+    group.push_back(piece_of(word_bytes, 65 * tile + 3, 0, 0.02, Size::kMixed));
+    if (word_bytes == 2) group.push_back(piece_of(word_bytes, 130 * tile, 1, 0.4, Size::kMixed));
+    // Frozen but for a few tiles in its middle.
+    auto piece = piece_of(word_bytes, 40 * tile, 0, 0, Size::kNarrow);
+    for (uint64_t i = 19 * tile; i < 33 * tile; i += 1 + below(300)) piece->change(i, some_z(word_bytes, Size::kMixed));
+    group.push_back(std::move(piece));
+    check_group(group, "long chunks, words of " + std::to_string(word_bytes));
+  }
+}
+
+void test_every_method_was_seen() {
+  for (const int word_bytes : kWordBytes) {
+    for (uint32_t method = kSparse; method < kMethods; ++method) {
+      if (methods_seen.count({word_bytes, method}) == 0)
+        check::fail(__FILE__, __LINE__, kMethodNames[method],
+                    "never chosen for words of " + std::to_string(word_bytes));
+    }
+  }
+}
+
+}  // namespace
+
+// In place of digest.cu: remembers what it was asked for.
+cudaError_t deltacheck::device::enqueue_digests(const Chunk*, const Row* rows, const uint64_t* count, uint32_t most,
+                                                uint64_t*, cudaStream_t) {
+  CHECK(*count <= most);
+  for (uint64_t i = 0; i < *count; ++i) digested.chunks.push_back(rows[i].chunk);
+  return cudaSuccess;
+}
+
+#include <chrono>
+template <typename F>
+void timed(const char* name, F f) {
+  auto t = std::chrono::steady_clock::now();
+  f();
+  std::fprintf(stderr, "%s %.2f\n", name, std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count());
+}
+#define T(f) timed(#f, f)
+int main() {
+  set_threads(1);
+  T(test_sizes_around_tiles);
+  T(test_densities);
+  T(test_gaps_around_escapes);
+  T(test_streams_that_are_not_smaller_than_the_chunk);
+  T(test_chunks_without_base);
+  T(test_many_chunks_of_many_leaves);
+  T(test_payload_too_small);
+  T(test_long_chunks);
+  T(test_every_method_was_seen);
+  return check::result();
+}

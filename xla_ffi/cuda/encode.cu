@@ -1,0 +1,710 @@
+// The encoder of device.h. One block works on one chunk from its first tile to its last, so no block ever waits for
+// another, and the bytes do not depend on how they are scheduled. What they need to know of each other, the places of
+// their streams, is settled between two kernels:
+//
+//   lay_out        where in scratch each chunk has its slot
+//   choose_method  4.4 of docs/reference/format.md, from the sample
+//   compact        sparse and bitmap chunks: their streams into their slots, their bases
+//   place          where each chunk's part of each stream goes; the rows
+//   store          slots, and all other chunks straight from memory, into the payload; the other bases
+
+#include <type_traits>
+
+#include "cuda/block.cuh"
+#include "cuda/device.h"
+
+namespace deltacheck {
+namespace device {
+namespace {
+
+constexpr uint64_t kSlotAlignment = 256;
+
+// What is known of a chunk.
+struct Entry {
+  uint64_t slot;   // from the first slot
+  Row row;         // under diff, planes and raw `changed` is found last of all
+  uint32_t place;  // of its row; where it has one
+};
+
+struct Job {
+  EncodeArguments arguments;
+  Entry* entries;
+  uint64_t* offsets;  // (kStreams, chunks): of each chunk's part within each stream
+  uint8_t* slots;
+};
+
+DELTACHECK_HD uint64_t rounded_up(uint64_t bytes) {
+  return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
+}
+
+// No chunk is stored in more bytes than it has.
+__device__ inline uint64_t slot_bytes(const Chunk& chunk) {
+  return rounded_up(uint64_t{chunk.words} * chunk.word_bytes);
+}
+
+// Calls `function` with a constant that has the bytes of a word as its type's `value`.
+template <typename Function>
+__device__ inline void with_word(uint32_t word_bytes, Function function) {
+  switch (word_bytes) {
+    case 1:
+      return function(std::integral_constant<int, 1>());
+    case 2:
+      return function(std::integral_constant<int, 2>());
+    case 4:
+      return function(std::integral_constant<int, 4>());
+    default:
+      return function(std::integral_constant<int, 8>());
+  }
+}
+
+// Shared memory for a word of any size.
+template <template <int> class Of>
+union ForAnyWord {
+  Of<1> one;
+  Of<2> two;
+  Of<4> four;
+  Of<8> eight;
+
+  template <int W>
+  __device__ Of<W>& of() {
+    if constexpr (W == 1) return one;
+    if constexpr (W == 2) return two;
+    if constexpr (W == 4) return four;
+    if constexpr (W == 8) return eight;
+  }
+};
+
+// --- one tile: which words have changed ------------------------------------------------------------------------------
+
+// A thread compares kUnits units of a tile. Neighbours compare neighbouring units: unit `thread`, then
+// `kBlockThreads + thread`, and so on.
+constexpr uint32_t kUnitBytes = sizeof(uint4);
+constexpr uint32_t kUnits = kTileBytes / (kUnitBytes * kBlockThreads);
+template <int W>
+constexpr uint32_t kUnitWords = kUnitBytes / W;
+
+// Four numbers of 16 bits, one for each unit of a thread: bits of its words, or counts.
+using PerUnit = uint64_t;
+static_assert(kUnits == 4 && kUnitWords<1> == 16 && kBlockThreads * kUnitWords<1> < 1 << 16);
+
+__device__ inline uint32_t of_unit(PerUnit numbers, uint32_t unit) {
+  return static_cast<uint32_t>(numbers >> (16 * unit)) & 0xffffu;
+}
+
+template <int W>
+struct Tile {
+  using U = typename Word<W>::type;
+
+  __device__ Tile(const Chunk& chunk, uint64_t tile)
+      : current(reinterpret_cast<const U*>(chunk.current) + tile * kTileWords<W>),
+        base(reinterpret_cast<U*>(chunk.base) + tile * kTileWords<W>),
+        words(words_of_tile(chunk.words, tile, kTileWords<W>)) {}
+
+  const U* current;
+  U* base;
+  uint32_t words;
+};
+
+template <int W>
+__device__ inline uint32_t differing_words(const uint4& current, const uint4& base) {
+  const uint32_t differing[4] = {current.x ^ base.x, current.y ^ base.y, current.z ^ base.z, current.w ^ base.w};
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < kUnitWords<W>; ++i) {
+    const uint32_t word = W == 8 ? differing[2 * i % 4] | differing[(2 * i + 1) % 4]
+                                 : static_cast<typename Word<W>::type>(differing[i * W / 4] >> (i * W % 4 * 8));
+    bits |= static_cast<uint32_t>(word != 0) << i;
+  }
+  return bits;
+}
+
+// The changed words of this thread's units.
+template <int W>
+__device__ inline PerUnit changed_words(const Tile<W>& tile) {
+  PerUnit changed = 0;
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
+  if (tile.words == kTileWords<W> && addresses % kUnitBytes == 0) {
+    uint4 current[kUnits], base[kUnits];  // all on their way at once
+#pragma unroll
+    for (uint32_t unit = 0; unit < kUnits; ++unit) {
+      current[unit] = reinterpret_cast<const uint4*>(tile.current)[unit * kBlockThreads + threadIdx.x];
+      base[unit] = reinterpret_cast<const uint4*>(tile.base)[unit * kBlockThreads + threadIdx.x];
+    }
+#pragma unroll
+    for (uint32_t unit = 0; unit < kUnits; ++unit)
+      changed |= PerUnit{differing_words<W>(current[unit], base[unit])} << (16 * unit);
+    return changed;
+  }
+  for (uint32_t unit = 0; unit < kUnits; ++unit) {
+    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
+    for (uint32_t i = 0; i < kUnitWords<W> && first + i < tile.words; ++i)
+      changed |= PerUnit{tile.current[first + i] != tile.base[first + i]} << (16 * unit + i);
+  }
+  return changed;
+}
+
+// The places of the changed words, ascending; returns how many there are.
+template <int W>
+__device__ inline uint32_t list_positions(PerUnit changed, uint16_t* positions, BlockScratch& scratch) {
+  PerUnit counts = 0, totals;
+  for (uint32_t unit = 0; unit < kUnits; ++unit)
+    counts |= static_cast<PerUnit>(__popc(of_unit(changed, unit))) << (16 * unit);
+  const PerUnit before = block_exclusive_sum(counts, scratch, &totals);
+  uint32_t start = 0;  // of the words of all threads' unit
+  for (uint32_t unit = 0; unit < kUnits; ++unit) {
+    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
+    uint32_t at = start + of_unit(before, unit);
+    for (uint32_t bits = of_unit(changed, unit); bits != 0; bits &= bits - 1)
+      positions[at++] = static_cast<uint16_t>(first + static_cast<uint32_t>(__ffs(bits)) - 1);
+    start += of_unit(totals, unit);
+  }
+  __syncthreads();
+  return start;
+}
+
+__device__ inline uint32_t gap_before(const uint16_t* positions, uint32_t k) {
+  return k == 0 ? positions[0] : positions[k] - positions[k - 1] - 1u;
+}
+
+// Calls put(index, byte) for the bytes of the tile's bitmap that are this thread's.
+template <int W, typename Put>
+__device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
+  constexpr uint32_t kByteUnits = W <= 2 ? 1 : W / 2;  // units that share a byte
+  for (uint32_t unit = 0; unit < kUnits; ++unit) {
+    uint32_t bits = of_unit(changed, unit);
+    for (uint32_t by = 1; by < kByteUnits; by *= 2)
+      bits |= __shfl_down_sync(kAllLanes, bits, by) << (by * kUnitWords<W>);
+    if (threadIdx.x % kByteUnits != 0) continue;
+    const uint32_t first = (unit * kBlockThreads + threadIdx.x) * kUnitWords<W>;
+    for (uint32_t word = 0; word < kUnitWords<W> && first + word < words; word += 8)
+      put((first + word) / 8, static_cast<uint8_t>(bits >> word));
+  }
+}
+
+// --- scans over all chunks, by one block -----------------------------------------------------------------------------
+
+// Calls use(chunk, the sum of size(chunk) of the chunks before it) for each chunk; returns the sum of all.
+template <typename Size, typename Use>
+__device__ inline uint64_t scan_chunks(uint32_t chunks, Size size, Use use, BlockScratch& scratch) {
+  uint64_t before = 0;
+  for (uint64_t start = 0; start < chunks; start += kBlockThreads) {
+    const uint64_t chunk = start + threadIdx.x;
+    uint64_t total;
+    const uint64_t sum = block_exclusive_sum(chunk < chunks ? size(chunk) : uint64_t{0}, scratch, &total);
+    if (chunk < chunks) use(chunk, before + sum);
+    before += total;
+  }
+  return before;
+}
+
+__global__ void __launch_bounds__(kBlockThreads) lay_out(Job job) {
+  DELTACHECK_SHARED(BlockScratch, scratch);
+  const Chunk* const table = job.arguments.table;
+  scan_chunks(
+      job.arguments.chunks, [&](uint64_t chunk) { return slot_bytes(table[chunk]); },
+      [&](uint64_t chunk, uint64_t slot) { job.entries[chunk].slot = slot; }, scratch);
+}
+
+// One block for each stream, one for the rows.
+__global__ void __launch_bounds__(kBlockThreads) place(Job job) {
+  DELTACHECK_SHARED(BlockScratch, scratch);
+  const EncodeArguments& arguments = job.arguments;
+  Entry* const entries = job.entries;
+  if (blockIdx.x < kStreams) {
+    const int stream = static_cast<int>(blockIdx.x);
+    uint64_t* const offsets = job.offsets + uint64_t{blockIdx.x} * arguments.chunks;
+    const auto size = [&](uint64_t chunk) {
+      const Chunk& of = arguments.table[chunk];
+      return stream_bytes(entries[chunk].row, stream, of.words, static_cast<int>(of.word_bytes));
+    };
+    const uint64_t total =
+        scan_chunks(arguments.chunks, size, [&](uint64_t chunk, uint64_t offset) { offsets[chunk] = offset; }, scratch);
+    if (threadIdx.x == 0) arguments.head[kHeadStreams + stream] = total;
+    return;
+  }
+  const auto has_row = [&](uint64_t chunk) -> uint64_t { return entries[chunk].row.method != kUnchanged; };
+  const auto put = [&](uint64_t chunk, uint64_t at) {
+    if (!has_row(chunk)) return;
+    arguments.rows[at] = entries[chunk].row;
+    entries[chunk].place = static_cast<uint32_t>(at);
+  };
+  const uint64_t rows = scan_chunks(arguments.chunks, has_row, put, scratch);
+  if (threadIdx.x == 0) {
+    arguments.head[kHeadRows] = rows;
+    arguments.head[kHeadOverflow] = 0;
+  }
+}
+
+// --- 4.4: how the method is chosen
+// -------------------------------------------------------------------------------------
+
+// Most bytes of most histograms are 0, and additions to one counter wait for each other: entry 0 is left out, it
+// follows from the others.
+using Histogram = uint32_t[256];
+static_assert(kBlockThreads == 256, "a thread for each entry");
+
+template <int W>
+struct ChooseShared {
+  uint16_t positions[kTileWords<W>];
+  Histogram planes[W], values, wide, bits, gaps;
+  uint64_t costs[W + 4];
+  BlockScratch scratch;
+};
+
+__device__ inline void count(Histogram& histogram, uint32_t byte) {
+  if (byte != 0) atomicAdd(&histogram[byte], 1u);
+}
+
+template <int W>
+__device__ inline void count_planes(Histogram* planes, typename Word<W>::type word) {
+  for (int k = 0; k < W; ++k) count(planes[k], static_cast<uint8_t>(word >> (8 * k)));
+}
+
+// The cost of n bytes, by one warp.
+__device__ inline uint64_t warp_cost(const Histogram& histogram, uint64_t n, bool skew) {
+  if (n == 0) return 0;
+  constexpr uint32_t kEach = 256 / kWarpThreads;
+  uint64_t others = 0;
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t byte = i * kWarpThreads + lane_of_thread();
+    if (byte != 0) others += histogram[byte];
+  }
+  others = warp_sum(others);
+  const uint32_t whole = log2_256(n);
+  uint64_t entropy = 0, most = 0;
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t byte = i * kWarpThreads + lane_of_thread();
+    const uint64_t entry = byte != 0 ? histogram[byte] : n - others;
+    entropy += entropy_term(entry, whole);
+    most = entry > most ? entry : most;
+  }
+  return cost_of(warp_sum(entropy), warp_max(most), n, skew);
+}
+
+struct Costs {
+  bool changed;  // whether the sample has a changed word; the costs hold if it has
+  uint64_t diff, sparse, bitmap;
+};
+
+template <int W>
+__device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_words, ChooseShared<W>& shared) {
+  for (int k = 0; k < W; ++k) shared.planes[k][threadIdx.x] = 0;
+  shared.wide[threadIdx.x] = shared.bits[threadIdx.x] = shared.gaps[threadIdx.x] = 0;
+  uint64_t changed = 0, bitmap_length = 0;
+  uint32_t wide_here = 0;
+  for (uint64_t index = 0; index < tiles_of(chunk.words, W); index += kSampleEvery) {
+    const Tile<W> tile(chunk, index);
+    bitmap_length += (tile.words + 7) / 8;
+    const PerUnit bits = changed_words(tile);
+    if (!__syncthreads_or(bits != 0)) continue;
+    bitmap_bytes<W>(bits, tile.words, [&](uint32_t, uint8_t byte) { count(shared.bits, byte); });
+    const uint32_t words = list_positions<W>(bits, shared.positions, shared.scratch);
+    changed += words;
+    for (uint32_t k = threadIdx.x; k < words; k += kBlockThreads) {
+      const uint32_t gap = gap_before(shared.positions, k), position = shared.positions[k];
+      count(shared.gaps, gap % kEscape);
+      if (gap >= kEscape) atomicAdd(&shared.gaps[kEscape], gap / kEscape);
+      const typename Word<W>::type z = zigzag<W>(tile.current[position], tile.base[position]);
+      count_planes<W>(shared.planes, z);
+      if (z > 255) {
+        ++wide_here;
+        count(shared.wide, static_cast<uint8_t>(z));
+      }
+    }
+  }
+  if (changed == 0) return {};
+  const uint64_t wide_count = block_sum(uint64_t{wide_here}, shared.scratch);
+  // Until here `wide` has the low bytes of wide differences. A narrow difference is its low byte; it has that byte
+  // alone in `values`, and nothing in `wide`.
+  const uint32_t byte = threadIdx.x;
+  shared.values[(byte + 255) % 256] =
+      byte != 0 ? shared.planes[0][byte] - shared.wide[byte] : static_cast<uint32_t>(wide_count);
+  for (int k = 1; k < W; ++k) shared.wide[byte] += shared.planes[k][byte];
+  __syncthreads();
+  for (uint32_t i = warp_of_thread(); i < W + 4; i += kBlockWarps) {
+    const uint64_t cost = i == W       ? warp_cost(shared.values, changed, true)
+                          : i == W + 1 ? warp_cost(shared.wide, wide_count * W, true)
+                          : i == W + 2 ? warp_cost(shared.bits, bitmap_length, true)
+                          : i == W + 3 ? warp_cost(shared.gaps, changed + shared.gaps[kEscape], true)
+                                       : warp_cost(shared.planes[i], sample_words, true);
+    if (lane_of_thread() == 0) shared.costs[i] = cost;
+  }
+  __syncthreads();
+  Costs costs{true, 0, 0, 0};
+  for (int k = 0; k < W; ++k) costs.diff += shared.costs[k];
+  costs.bitmap = shared.costs[W] + shared.costs[W + 1] + shared.costs[W + 2];
+  costs.sparse = shared.costs[W] + shared.costs[W + 1] + shared.costs[W + 3];
+  return costs;
+}
+
+// Whether value planes cost less than `bound` on the sample, of which no more is read than it takes to know.
+template <int W>
+__device__ inline bool planes_cost_less(const Chunk& chunk, uint64_t sample_words, uint64_t bound,
+                                        ChooseShared<W>& shared) {
+  constexpr uint32_t kFirstLook = 1024;
+  __syncthreads();
+  for (int k = 0; k < W; ++k) shared.planes[k][threadIdx.x] = 0;
+  __syncthreads();
+  uint64_t seen = 0, next_look = kFirstLook;
+  for (uint64_t index = 0; index < tiles_of(chunk.words, W); index += kSampleEvery) {
+    const Tile<W> tile(chunk, index);
+    for (uint32_t start = 0; start < tile.words; start += kFirstLook) {
+      const uint32_t some = tile.words - start < kFirstLook ? tile.words - start : kFirstLook;
+      for (uint32_t i = threadIdx.x; i < some; i += kBlockThreads)
+        count_planes<W>(shared.planes, rotated_left<W>(tile.current[start + i]));
+      seen += some;
+      const bool all = seen == sample_words;
+      if (seen < next_look && !all) continue;
+      next_look = 2 * seen;
+      __syncthreads();
+      if (warp_of_thread() < W) {
+        const uint64_t cost = warp_cost(shared.planes[warp_of_thread()], seen, all);
+        if (lane_of_thread() == 0) shared.costs[warp_of_thread()] = cost;
+      }
+      __syncthreads();
+      uint64_t sum = 0;
+      for (int k = 0; k < W; ++k) sum += shared.costs[k];
+      if (all) return sum < bound;
+      if (sum >= bound + kRoundingCost * sample_words * W) return false;
+    }
+  }
+  return false;
+}
+
+template <int W>
+__device__ inline Method choose(const Chunk& chunk, ChooseShared<W>& shared) {
+  uint64_t sample_words = 0;
+  for (uint64_t tile = 0; tile < tiles_of(chunk.words, W); tile += kSampleEvery)
+    sample_words += words_of_tile(chunk.words, tile, kTileWords<W>);
+  Choice best{kRaw, kByteCost * sample_words * W};
+  if (chunk.base != nullptr) {
+    const Costs costs = difference_costs<W>(chunk, sample_words, shared);
+    if (!costs.changed) return kSparse;
+    best = least_of(costs.diff, costs.sparse, costs.bitmap, best.cost);
+  }
+  return planes_cost_less<W>(chunk, sample_words, best.cost, shared) ? kPlanes : best.method;
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
+  DELTACHECK_SHARED(ForAnyWord<ChooseShared>, shared);
+  const Chunk chunk = job.arguments.table[blockIdx.x];
+  Row row{blockIdx.x, kUnchanged, chunk.base != nullptr ? 0 : chunk.words, 0, 0};
+  if (chunk.words > 0) {
+    with_word(chunk.word_bytes, [&](auto bytes) {
+      constexpr int W = decltype(bytes)::value;
+      row.method = choose<W>(chunk, shared.template of<W>());
+    });
+  }
+  if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
+}
+
+// --- sparse and bitmap
+// -------------------------------------------------------------------------------------------------
+
+// A slot holds, from its start, the tiles' entries, the bitmap if there is one, and then for each tile its values and
+// its gaps; and from its end down, for each tile its wide differences, so that they are aligned.
+template <int W>
+struct Slot {
+  using U = typename Word<W>::type;
+
+  __device__ Slot(uint8_t* slot, const Chunk& chunk, bool bitmap)
+      : entries(reinterpret_cast<uint16_t*>(slot)),
+        bits(slot + kTileEntryBytes * tiles_of(chunk.words, W)),
+        records(bits + (bitmap ? (uint64_t{chunk.words} + 7) / 8 : 0)),
+        wide_end(reinterpret_cast<U*>(slot + slot_bytes(chunk))) {}
+
+  uint16_t* entries;
+  uint8_t *bits, *records;
+  U* wide_end;
+};
+
+template <int W>
+struct CompactShared {
+  uint16_t positions[kTileWords<W>];
+  typename Word<W>::type z[W > 1 ? kTileWords<W> : 1];  // of the changed words
+  BlockScratch scratch;
+};
+
+// What one tile owns.
+struct Owned {
+  uint32_t words, gap_bytes, wide;
+};
+
+// The changed words of one tile, whose positions are listed: their values and their gaps, their wide differences before
+// `wide_end`; base becomes current. Nothing is written but the base where `values` is null, nor what would make the
+// chunk larger than `room` bytes; and no gaps where `bitmap`. Each warp has a part of the words.
+template <int W>
+__device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool bitmap, uint8_t* values,
+                                      typename Word<W>::type* wide_end, uint64_t room, CompactShared<W>& shared) {
+  using U = typename Word<W>::type;
+  const uint32_t each = (words + kBlockThreads - 1) / kBlockThreads * kWarpThreads;
+  const uint32_t begin = warp_of_thread() * each < words ? warp_of_thread() * each : words;
+  const uint32_t end = begin + each < words ? begin + each : words;
+  uint8_t* const gaps = values != nullptr && !bitmap ? values + words : nullptr;
+  uint32_t more = 0, wide = 0;  // bytes of escapes, wide differences
+  for (uint32_t k = begin + lane_of_thread(); k < end; k += kWarpThreads) {
+    const uint32_t position = shared.positions[k], gap = gap_before(shared.positions, k);
+    const U current = tile.current[position], z = zigzag<W>(current, tile.base[position]);
+    tile.base[position] = current;
+    if (!bitmap) more += gap / kEscape;
+    if (values != nullptr) values[k] = static_cast<uint8_t>(z > 255 ? kEscape : z - 1);
+    if (gaps != nullptr) gaps[k] = static_cast<uint8_t>(gap);  // its place if no gap has an escape
+    if (W > 1) {
+      shared.z[k] = z;
+      wide += z > 255;
+    }
+  }
+  uint64_t totals;
+  const uint64_t before = block_exclusive_sum(uint64_t{wide} << 32 | more, shared.scratch, &totals);
+  const uint32_t all_more = static_cast<uint32_t>(totals), all_wide = static_cast<uint32_t>(totals >> 32);
+  const Owned owned{words, bitmap ? 0 : words + all_more, all_wide};
+  if (values == nullptr || totals == 0 || owned.words + owned.gap_bytes + uint64_t{all_wide} * W >= room) return owned;
+  const uint64_t before_warp = __shfl_sync(kAllLanes, before, 0);
+  uint32_t more_at = static_cast<uint32_t>(before_warp), wide_at = static_cast<uint32_t>(before_warp >> 32);
+  for (uint32_t start = begin; start < end; start += kWarpThreads) {
+    const uint32_t k = start + lane_of_thread();
+    if (all_more != 0) {
+      const uint32_t gap = k < end ? gap_before(shared.positions, k) : 0;
+      const uint32_t escapes = gap / kEscape, inclusive = warp_inclusive_sum(escapes);
+      if (k < end) {
+        uint8_t* at = gaps + k + more_at + inclusive - escapes;
+        for (uint32_t i = 0; i < escapes; ++i) *at++ = kEscape;
+        *at = static_cast<uint8_t>(gap % kEscape);
+      }
+      more_at += __shfl_sync(kAllLanes, inclusive, kWarpThreads - 1);
+    }
+    if (W > 1 && all_wide != 0) {
+      const bool is_wide = k < end && shared.z[k] > 255;
+      const uint32_t lanes = __ballot_sync(kAllLanes, is_wide), below = lanes & ((1u << lane_of_thread()) - 1);
+      if (is_wide) (wide_end - all_wide)[wide_at + static_cast<uint32_t>(__popc(below))] = shared.z[k];
+      wide_at += static_cast<uint32_t>(__popc(lanes));
+    }
+  }
+  return owned;
+}
+
+// Fills the row's counts, brings base to current. The method becomes raw where the streams are not smaller than the
+// chunk; the slot then holds nothing useful.
+template <int W>
+__device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, CompactShared<W>& shared, Row* row) {
+  const bool bitmap = row->method == kBitmap;
+  const Slot<W> slot(slot_start, chunk, bitmap);
+  const uint64_t limit = uint64_t{chunk.words} * W;  // the streams must stay below it, hence inside the slot
+  uint64_t used = static_cast<uint64_t>(slot.records - slot_start), changed = 0, gap_bytes = 0, wide = 0;
+  bool fits = used < limit;
+  for (uint64_t index = 0; index < tiles_of(chunk.words, W); ++index) {
+    const Tile<W> tile(chunk, index);
+    const PerUnit bits = changed_words(tile);
+    if (fits && bitmap) {
+      uint8_t* const to = slot.bits + index * (kTileWords<W> / 8);
+      bitmap_bytes<W>(bits, tile.words, [&](uint32_t at, uint8_t byte) { to[at] = byte; });
+    }
+    Owned owned{0, 0, 0};
+    if (__syncthreads_or(bits != 0)) {
+      const uint32_t words = list_positions<W>(bits, shared.positions, shared.scratch);
+      fits = fits && used + words * (bitmap ? 1u : 2u) < limit;  // the least that it takes
+      uint8_t* const values = fits ? slot.records + changed + gap_bytes : nullptr;
+      owned = store_changes<W>(tile, words, bitmap, values, slot.wide_end - wide, limit - used, shared);
+    }
+    changed += owned.words;
+    gap_bytes += owned.gap_bytes;
+    wide += owned.wide;
+    used += owned.words + owned.gap_bytes + uint64_t{owned.wide} * W;
+    fits = fits && used < limit;
+    if (fits && threadIdx.x == 0) {
+      slot.entries[3 * index] = static_cast<uint16_t>(owned.words);
+      slot.entries[3 * index + 1] = static_cast<uint16_t>(owned.gap_bytes);
+      slot.entries[3 * index + 2] = static_cast<uint16_t>(owned.wide);
+    }
+  }
+  row->changed = static_cast<uint32_t>(changed);
+  if (changed == 0)
+    row->method = kUnchanged;
+  else if (!fits)
+    row->method = kRaw;
+  else
+    row->gap_bytes = static_cast<uint32_t>(gap_bytes), row->wide_count = static_cast<uint32_t>(wide);
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
+  DELTACHECK_SHARED(ForAnyWord<CompactShared>, shared);
+  const Chunk chunk = job.arguments.table[blockIdx.x];
+  Entry& entry = job.entries[blockIdx.x];
+  Row row = entry.row;
+  if (row.method != kSparse && row.method != kBitmap) return;
+  uint8_t* const slot = job.slots + entry.slot;
+  with_word(chunk.word_bytes, [&](auto bytes) {
+    constexpr int W = decltype(bytes)::value;
+    compact_chunk<W>(chunk, slot, shared.template of<W>(), &row);
+  });
+  __syncthreads();  // all have read the entry
+  if (threadIdx.x == 0) entry.row = row;
+}
+
+// --- the payload
+// -------------------------------------------------------------------------------------------------------
+
+__device__ inline uint64_t payload_needed(const EncodeArguments& arguments, int streams = kStreams) {
+  uint64_t bytes = 0;
+  for (int stream = 0; stream < streams; ++stream) bytes += arguments.head[kHeadStreams + stream];
+  return bytes;
+}
+
+// Where the block's chunk has its part of a stream.
+__device__ inline uint8_t* place_of(const Job& job, int stream) {
+  return job.arguments.payload + payload_needed(job.arguments, stream) +
+         job.offsets[uint64_t{static_cast<uint32_t>(stream)} * job.arguments.chunks + blockIdx.x];
+}
+
+// `thread` of `threads` copies its part.
+__device__ inline void copy_bytes(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, uint64_t bytes,
+                                  uint32_t thread, uint32_t threads) {
+#pragma unroll 4
+  for (uint64_t i = thread; i < bytes; i += threads) to[i] = from[i];
+}
+
+// A chunk that compact has put into its slot. A warp copies what one tile owns.
+template <int W>
+__device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entry& entry, BlockScratch& scratch,
+                                  uint64_t* before_tile) {
+  // Three sums of 21 bits each fit a word as long as no more tiles are summed up than this.
+  constexpr uint32_t kTogether = 64, kSumBits = 21;
+  static_assert(kTogether * kTileBytes < 1 << kSumBits && kTogether <= kBlockThreads);
+  const bool bitmap = entry.row.method == kBitmap;
+  const Slot<W> slot(job.slots + entry.slot, chunk, bitmap);
+  const uint64_t tiles = tiles_of(chunk.words, W);
+  copy_bytes(place_of(job, kTiles), job.slots + entry.slot, kTileEntryBytes * tiles, threadIdx.x, kBlockThreads);
+  if (bitmap) copy_bytes(place_of(job, kBits), slot.bits, (uint64_t{chunk.words} + 7) / 8, threadIdx.x, kBlockThreads);
+  uint8_t *const gaps = place_of(job, kGaps), *const values = place_of(job, kValues),
+                 *const wide = place_of(job, kWide);
+  uint64_t words_before = 0, gaps_before = 0, wide_before = 0;
+  for (uint64_t start = 0; start < tiles; start += kTogether) {
+    const uint32_t some = static_cast<uint32_t>(tiles - start < kTogether ? tiles - start : kTogether);
+    uint64_t owned = 0, totals;
+    for (int column = 0; column < 3 && threadIdx.x < some; ++column)
+      owned |= uint64_t{slot.entries[3 * (start + threadIdx.x) + column]} << (kSumBits * column);
+    const uint64_t before = block_exclusive_sum(owned, scratch, &totals);
+    if (threadIdx.x < kTogether) before_tile[threadIdx.x] = before;
+    __syncthreads();
+    const auto column_of = [](uint64_t sums, int column) {
+      return sums >> (kSumBits * column) & ((1u << kSumBits) - 1);
+    };
+    for (uint32_t tile = warp_of_thread(); tile < some; tile += kBlockWarps) {
+      const uint16_t* const entry_of_tile = slot.entries + 3 * (start + tile);
+      const uint64_t words_at = words_before + column_of(before_tile[tile], 0);
+      const uint64_t gaps_at = gaps_before + column_of(before_tile[tile], 1);
+      const uint64_t wide_at = wide_before + column_of(before_tile[tile], 2);
+      const uint8_t* const record = slot.records + words_at + gaps_at;
+      const auto copy = [&](uint8_t* to, const void* from, uint64_t bytes) {
+        copy_bytes(to, static_cast<const uint8_t*>(from), bytes, lane_of_thread(), kWarpThreads);
+      };
+      copy(values + words_at, record, entry_of_tile[0]);
+      copy(gaps + gaps_at, record + entry_of_tile[0], entry_of_tile[1]);
+      copy(wide + wide_at * W, slot.wide_end - wide_at - entry_of_tile[2], uint64_t{entry_of_tile[2]} * W);
+    }
+    words_before += column_of(totals, 0);
+    gaps_before += column_of(totals, 1);
+    wide_before += column_of(totals, 2);
+  }
+}
+
+// A chunk under diff, planes or raw, from memory; base becomes current. Returns how many of this thread's words had
+// changed. Nothing is written but the base where `overflow`.
+template <int W>
+__device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint32_t method, bool overflow) {
+  using U = typename Word<W>::type;
+  const U* const current = reinterpret_cast<const U*>(chunk.current);
+  U* const base = reinterpret_cast<U*>(chunk.base);
+  // Byte k of word i goes to to[k][i * step].
+  uint8_t* to[W];
+  for (int k = 0; k < W && !overflow; ++k) {
+    to[k] = method == kRaw ? place_of(job, kWords) + k : place_of(job, (method == kDiff ? kDiff0 : kPlane0) + k);
+  }
+  const uint64_t step = method == kRaw ? W : 1;
+  constexpr uint32_t kAtOnce = W == 8 ? 4 : 8;  // words on their way
+  uint32_t changed = 0;
+  for (uint64_t start = threadIdx.x; start < chunk.words; start += kAtOnce * kBlockThreads) {
+    U now[kAtOnce], before[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint64_t word = start + i * kBlockThreads;
+      now[i] = word < chunk.words ? current[word] : U{0};
+      before[i] = word < chunk.words && base != nullptr ? base[word] : now[i];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint64_t word = start + i * kBlockThreads;
+      if (word >= chunk.words) continue;
+      if (now[i] != before[i]) {
+        base[word] = now[i];
+        ++changed;
+      }
+      if (overflow) continue;
+      const U stored = method == kDiff     ? zigzag<W>(now[i], before[i])
+                       : method == kPlanes ? rotated_left<W>(now[i])
+                                           : now[i];
+#pragma unroll
+      for (int k = 0; k < W; ++k) to[k][word * step] = static_cast<uint8_t>(stored >> (8 * k));
+    }
+  }
+  return changed;
+}
+
+struct StoreShared {
+  uint64_t before_tile[kBlockThreads];
+  BlockScratch scratch;
+};
+
+__global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
+  DELTACHECK_SHARED(StoreShared, shared);
+  const Chunk chunk = job.arguments.table[blockIdx.x];
+  const Entry entry = job.entries[blockIdx.x];
+  const bool overflow = payload_needed(job.arguments) > job.arguments.payload_bytes;
+  if (overflow && blockIdx.x == 0 && threadIdx.x == 0) job.arguments.head[kHeadOverflow] = 1;
+  const uint32_t method = entry.row.method;
+  if (method == kUnchanged) return;
+  if (method == kSparse || method == kBitmap) {
+    if (overflow) return;
+    with_word(chunk.word_bytes, [&](auto bytes) {
+      store_slot<decltype(bytes)::value>(job, chunk, entry, shared.scratch, shared.before_tile);
+    });
+    return;
+  }
+  uint32_t changed = 0;
+  with_word(chunk.word_bytes,
+            [&](auto bytes) { changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow); });
+  changed = block_sum(changed, shared.scratch);
+  // Without a base, and where compact has seen to it, all is known and nothing was found here.
+  if (threadIdx.x == 0) job.arguments.rows[entry.place].changed += changed;
+}
+
+size_t bytes_before_slots(uint32_t chunks) {
+  return rounded_up(uint64_t{chunks} * sizeof(Entry)) + rounded_up(uint64_t{chunks} * kStreams * sizeof(uint64_t));
+}
+
+}  // namespace
+
+size_t scratch_bytes(uint32_t chunks, uint64_t bytes) {
+  return bytes_before_slots(chunks) + bytes + uint64_t{chunks} * (kSlotAlignment - 1);
+}
+
+cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
+  const uint32_t chunks = arguments.chunks;
+  uint8_t* const scratch = arguments.scratch;
+  const Job job{arguments, reinterpret_cast<Entry*>(scratch),
+                reinterpret_cast<uint64_t*>(scratch + rounded_up(uint64_t{chunks} * sizeof(Entry))),
+                scratch + bytes_before_slots(chunks)};
+  if (chunks > 0) {
+    DELTACHECK_LAUNCH(lay_out, 1, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(choose_method, chunks, kBlockThreads, stream, job);
+    DELTACHECK_LAUNCH(compact, chunks, kBlockThreads, stream, job);
+  }
+  DELTACHECK_LAUNCH(place, kStreams + 1, kBlockThreads, stream, job);
+  if (chunks > 0) DELTACHECK_LAUNCH(store, chunks, kBlockThreads, stream, job);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || arguments.digests == nullptr || chunks == 0) return error;
+  return enqueue_digests(arguments.table, arguments.rows, arguments.head + kHeadRows, chunks, arguments.digests,
+                         stream);
+}
+
+}  // namespace device
+}  // namespace deltacheck
