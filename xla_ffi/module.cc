@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -24,7 +25,7 @@ namespace {
 
 // Raised with INTERFACE in deltacheck/codec/native.py whenever a function here changes, so that a stale build is
 // noticed.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -91,6 +92,57 @@ std::optional<std::string> apply_arrays(
   return refusal;
 }
 
+template <typename T>
+nb::object array_of(std::vector<T>&& numbers) {
+  auto* kept = new std::vector<T>(std::move(numbers));
+  nb::capsule owner(kept, [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
+
+nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
+                            const Array<const uint64_t>& bounds, const std::string& elements) {
+  const auto* found = std::find(kElementNames, kElementNames + kElementTypes, elements);
+  if (found == kElementNames + kElementTypes) throw std::invalid_argument("no elements are called '" + elements + "'");
+  const Elements kind = static_cast<Elements>(found - kElementNames);
+  const Run run = run_of(bounds, current.size(), word_bytes_of(kind));
+  if (base.size() != current.size()) throw std::invalid_argument("base and current must have the same size");
+  const uint8_t* now = current.data();
+  const uint8_t* shadow = base.data();
+  std::vector<Statistics> chunks;
+  {
+    nb::gil_scoped_release released;
+    chunks = statistics(run, kind, now, shadow);
+  }
+  std::vector<uint64_t> changed, nonfinite;
+  std::vector<double> squared_difference, squared_base, largest_difference;
+  for (const Statistics& chunk : chunks) {
+    changed.push_back(chunk.changed);
+    nonfinite.push_back(chunk.nonfinite);
+    squared_difference.push_back(chunk.squared_difference);
+    squared_base.push_back(chunk.squared_base);
+    largest_difference.push_back(chunk.largest_difference);
+  }
+  return nb::make_tuple(array_of(std::move(changed)), array_of(std::move(nonfinite)),
+                        array_of(std::move(squared_difference)), array_of(std::move(squared_base)),
+                        array_of(std::move(largest_difference)));
+}
+
+nb::tuple quantise_arrays(const Array<const float>& values, const std::optional<Array<const uint16_t>>& weights,
+                          double step, uint64_t seed, const Array<float>& out) {
+  if (weights && weights->size() != values.size()) throw std::invalid_argument("weights must have the size of values");
+  if (out.size() != values.size()) throw std::invalid_argument("out must have the size of values");
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const auto* cells = weights ? reinterpret_cast<const uint8_t*>(weights->data()) : nullptr;
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  const uint64_t count = values.size();
+  Quantised quantised{};
+  {
+    nb::gil_scoped_release released;
+    quantised = quantise(from, cells, count, step, seed, to);
+  }
+  return nb::make_tuple(quantised.nonfinite, quantised.largest_error);
+}
+
 }  // namespace
 }  // namespace deltacheck
 
@@ -102,6 +154,12 @@ NB_MODULE(_native, m) {
         "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes current, in place.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("base").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"), "None, or why the first bad chunk was refused.");
+  m.def("statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
+        nb::arg("bounds").noconvert(), nb::arg("elements"),
+        "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
+  m.def("quantise", quantise_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
+        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(),
+        "(nonfinite, largest error). out becomes the values on the lattice.");
   m.def("registrations", registrations,
         "[(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built without.");
   m.def("threads", threads);

@@ -10,7 +10,9 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
+#include "encoder/elements.h"
 #include "encoder/format.h"
+#include "encoder/lattice.h"
 
 namespace deltacheck {
 namespace device {
@@ -58,6 +60,24 @@ cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t*
 
 // digests[i] = xxh3_128 (high, low) of the base of the table's entry i; its current where there is no base.
 cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream);
+
+// results[i]: of the table's entry i, whose words are elements[i]. The bits are those of the host. REQUIRES: every
+// entry has a base.
+cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks, Statistics* results,
+                       cudaStream_t stream);
+
+// As quantise of encoder/delta.h has it, bit for bit.
+struct QuantiseArguments {
+  const float* values;
+  const uint16_t* weights;  // bfloat16; or null
+  uint64_t count;
+  double step;
+  uint64_t seed;
+  float* out;  // may be `values`
+  Quantised* result;
+};
+
+cudaError_t quantise(const QuantiseArguments& arguments, cudaStream_t stream);
 
 }  // namespace device
 }  // namespace deltacheck

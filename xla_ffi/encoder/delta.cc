@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -251,11 +252,11 @@ std::string problem_with(const Row& row, uint64_t words) {
   return "";
 }
 
-// Where each row's part of every stream stands; or why there is none.
+// Where each row's part of every stream begins; or why there is none.
 std::string place(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
-                  std::vector<ChunkStreams>* places) {
+                  std::vector<uint64_t>* offsets) {
   uint64_t taken[kStreams] = {};
-  places->resize(row_count);
+  offsets->resize(row_count * kStreams);
   for (uint64_t i = 0; i < row_count; ++i) {
     const Row& row = rows[i];
     if (row.chunk >= run.chunks) return in_chunk(row.chunk, "there are only " + counted(run.chunks) + " chunks");
@@ -271,12 +272,10 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
     const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
     for (int stream = 0; stream < kStreams; ++stream) {
       const uint64_t size = stream_bytes(row, stream, words, run.word_bytes);
-      (*places)[i].at[stream] = nullptr;
-      if (size == 0) continue;
       if (size > streams[stream].size - taken[stream]) {
         return in_chunk(row.chunk, std::string("stream ") + kStreamNames[stream] + " ends inside it");
       }
-      (*places)[i].at[stream] = streams[stream].data + taken[stream];
+      (*offsets)[i * kStreams + stream] = taken[stream];
       taken[stream] += size;
     }
   }
@@ -316,15 +315,21 @@ std::string told(const Row& row, const Refusal& refusal) {
   return "";
 }
 
-}  // namespace
+// One row's parts of the streams. REQUIRES: they were placed.
+ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const StreamView* streams,
+                        const uint64_t* offsets) {
+  ChunkStreams parts;
+  for (int stream = 0; stream < kStreams; ++stream) {
+    const bool some = stream_bytes(row, stream, words, word_bytes) != 0;
+    parts.at[stream] = some ? streams[stream].data + offsets[stream] : nullptr;
+  }
+  return parts;
+}
 
-void Free::operator()(uint8_t* memory) const { std::free(memory); }
-
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
-
-std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
-  std::vector<ChunkStreams> places;
-  std::string problem = place(run, rows, row_count, streams, &places);
+// Checks every row; where there is a base, applies each that passed.
+std::string check_rows(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base,
+                       std::vector<uint64_t>* offsets) {
+  const std::string problem = place(run, rows, row_count, streams, offsets);
   if (!problem.empty()) return problem;
   const Kernels& kernels = *chosen().load();
   std::atomic<uint64_t> next_row{0}, bad_row{row_count};
@@ -338,7 +343,8 @@ std::string apply(const Run& run, const Row* rows, uint64_t row_count, const Str
       if (i >= bad_row.load()) return;
       const Row& row = rows[i];
       const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
-      const Refusal found = kernels.check_chunk(run.word_bytes, row, places[i], words);
+      const ChunkStreams parts = streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
+      const Refusal found = kernels.check_chunk(run.word_bytes, row, parts, words);
       if (found.check != Check::kPassed) {
         std::lock_guard lock(mutex);
         if (i < bad_row.load()) {
@@ -347,11 +353,103 @@ std::string apply(const Run& run, const Row* rows, uint64_t row_count, const Str
         }
         continue;
       }
-      kernels.apply_chunk(run.word_bytes, row, places[i], base + run.bounds[row.chunk] * run.word_bytes, words);
+      if (base == nullptr) continue;
+      kernels.apply_chunk(run.word_bytes, row, parts, base + run.bounds[row.chunk] * run.word_bytes, words);
     }
   };
   run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))), work);
   return bad_row < row_count ? told(rows[bad_row], refusal) : "";
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------------------------
+
+// IEEE arithmetic on this thread while it lives: frameworks let subnormals be flushed to zero.
+class PlainArithmetic {
+ public:
+  PlainArithmetic() {
+    (void)fegetenv(&before_);
+    (void)fesetenv(FE_DFL_ENV);
+  }
+  ~PlainArithmetic() { (void)fesetenv(&before_); }
+  PlainArithmetic(const PlainArithmetic&) = delete;
+  PlainArithmetic& operator=(const PlainArithmetic&) = delete;
+
+ private:
+  fenv_t before_;
+};
+
+// Calls `work` for 0 to `count` - 1, shared by as many threads as are of use.
+template <typename Work>
+void for_each(uint64_t count, const Work& work) {
+  std::atomic<uint64_t> next{0};
+  run_on_threads(static_cast<int>(std::min<uint64_t>(count, static_cast<uint64_t>(threads()))), [&] {
+    const PlainArithmetic plain;
+    for (uint64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
+  });
+}
+
+void add(const Statistics& part, Statistics* sum) {
+  sum->changed += part.changed;
+  sum->nonfinite += part.nonfinite;
+  sum->squared_difference += part.squared_difference;
+  sum->squared_base += part.squared_base;
+  sum->largest_difference = std::max(sum->largest_difference, part.largest_difference);
+}
+
+}  // namespace
+
+void Free::operator()(uint8_t* memory) const { std::free(memory); }
+
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
+
+std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
+  std::vector<uint64_t> offsets;
+  return check_rows(run, rows, row_count, streams, base, &offsets);
+}
+
+std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
+                  std::vector<uint64_t>* offsets) {
+  return check_rows(run, rows, row_count, streams, nullptr, offsets);
+}
+
+std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current, const uint8_t* base) {
+  const uint64_t span_words = uint64_t{kSpanTiles} * kTileBytes / static_cast<uint64_t>(run.word_bytes);
+  struct Span {
+    uint64_t chunk, start, words;
+  };
+  std::vector<Span> spans;
+  for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
+    for (uint64_t start = run.bounds[chunk]; start < run.bounds[chunk + 1]; start += span_words) {
+      spans.push_back({chunk, start, std::min(span_words, run.bounds[chunk + 1] - start)});
+    }
+  }
+  const Kernels& kernels = *chosen().load();
+  std::vector<Statistics> parts(spans.size());
+  for_each(spans.size(), [&](uint64_t i) {
+    const uint64_t at = spans[i].start * static_cast<uint64_t>(run.word_bytes);
+    parts[i] = kernels.span_statistics(elements, current + at, base + at, static_cast<uint32_t>(spans[i].words));
+  });
+  std::vector<Statistics> sums(run.chunks);
+  for (uint64_t i = 0; i < spans.size(); ++i) add(parts[i], &sums[spans[i].chunk]);
+  return sums;
+}
+
+Quantised quantise(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                   uint8_t* out) {
+  constexpr uint64_t kPart = uint64_t{1} << 16;
+  const Kernels& kernels = *chosen().load();
+  std::mutex mutex;
+  Quantised whole{};
+  for_each((count + kPart - 1) / kPart, [&](uint64_t part) {
+    const uint64_t first = part * kPart, some = std::min(kPart, count - first);
+    const Quantised found =
+        kernels.quantise_part(values + 4 * first, weights != nullptr ? weights + 2 * first : nullptr, some, step,
+                              seed + first, out + 4 * first);
+    std::lock_guard lock(mutex);
+    whole.nonfinite += found.nonfinite;
+    whole.largest_error = std::max(whole.largest_error, found.largest_error);
+  });
+  return whole;
 }
 
 int threads() { return thread_count(); }

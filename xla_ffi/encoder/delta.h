@@ -1,4 +1,4 @@
-// Encode and apply runs of chunks on the host, on several threads. The bytes do not depend on how many.
+// Encode, apply and measure runs of chunks on the host, on several threads. No result depends on how many.
 
 #pragma once
 
@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "elements.h"
 #include "format.h"
+#include "lattice.h"
 #include "run.h"
 
 namespace deltacheck {
@@ -43,6 +45,19 @@ struct StreamView {
 // Turns `base` into what was encoded, chunk by chunk, each checked before it is written. Returns an empty string, or
 // why the first bad chunk was refused; chunks may then have been applied, never a bad one.
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base);
+
+// What apply would refuse, without a base: everything that format.md 4.3 asks for. `offsets`: becomes, for each row,
+// the kStreams offsets at which its parts of the streams begin.
+std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
+                  std::vector<uint64_t>* offsets);
+
+// Of every chunk. REQUIRES: the run's words have the size of `elements`.
+std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current, const uint8_t* base);
+
+// Puts float32 values on the lattice of lattice.h, and where there are `weights`, bfloat16, into their cells. Element i
+// takes its phase from seed + i. `out` may be `values`. REQUIRES: `step` is finite and at least 2^-149.
+Quantised quantise(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                   uint8_t* out);
 
 // Threads that one call may use, its caller among them. At first the processors that this process may run on, at
 // most 8.

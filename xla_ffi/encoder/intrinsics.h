@@ -1,5 +1,5 @@
-// Which words differ, as bits. The one place with intrinsics: no compiler was found to make bit masks of comparisons by
-// itself.
+// Which words differ, as bits, and arithmetic on floats as doubles. The one place with intrinsics: no compiler was
+// found to make bit masks of comparisons by itself, nor to widen a whole vector in one instruction.
 //
 // Internal linkage throughout, see format.h.
 
@@ -146,6 +146,41 @@ inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   uint8_t any = 0;
   for (; at < bytes; ++at) any |= a[at] ^ b[at];
   return any == 0;
+}
+
+// Vectors as wide as the registers are.
+#if defined(__AVX512F__)
+constexpr uint32_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr uint32_t kVectorBytes = 32;
+#else
+constexpr uint32_t kVectorBytes = 16;
+#endif
+typedef double Doubles __attribute__((vector_size(kVectorBytes)));
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+
+// The lower or the upper half of the values.
+template <int kHalf>
+inline Doubles widened(Floats values) {
+#if defined(__AVX512F__)
+  // With all lanes chosen: without a mask, compilers warn of what the others would hold.
+  return _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, values, kHalf));
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(_mm256_extractf128_ps(values, kHalf));
+#else
+  return Doubles{values[2 * kHalf], values[2 * kHalf + 1]};
+#endif
+}
+
+// sum + value * value. REQUIRES: the square is exact, so that it does not matter whether it is rounded before the sum.
+inline Doubles with_square(Doubles sum, Doubles value) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(value, value, sum);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(value, value, sum);
+#else
+  return sum + value * value;
+#endif
 }
 
 }  // namespace

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 
+#include "elements.h"
 #include "format.h"
+#include "lattice.h"
 
 namespace deltacheck {
 
@@ -58,7 +60,8 @@ struct Refusal {
   uint64_t found = 0, said = 0;
 };
 
-// Functions are described in segment.h, where they take `word_bytes` as their template argument.
+// Functions are described in segment.h, statistics.h and lattice.h, where they take `word_bytes` or `elements` as their
+// template argument.
 struct Kernels {
   const char* instruction_set;
   Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch);
@@ -68,6 +71,9 @@ struct Kernels {
                            Scratch* scratch, uint8_t* const* out);
   Refusal (*check_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words);
   void (*apply_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words);
+  Statistics (*span_statistics)(Elements elements, const uint8_t* current, const uint8_t* base, uint32_t words);
+  Quantised (*quantise_part)(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                             uint8_t* out);
 };
 
 extern const Kernels kKernelsPlain;  // what the compiler makes for every processor of this kind

@@ -1,0 +1,321 @@
+// XXH3, 128 bits, seed 0, default secret (Collet, xxHash 0.8, doc/xxhash_spec.md): one warp for each chunk.
+//
+// A block of 1 KiB has 16 stripes of 8 words; what they add to the 8 accumulators can be summed in any order, and only
+// then is scrambled. So lane i takes word i % 8 of the stripes i / 8, i / 8 + 4, .., and a block is 4 loads in a row of
+// every lane, several blocks ahead of the sums. All loads are aligned: where the chunk is not, each word is put
+// together from two, and the bytes of an aligned word of 8 that lie before the chunk may be read, none after it.
+
+#include <cstdint>
+
+#include "cuda/block.cuh"
+#include "cuda/device.h"
+
+namespace deltacheck {
+namespace device {
+namespace {
+
+constexpr uint32_t kThreads = 64;   // few: a warp works alone, and a few hundred chunks should meet all processors
+constexpr uint32_t kResident = 16;  // blocks that a processor should hold: 64 registers a thread
+constexpr uint32_t kStripeBytes = 64, kBlockBytes = 1024, kRows = 4, kAccumulators = 8;
+constexpr uint32_t kSecretBytes = 192;
+
+constexpr uint32_t kShort1 = 0x9e3779b1, kShort2 = 0x85ebca77, kShort3 = 0xc2b2ae3d;
+constexpr uint64_t kPrime1 = 0x9e3779b185ebca87, kPrime2 = 0xc2b2ae3d27d4eb4f, kPrime3 = 0x165667b19e3779f9,
+                   kPrime4 = 0x85ebca77c2b2ae63, kPrime5 = 0x27d4eb2f165667c5, kMix1 = 0x165667919e3779f9,
+                   kMix2 = 0x9fb21c651e98df25;
+
+__device__ const uint64_t kSecret[kSecretBytes / 8] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
+    0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
+    0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
+    0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
+
+struct Hash {
+  uint64_t low, high;
+};
+
+// Eight bytes of the secret from any byte on.
+__device__ inline uint64_t secret(uint32_t byte) {
+  const uint32_t shift = byte % 8 * 8;
+  const uint64_t low = kSecret[byte / 8];
+  return shift == 0 ? low : low >> shift | kSecret[byte / 8 + 1] << (64 - shift);
+}
+
+// Eight or four bytes at any address.
+__device__ inline uint64_t read64(const uint8_t* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 8 == 0) return *reinterpret_cast<const uint64_t*>(from);
+  uint64_t word = 0;
+  for (uint32_t byte = 0; byte < 8; ++byte) word |= static_cast<uint64_t>(from[byte]) << (8 * byte);
+  return word;
+}
+
+__device__ inline uint32_t read32(const uint8_t* from) {
+  uint32_t word = 0;
+  for (uint32_t byte = 0; byte < 4; ++byte) word |= static_cast<uint32_t>(from[byte]) << (8 * byte);
+  return word;
+}
+
+__device__ inline uint32_t swapped(uint32_t x) { return x << 24 | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u) | x >> 24; }
+
+__device__ inline uint64_t swapped(uint64_t x) {
+  return static_cast<uint64_t>(swapped(static_cast<uint32_t>(x))) << 32 | swapped(static_cast<uint32_t>(x >> 32));
+}
+
+__device__ inline Hash multiplied(uint64_t a, uint64_t b) { return {a * b, __umul64hi(a, b)}; }
+
+__device__ inline uint64_t folded(uint64_t a, uint64_t b) { return (a * b) ^ __umul64hi(a, b); }
+
+__device__ inline uint64_t avalanche(uint64_t hash) {
+  hash = (hash ^ hash >> 37) * kMix1;
+  return hash ^ hash >> 32;
+}
+
+__device__ inline uint64_t avalanche_of_xxh64(uint64_t hash) {
+  hash = (hash ^ hash >> 33) * kPrime2;
+  hash = (hash ^ hash >> 29) * kPrime3;
+  return hash ^ hash >> 32;
+}
+
+// --- up to 240 bytes: by one thread --------------------------------------------------------------------------------
+
+__device__ inline Hash hash_to_16(const uint8_t* input, uint32_t length) {
+  if (length == 0) {
+    return {avalanche_of_xxh64(secret(64) ^ secret(72)), avalanche_of_xxh64(secret(80) ^ secret(88))};
+  }
+  if (length < 4) {
+    const uint32_t low = static_cast<uint32_t>(input[0]) << 16 | static_cast<uint32_t>(input[length / 2]) << 24 |
+                         input[length - 1] | length << 8;
+    const uint32_t turned = swapped(low), high = turned << 13 | turned >> 19;
+    const uint64_t keys = kSecret[0], more_keys = kSecret[1];
+    return {avalanche_of_xxh64(low ^ static_cast<uint32_t>(keys) ^ keys >> 32),
+            avalanche_of_xxh64(high ^ static_cast<uint32_t>(more_keys) ^ more_keys >> 32)};
+  }
+  if (length <= 8) {
+    const uint64_t word = read32(input) + (static_cast<uint64_t>(read32(input + length - 4)) << 32);
+    Hash hash = multiplied(word ^ secret(16) ^ secret(24), kPrime1 + (static_cast<uint64_t>(length) << 2));
+    hash.high += hash.low << 1;
+    hash.low ^= hash.high >> 3;
+    hash.low = (hash.low ^ hash.low >> 35) * kMix2;
+    hash.low ^= hash.low >> 28;
+    hash.high = avalanche(hash.high);
+    return hash;
+  }
+  const uint64_t low = read64(input);
+  uint64_t high = read64(input + length - 8);
+  Hash middle = multiplied(low ^ high ^ secret(32) ^ secret(40), kPrime1);
+  middle.low += static_cast<uint64_t>(length - 1) << 54;
+  high ^= secret(48) ^ secret(56);
+  middle.high += high + static_cast<uint64_t>(static_cast<uint32_t>(high)) * (kShort2 - 1);
+  middle.low ^= swapped(middle.high);
+  Hash hash = multiplied(middle.low, kPrime2);
+  hash.high += middle.high * kPrime2;
+  return {avalanche(hash.low), avalanche(hash.high)};
+}
+
+__device__ inline uint64_t mixed(const uint8_t* input, uint32_t key) {
+  return folded(read64(input) ^ secret(key), read64(input + 8) ^ secret(key + 8));
+}
+
+__device__ inline void mix(const uint8_t* one, const uint8_t* other, uint32_t key, Hash* hash) {
+  hash->low = (hash->low + mixed(one, key)) ^ (read64(other) + read64(other + 8));
+  hash->high = (hash->high + mixed(other, key + 16)) ^ (read64(one) + read64(one + 8));
+}
+
+__device__ inline Hash hash_to_240(const uint8_t* input, uint32_t length) {
+  constexpr uint32_t kLeastSecretBytes = 136;
+  Hash hash = {length * kPrime1, 0};
+  if (length <= 128) {
+    for (uint32_t i = (length - 1) / 32 + 1; i-- > 0;) {
+      mix(input + 16 * i, input + length - 16 * (i + 1), 32 * i, &hash);
+    }
+  } else {
+    for (uint32_t at = 0; at < 128; at += 32) mix(input + at, input + at + 16, at, &hash);
+    hash = {avalanche(hash.low), avalanche(hash.high)};
+    for (uint32_t at = 128; at + 32 <= length; at += 32) mix(input + at, input + at + 16, at - 128 + 3, &hash);
+    mix(input + length - 16, input + length - 32, kLeastSecretBytes - 17 - 16, &hash);
+  }
+  return {avalanche(hash.low + hash.high), 0 - avalanche(hash.low * kPrime1 + hash.high * kPrime4 + length * kPrime2)};
+}
+
+// --- more: by a warp -----------------------------------------------------------------------------------------------
+
+// What a lane has of the words of a block: kRows rows of 32 words; where the chunk is not aligned, of the aligned words
+// that hold them, and the first lane also the word after them.
+template <bool kAligned>
+struct Loaded {
+  uint64_t rows[kRows], next;
+
+  __device__ inline void load(const uint8_t* aligned) {
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(aligned) + lane_of_thread();
+    for (uint32_t row = 0; row < kRows; ++row) rows[row] = words[kWarpThreads * row];
+    if (!kAligned && lane_of_thread() == 0) next = words[kWarpThreads * kRows];
+  }
+
+  __device__ inline uint64_t word(uint32_t row, uint32_t shift) const {
+    if (kAligned) return rows[row];
+    // The last lane takes the first word of the next row.
+    const uint64_t first = row + 1 < kRows ? rows[row + 1] : next;
+    const uint64_t after =
+        __shfl_sync(kAllLanes, lane_of_thread() == 0 ? first : rows[row], (lane_of_thread() + 1) % kWarpThreads);
+    return rows[row] >> shift | after << (64 - shift);
+  }
+};
+
+// The sums of one lane until they go to the accumulators: `own` to that of its words, `other` to its neighbour's.
+struct Sums {
+  uint64_t own = 0, other = 0;
+
+  __device__ inline void add(uint64_t word, uint64_t key) {
+    const uint64_t keyed = word ^ key;
+    own += (keyed & 0xffffffffu) * (keyed >> 32);
+    other += word;
+  }
+
+  // Of all lanes with the same accumulator.
+  __device__ inline uint64_t together() const {
+    uint64_t sum = own + __shfl_xor_sync(kAllLanes, other, 1u);
+    sum += __shfl_xor_sync(kAllLanes, sum, 8u);
+    return sum + __shfl_xor_sync(kAllLanes, sum, 16u);
+  }
+};
+
+__device__ inline uint64_t scrambled(uint64_t accumulator, uint64_t key) {
+  return (accumulator ^ accumulator >> 47 ^ key) * kShort1;
+}
+
+// `blocks` whole blocks. REQUIRES: not aligned: the last aligned word that holds a byte of them ends inside the chunk.
+template <bool kAligned, uint32_t kAhead>
+__device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, const uint64_t* keys, uint64_t scramble,
+                                       uint64_t accumulator) {
+  const uint32_t shift = kAligned ? 0 : reinterpret_cast<uintptr_t>(input) % 8 * 8;
+  const uint8_t* from = input - shift / 8;
+  const uint8_t* const end = from + uint64_t{blocks} * kBlockBytes;
+  Loaded<kAligned> ahead[kAhead];
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    if (i < blocks) ahead[i].load(from + i * kBlockBytes);
+  }
+  while (from != end) {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (from == end) break;
+      Sums sums;
+#pragma unroll
+      for (uint32_t row = 0; row < kRows; ++row) sums.add(ahead[i].word(row, shift), keys[row]);
+      if (from + kAhead * kBlockBytes < end) ahead[i].load(from + kAhead * kBlockBytes);
+      accumulator = scrambled(accumulator + sums.together(), scramble);
+      from += kBlockBytes;
+    }
+  }
+  return accumulator;
+}
+
+// The end of the hash, for all lanes. `key`: of the accumulator.
+__device__ inline uint64_t merged(uint64_t accumulator, uint64_t key, uint64_t start) {
+  const uint64_t keyed = accumulator ^ key, neighbour = __shfl_xor_sync(kAllLanes, keyed, 1u);
+  uint64_t sum = folded(keyed, neighbour);
+  sum += __shfl_xor_sync(kAllLanes, sum, 2u);
+  sum += __shfl_xor_sync(kAllLanes, sum, 4u);
+  return avalanche(start + sum);
+}
+
+__device__ inline uint64_t first_accumulator(uint32_t i) {
+  const uint64_t low = i == 0 ? kShort3 : i == 1 ? kPrime1 : i == 2 ? kPrime2 : kPrime3;
+  const uint64_t high = i == 4 ? kPrime4 : i == 5 ? kShort2 : i == 6 ? kPrime5 : kShort1;
+  return i < 4 ? low : high;
+}
+
+__device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
+  const uint32_t lane = lane_of_thread(), mine = lane % kAccumulators, stripe = lane / kAccumulators;
+  uint64_t keys[kRows];
+  for (uint32_t row = 0; row < kRows; ++row) keys[row] = secret(8 * (stripe + 4 * row + mine));
+  const uint64_t scramble = secret(kSecretBytes - kStripeBytes + 8 * mine);
+  uint64_t accumulator = first_accumulator(mine);
+  const uint32_t blocks = static_cast<uint32_t>((length - 1) / kBlockBytes);
+  uint32_t done = 0;
+  if (reinterpret_cast<uintptr_t>(input) % 8 == 0) {
+    accumulator = hash_blocks<true, 2>(input, blocks, keys, scramble, accumulator);
+    done = blocks;
+  } else if (blocks > 0) {
+    done = length - uint64_t{blocks} * kBlockBytes < 8 ? blocks - 1 : blocks;
+    accumulator = hash_blocks<false, 1>(input, done, keys, scramble, accumulator);
+  }
+  // The rest: perhaps one more whole block, then stripes of the last one.
+  for (;; ++done) {
+    const uint8_t* block = input + uint64_t{done} * kBlockBytes;
+    const uint64_t stripes = (length - 1 - uint64_t{done} * kBlockBytes) / kStripeBytes;
+    Sums sums;
+#pragma unroll 1
+    for (uint32_t i = stripe; i < stripes && i < kBlockBytes / kStripeBytes; i += kRows) {
+      sums.add(read64(block + i * kStripeBytes + 8 * mine), secret(8 * (i + mine)));
+    }
+    if (done < blocks) {
+      accumulator = scrambled(accumulator + sums.together(), scramble);
+      continue;
+    }
+    if (stripe == 0) {  // the last 64 bytes, whether or not they were in a stripe
+      sums.add(read64(input + length - kStripeBytes + 8 * lane), secret(kSecretBytes - kStripeBytes - 7 + 8 * mine));
+    }
+    accumulator += sums.together();
+    break;
+  }
+  return {merged(accumulator, secret(11 + 8 * mine), length * kPrime1),
+          merged(accumulator, secret(kSecretBytes - kStripeBytes - 11 + 8 * mine), ~(length * kPrime2))};
+}
+
+// By a whole warp.
+__device__ inline void write_digest(const uint8_t* input, uint64_t length, uint64_t* digest) {
+  Hash hash;
+  if (length > 240)
+    hash = hash_long(input, length);
+  else if (lane_of_thread() == 0)
+    hash = length > 16 ? hash_to_240(input, static_cast<uint32_t>(length))
+                       : hash_to_16(input, static_cast<uint32_t>(length));
+  if (lane_of_thread() == 0) {
+    digest[0] = hash.high;
+    digest[1] = hash.low;
+  }
+}
+
+__device__ inline uint32_t warp_of_grid() { return blockIdx.x * (kThreads / kWarpThreads) + warp_of_thread(); }
+
+uint32_t blocks_for(uint32_t chunks) {
+  constexpr uint32_t kWarps = kThreads / kWarpThreads;
+  return chunks / kWarps + (chunks % kWarps != 0);
+}
+
+__global__ void __launch_bounds__(kThreads, kResident)
+    digest_rows(const Chunk* table, const Row* rows, const uint64_t* count, uint64_t* digests) {
+  const uint32_t i = warp_of_grid();
+  if (i >= *count) return;
+  const Chunk& chunk = table[rows[i].chunk];
+  write_digest(chunk.current, uint64_t{chunk.words} * chunk.word_bytes, digests + 2 * uint64_t{i});
+}
+
+__global__ void __launch_bounds__(kThreads, kResident)
+    digest_chunks(const Chunk* table, uint32_t chunks, uint64_t* digests) {
+  const uint32_t i = warp_of_grid();
+  if (i >= chunks) return;
+  const Chunk& chunk = table[i];
+  const uint8_t* input = chunk.base != nullptr ? chunk.base : chunk.current;
+  write_digest(input, uint64_t{chunk.words} * chunk.word_bytes, digests + 2 * uint64_t{i});
+}
+
+}  // namespace
+
+cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count, uint32_t most,
+                            uint64_t* digests, cudaStream_t stream) {
+  if (most == 0) return cudaSuccess;
+  DELTACHECK_LAUNCH(digest_rows, blocks_for(most), kThreads, stream, table, rows, count, digests);
+  return cudaGetLastError();
+}
+
+cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream) {
+  if (chunks == 0) return cudaSuccess;
+  DELTACHECK_LAUNCH(digest_chunks, blocks_for(chunks), kThreads, stream, table, chunks, digests);
+  return cudaGetLastError();
+}
+
+}  // namespace device
+}  // namespace deltacheck
