@@ -295,7 +295,7 @@ class Work:
             digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
             if not self.setup.keep_shadow:
                 leaf.base = None
-                if np.array_equal(digests, leaf.digests):
+                if leaf.key_segment and np.array_equal(digests, leaf.digests):
                     continue  # it stands in an earlier segment
             leaf.digests = digests
             if is_packed(leaf.spec):

@@ -298,7 +298,8 @@ def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, 
     layer = torch.nn.Linear(300, 300)
     layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
     with Engine(tmp_path) as engine:
-        engine.guard(torch.optim.SGD(layer.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        engine.guard(optimizer)
         handle = engine.save(0, layer.state_dict())
         with torch.no_grad():
             layer.weight.zero_()

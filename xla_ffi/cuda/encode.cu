@@ -615,7 +615,7 @@ __device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint3
   const U* const current = reinterpret_cast<const U*>(chunk.current);
   U* const base = reinterpret_cast<U*>(chunk.base);
   // Byte k of word i goes to to[k][i * step].
-  uint8_t* to[W];
+  uint8_t* to[W] = {};
   for (int k = 0; k < W && !overflow; ++k) {
     to[k] = method == kRaw ? place_of(job, kWords) + k : place_of(job, (method == kDiff ? kDiff0 : kPlane0) + k);
   }
