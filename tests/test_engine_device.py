@@ -257,7 +257,7 @@ def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
     raw = first["w"].numel() * 2
     with Engine(tmp_path) as engine:
         engine.save(0, first).result(60)
-        assert device.copied > raw
+        assert device.copied >= raw
         device.copied = 0
         handle = engine.save(1, changed(first))
         assert kinds(handle)["w"] is LeafKind.DELTA

@@ -277,7 +277,7 @@ void test_streams_that_are_not_smaller_than_the_chunk() {
     }
     // One byte to each side of the limit: entries of tiles, a value and a gap for each, and a wide one now and then.
     const uint64_t words = 100;
-    for (uint64_t changed = 0; changed <= words; ++changed) {
+    for (uint64_t changed = 0; changed <= words; changed += changed < 60 ? 3 : 1) {
       auto piece = piece_of(word_bytes, words, 0, 0, Size::kNarrow);
       for (uint64_t i = 0; i < changed; ++i) piece->change(i, i % 3 == 0 ? some_z(word_bytes, Size::kWide) : 1);
       group.push_back(std::move(piece));
@@ -314,7 +314,7 @@ std::unique_ptr<Piece> any_piece() {
 }
 
 void test_many_chunks_of_many_leaves() {
-  for (const size_t chunks : {0, 1, 47, 257, 600}) {
+  for (const size_t chunks : {0, 1, 47, 260}) {
     Group group;
     while (group.size() < chunks) group.push_back(any_piece());
     check_group(group, std::to_string(chunks) + " chunks", 0, true);
@@ -364,24 +364,16 @@ cudaError_t deltacheck::device::enqueue_digests(const Chunk*, const Row* rows, c
   return cudaSuccess;
 }
 
-#include <chrono>
-template <typename F>
-void timed(const char* name, F f) {
-  auto t = std::chrono::steady_clock::now();
-  f();
-  std::fprintf(stderr, "%s %.2f\n", name, std::chrono::duration<double>(std::chrono::steady_clock::now() - t).count());
-}
-#define T(f) timed(#f, f)
 int main() {
   set_threads(1);
-  T(test_sizes_around_tiles);
-  T(test_densities);
-  T(test_gaps_around_escapes);
-  T(test_streams_that_are_not_smaller_than_the_chunk);
-  T(test_chunks_without_base);
-  T(test_many_chunks_of_many_leaves);
-  T(test_payload_too_small);
-  T(test_long_chunks);
-  T(test_every_method_was_seen);
+  test_sizes_around_tiles();
+  test_densities();
+  test_gaps_around_escapes();
+  test_streams_that_are_not_smaller_than_the_chunk();
+  test_chunks_without_base();
+  test_many_chunks_of_many_leaves();
+  test_payload_too_small();
+  test_long_chunks();
+  test_every_method_was_seen();
   return check::result();
 }
