@@ -17,6 +17,9 @@ def apply(
     bounds: NDArray[np.uint64],
     word_bytes: int,
 ) -> str | None: ...
+def check(
+    rows: NDArray[np.uint32], streams: list[NDArray[np.uint8] | None], bytes: int, bounds: NDArray[np.uint64], word_bytes: int
+) -> tuple[str | None, NDArray[np.uint64] | None]: ...
 def statistics(
     current: NDArray[np.uint8], base: NDArray[np.uint8], bounds: NDArray[np.uint64], elements: str
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...

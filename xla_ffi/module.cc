@@ -69,34 +69,55 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current, const std::optional
   return nb::make_tuple(array_of(std::move(encoded.rows)), streams);
 }
 
-std::optional<std::string> apply_arrays(
-    const nb::ndarray<const uint32_t, nb::shape<-1, kRowWidth>, nb::c_contig, nb::device::cpu>& rows,
-    const std::vector<std::optional<Array<const uint8_t>>>& streams, const Array<uint8_t>& base,
-    const Array<const uint64_t>& bounds, int word_bytes) {
+template <typename T>
+nb::object array_of(std::vector<T>&& numbers) {
+  auto* kept = new std::vector<T>(std::move(numbers));
+  nb::capsule owner(kept, [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
+
+using Rows = nb::ndarray<const uint32_t, nb::shape<-1, kRowWidth>, nb::c_contig, nb::device::cpu>;
+using Streams = std::vector<std::optional<Array<const uint8_t>>>;
+
+std::vector<StreamView> views_of(const Streams& streams) {
   if (streams.size() != kStreams) throw std::invalid_argument("streams must have one entry for each name");
-  const Run run = run_of(bounds, base.size(), word_bytes);
-  StreamView views[kStreams];
-  for (int stream = 0; stream < kStreams; ++stream) {
-    const auto& given = streams[stream];
-    views[stream] = given ? StreamView{given->data(), given->size()} : StreamView{nullptr, 0};
+  std::vector<StreamView> views;
+  for (const auto& given : streams) {
+    views.push_back(given ? StreamView{given->data(), given->size()} : StreamView{nullptr, 0});
   }
+  return views;
+}
+
+std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams, const Array<uint8_t>& base,
+                                        const Array<const uint64_t>& bounds, int word_bytes) {
+  const Run run = run_of(bounds, base.size(), word_bytes);
+  const std::vector<StreamView> views = views_of(streams);
   const Row* first = reinterpret_cast<const Row*>(rows.data());
   const uint64_t row_count = rows.shape(0);
   uint8_t* shadow = base.data();
   std::string refusal;
   {
     nb::gil_scoped_release released;
-    refusal = apply(run, first, row_count, views, shadow);
+    refusal = apply(run, first, row_count, views.data(), shadow);
   }
   if (refusal.empty()) return std::nullopt;
   return refusal;
 }
 
-template <typename T>
-nb::object array_of(std::vector<T>&& numbers) {
-  auto* kept = new std::vector<T>(std::move(numbers));
-  nb::capsule owner(kept, [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes, const Array<const uint64_t>& bounds,
+                       int word_bytes) {
+  const Run run = run_of(bounds, bytes, word_bytes);
+  const std::vector<StreamView> views = views_of(streams);
+  const Row* first = reinterpret_cast<const Row*>(rows.data());
+  const uint64_t row_count = rows.shape(0);
+  std::vector<uint64_t> offsets;
+  std::string refusal;
+  {
+    nb::gil_scoped_release released;
+    refusal = check(run, first, row_count, views.data(), &offsets);
+  }
+  if (!refusal.empty()) return nb::make_tuple(refusal, nb::none());
+  return nb::make_tuple(nb::none(), array_of(std::move(offsets)));
 }
 
 nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
@@ -154,6 +175,10 @@ NB_MODULE(_native, m) {
         "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes current, in place.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("base").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"), "None, or why the first bad chunk was refused.");
+  m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("bytes"),
+        nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
+        "(what apply would refuse, None), or (None, where each row's part of every stream begins: uint64 (rows * "
+        "streams)).");
   m.def("statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("elements"),
         "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");

@@ -40,12 +40,10 @@ std::optional<std::string> problem() {
   return std::nullopt;
 }
 
-uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes) {
-  return device::Workspace(chunks, bytes).all_bytes;
-}
+uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes) { return device::Workspace(chunks, bytes).all_bytes; }
 
-void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t workspace, uint64_t rows,
-                  uint64_t head, uint64_t payload, uint64_t payload_bytes, uint64_t digests, uint64_t stream) {
+void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t workspace, uint64_t rows, uint64_t head,
+                  uint64_t payload, uint64_t payload_bytes, uint64_t digests, uint64_t stream) {
   device::EncodeArguments call{};
   call.chunks = chunks;
   call.rows = at<Row>(rows);
@@ -87,9 +85,9 @@ NB_MODULE(DELTACHECK_MODULE, m) {
   m.attr("HEAD_ENTRIES") = static_cast<int>(kHeadEntries);
   m.def("problem", problem, "Why no device can be used; None if one can.");
   m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"));
-  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"),
-        nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"), nb::arg("payload_bytes"),
-        nb::arg("digests"), nb::arg("stream"), "As device::encode in cuda/device.h; only `table` is host memory.");
+  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"), nb::arg("workspace"),
+        nb::arg("rows"), nb::arg("head"), nb::arg("payload"), nb::arg("payload_bytes"), nb::arg("digests"),
+        nb::arg("stream"), "As device::encode in cuda/device.h; only `table` is host memory.");
   m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"), nb::arg("stream"),
         "As device::digest; everything is device memory.");
   m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"), nb::arg("streams"),

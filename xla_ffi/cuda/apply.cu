@@ -237,6 +237,7 @@ __device__ inline void apply_row(const Row& row, const Parts& parts, uint8_t* ba
 __global__ void __launch_bounds__(kBlockThreads, kResident) apply_rows(ApplyArguments arguments) {
   DELTACHECK_SHARED(Shared, shared);
   const Row row = arguments.rows[blockIdx.x];
+  if (row.method == kUnchanged) return;
   const Chunk chunk = arguments.table[row.chunk];
   const Parts parts{arguments.streams, arguments.offsets + uint64_t{blockIdx.x} * kStreams};
   if (row.method == kRaw) {

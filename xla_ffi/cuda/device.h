@@ -44,7 +44,7 @@ cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream);
 
 struct ApplyArguments {
   const Chunk* table;
-  const Row* rows;  // REQUIRES: checked against the streams by encoder/delta.h
+  const Row* rows;  // REQUIRES: checked against the streams by encoder/delta.h; rows under unchanged may follow
   uint32_t row_count;
   const uint8_t* const* streams;  // kStreams pointers; null where empty
   const uint64_t* offsets;        // (row_count, kStreams): where each row's part of every stream begins

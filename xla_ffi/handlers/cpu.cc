@@ -33,7 +33,7 @@ std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_
 
 ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> word_bytes,
                          ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds, ffi::RemainingRets results) {
-  constexpr const char* kName = "deltacheck_encode";
+  constexpr const char* kName = "deltacheck_encode_cpu";
   std::vector<Leaf> leaves;
   const std::string problem = leaves_of(arguments, results, 0, word_bytes, chunks, bounds, &leaves);
   if (!problem.empty()) return wrong(kName, problem);
@@ -78,7 +78,7 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
 
 ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer head, ffi::AnyBuffer payload,
                         ffi::AnyBuffer bounds, int64_t word_bytes, ffi::Result<ffi::AnyBuffer> new_base) {
-  constexpr const char* kName = "deltacheck_apply";
+  constexpr const char* kName = "deltacheck_apply_cpu";
   uint64_t bytes = 0;
   if (!bytes_of(base, &bytes)) return wrong(kName, "base has an element type that the encoder cannot take");
   if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
@@ -139,8 +139,8 @@ XLA_FFI_DEFINE_HANDLER(kApplyOnCpu, apply_on_cpu,
 
 const Handler* handlers(int* count) {
   static const Handler all[] = {
-      {"deltacheck_encode", "cpu", reinterpret_cast<void*>(kEncodeOnCpu)},
-      {"deltacheck_apply", "cpu", reinterpret_cast<void*>(kApplyOnCpu)},
+      {"deltacheck_encode_cpu", "cpu", reinterpret_cast<void*>(kEncodeOnCpu)},
+      {"deltacheck_apply_cpu", "cpu", reinterpret_cast<void*>(kApplyOnCpu)},
   };
   *count = static_cast<int>(sizeof all / sizeof all[0]);
   return all;

@@ -107,20 +107,17 @@ class FfiCodec:
                 raise DamagedStream(f"there is no stream {name!r}")
         if total == 0:
             return base
-        _require_handlers("cpu")
-        rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
-        rows[: encoded.rows.shape[0]] = encoded.rows
-        sizes = [encoded.streams[name].size if name in encoded.streams else 0 for name in STREAMS]
+        platform = _platform_of(base)
+        _require_handlers(platform)
+        rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
+        if platform != "cpu":
+            offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
+            there = jax.device_put((rows, _pairs(offsets).reshape(rows.shape[0], -1), _payload(encoded, sizes)), base.device)
+            applied: jax.Array = _apply_there(base, *there, bounds.tobytes(), word_bytes)
+            return applied.block_until_ready()
         head = _pairs(np.array([encoded.rows.shape[0], 0, *sizes], np.uint64))
-        # The next power of two, so that few programs are compiled.
-        payload = np.zeros(max(_LEAST_PAYLOAD_BYTES, 1 << (sum(sizes) - 1).bit_length() if sum(sizes) else 0), np.uint8)
-        at = 0
-        for name, size in zip(STREAMS, sizes, strict=True):
-            if size:
-                payload[at : at + size] = encoded.streams[name]
-                at += size
         try:
-            decoded: jax.Array = _apply(base, rows, head, payload, _pairs(bounds), word_bytes)
+            decoded: jax.Array = _apply(base, rows, head, _payload(encoded, sizes), _pairs(bounds), word_bytes)
             return decoded.block_until_ready()
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of them depends on the dispatch
             _, refused, why = str(error).partition("DATA_LOSS: ")
@@ -177,7 +174,7 @@ def _encode(
     if platform == "CUDA":
         results += [_shaped((chunks, 4), np.uint32), _shaped((_device().workspace_bytes(chunks, total),), np.uint8)]
     call: Any = jax.ffi.ffi_call(
-        "deltacheck_encode", results, input_output_aliases={len(currents) + i: i for i in range(len(bases))}
+        f"deltacheck_encode_{platform.lower()}", results, input_output_aliases={len(currents) + i: i for i in range(len(bases))}
     )
     made = call(
         *currents,
@@ -206,8 +203,20 @@ def _fetched(payload: jax.Array, used: int) -> U8:
 @partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
 def _apply(base: jax.Array, rows: jax.Array, head: jax.Array, payload: jax.Array, bounds: jax.Array, word_bytes: int) -> Any:
     result = _shaped(base.shape, base.dtype)
-    call: Any = jax.ffi.ffi_call("deltacheck_apply", result, input_output_aliases={0: 0})
+    call: Any = jax.ffi.ffi_call("deltacheck_apply_cpu", result, input_output_aliases={0: 0})
     return call(base, rows, head, payload, bounds, word_bytes=np.int64(word_bytes))
+
+
+@partial(jax.jit, static_argnames=("bounds", "word_bytes"), donate_argnames="base")
+def _apply_there(
+    base: jax.Array, rows: jax.Array, offsets: jax.Array, payload: jax.Array, bounds: bytes, word_bytes: int
+) -> Any:
+    edges = np.frombuffer(bounds, np.int64)
+    # The table of chunks, and a pointer for each stream.
+    workspace = (edges.size - 1) * _device().CHUNK_BYTES + 8 * len(STREAMS)
+    results = (_shaped(base.shape, base.dtype), _shaped((workspace,), np.uint8))
+    call: Any = jax.ffi.ffi_call("deltacheck_apply_cuda", results, input_output_aliases={0: 0})
+    return call(base, rows, offsets, payload, word_bytes=np.int64(word_bytes), bounds=edges)[0]
 
 
 @partial(jax.jit, donate_argnames="out")
@@ -282,6 +291,43 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
     if len(array.sharding.device_set) != 1:
         raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
     return array.size * array.dtype.itemsize
+
+
+def _size(encoded: Encoded, name: str) -> int:
+    return encoded.streams[name].size if name in encoded.streams else 0
+
+
+def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
+    """One row a chunk, so that one program is compiled for a leaf; those that are not in use are under unchanged."""
+    rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
+    rows[: encoded.rows.shape[0]] = encoded.rows
+    return rows
+
+
+def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
+    """The streams one after the other; of the next power of two in size, so that few programs are compiled."""
+    total = sum(sizes)
+    payload = np.zeros(max(_LEAST_PAYLOAD_BYTES, 1 << (total - 1).bit_length() if total else 0), np.uint8)
+    at = 0
+    for name, size in zip(STREAMS, sizes, strict=True):
+        if size:
+            payload[at : at + size] = encoded.streams[name]
+            at += size
+    return payload
+
+
+def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int, rows: int) -> U64:
+    """Where each row's part of every stream begins in the payload, after all checks that a decoder must make."""
+    from deltacheck import _native
+
+    streams = [memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None for name in STREAMS]
+    refusal, found = _native.check(np.ascontiguousarray(encoded.rows, np.uint32), streams, total, bounds, word_bytes)
+    if refusal is not None or found is None:
+        raise DamagedStream(refusal or "")
+    starts = np.cumsum([0] + [_size(encoded, name) for name in STREAMS[:-1]]).astype(np.uint64)
+    offsets = np.zeros((rows, len(STREAMS)), np.uint64)
+    offsets[: encoded.rows.shape[0]] = found.reshape(-1, len(STREAMS)) + starts
+    return offsets
 
 
 def _pairs(numbers: U64) -> U32:

@@ -1,0 +1,25 @@
+"""The CUDA encoder (xla_ffi/module_cuda.cc). Addresses are of device memory, but for that of a table to encode."""
+
+from typing import Any
+
+INTERFACE: int
+CHUNK_BYTES: int
+HEAD_ENTRIES: int
+
+def problem() -> str | None: ...
+def workspace_bytes(chunks: int, bytes: int) -> int: ...
+def encode(
+    table: int,
+    chunks: int,
+    bytes: int,
+    workspace: int,
+    rows: int,
+    head: int,
+    payload: int,
+    payload_bytes: int,
+    digests: int,
+    stream: int,
+) -> None: ...
+def digest(table: int, chunks: int, digests: int, stream: int) -> None: ...
+def apply(table: int, rows: int, row_count: int, streams: int, offsets: int, stream: int) -> None: ...
+def registrations() -> list[tuple[str, Any, str]]: ...
