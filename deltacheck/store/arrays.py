@@ -10,9 +10,11 @@ import json
 import math
 import os
 import stat
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from deltacheck import grid
 from deltacheck.errors import ChainBroken, Damaged
+from deltacheck.store.background import Background
 
 Attributes = Mapping[str, Any]
 
@@ -159,6 +162,69 @@ def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) 
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
     return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
+
+
+@cache
+def native_stream_writer() -> Callable[..., int] | None:
+    """``write_stream_file`` of the native module; ``None`` where there is no module, or one without libzstd."""
+    try:
+        from deltacheck import _native
+    except ImportError:
+        return None
+    return getattr(_native, "write_stream_file", None)
+
+
+class StreamWriter:
+    """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
+
+    The native module makes the bytes of their files, on its threads; where it was built without libzstd, TensorStore does. KvStore
+    is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it.
+    """
+
+    _THREADS = 4  # one makes a file, the others wait for the disk
+
+    def __init__(self, where: ts.Context) -> None:
+        self._where = where
+        self._background = Background(self._THREADS, "deltacheck-streams")
+        self._making = threading.Lock()
+        self._write_file = native_stream_writer()
+
+    def held_bytes(self, size: int) -> int:
+        """Memory that ``size`` bytes of streams take until they are written."""
+        return size if self._write_file is not None else 2 * size  # with what TensorStore makes of them
+
+    def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]]) -> Pending:
+        """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
+
+        REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
+        """
+        if self._write_file is None:
+            return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
+        described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
+        write_file, making, kept = self._write_file, self._making, [np.ascontiguousarray(piece) for piece in pieces]
+        data = self._background.start(lambda: _write_stream(path, spec, kept, write_file, making))
+        return _Writes(described, (data,))
+
+
+def _write_stream(
+    path: Path, spec: ArraySpec, pieces: list[NDArray[np.uint8]], write_file: Callable[..., int], making: threading.Lock
+) -> None:
+    """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
+    path.mkdir(parents=True, exist_ok=True)
+    (chunk,), per_file = spec.chunk, (spec.shard or spec.chunk)[0]
+    for number in range(-(-spec.shape[0] // per_file)):
+        file = path / f"c.{number}"
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with making:
+                error = write_file(
+                    descriptor, pieces, chunk, per_file // chunk, spec.shard is not None, spec.codec == "stream", number
+                )
+            if error:
+                raise OSError(error, os.strerror(error), str(file))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class _Writes:
