@@ -73,12 +73,11 @@ class Compressor {
   }
 
  private:
-  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. Where a Huffman code,
-  // which takes a bit for each byte at least, gets near its limit, one byte fills the data, and finding matches is
-  // fast.
+  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. A Huffman code takes a
+  // bit for each byte at least: fewer mean that the data is one byte over and over, and what differs elsewhere is rare.
   bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     const uint64_t without = literals_only(data, size, out, room);
-    return without < size / 7 || with_matches(data, size, out, room) < without - without / 64;
+    return without < size / 16 || with_matches(data, size, out, room) < without - without / 64;
   }
 
   uint64_t with_matches(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
