@@ -79,6 +79,11 @@ class ArraySpec:
         per_chunk = max(1, STREAM_CHUNK_BYTES // (np.dtype(dtype).itemsize * columns))
         return cls((rows, columns), dtype, (max(1, min(rows, per_chunk)), columns), None, "stream", attributes)
 
+    @property
+    def file_count(self) -> int:
+        """Files of a 1-D array's data."""
+        return -(-self.shape[0] // (self.shard or self.chunk)[0])
+
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
         item = np.dtype(self.dtype).itemsize
@@ -174,6 +179,16 @@ def native_stream_writer() -> Callable[..., int] | None:
     return getattr(_native, "write_stream_file", None)
 
 
+def write_stream_file(
+    write: Callable[..., int], descriptor: int, spec: ArraySpec, pieces: list[NDArray[np.uint8]], number: int
+) -> None:
+    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer`` gave."""
+    per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
+    error = write(descriptor, pieces, spec.chunk[0], per_file, spec.shard is not None, spec.codec == "stream", number)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
 class StreamWriter:
     """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
 
@@ -187,41 +202,35 @@ class StreamWriter:
         self._where = where
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
-        self._write_file = native_stream_writer()
+        self._native = native_stream_writer()
 
     def held_bytes(self, size: int) -> int:
         """Memory that ``size`` bytes of streams take until they are written."""
-        return size if self._write_file is not None else 2 * size  # with what TensorStore makes of them
+        return size if self._native is not None else 2 * size  # with what TensorStore makes of them
 
     def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]]) -> Pending:
         """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
 
         REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
-        if self._write_file is None:
+        if self._native is None:
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
-        write_file, making, kept = self._write_file, self._making, [np.ascontiguousarray(piece) for piece in pieces]
-        data = self._background.start(lambda: _write_stream(path, spec, kept, write_file, making))
+        kept, native, making = [np.ascontiguousarray(piece) for piece in pieces], self._native, self._making
+        data = self._background.start(lambda: _write_stream(path, spec, kept, native, making))
         return _Writes(described, (data,))
 
 
 def _write_stream(
-    path: Path, spec: ArraySpec, pieces: list[NDArray[np.uint8]], write_file: Callable[..., int], making: threading.Lock
+    path: Path, spec: ArraySpec, pieces: list[NDArray[np.uint8]], write: Callable[..., int], making: threading.Lock
 ) -> None:
     """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
     path.mkdir(parents=True, exist_ok=True)
-    (chunk,), per_file = spec.chunk, (spec.shard or spec.chunk)[0]
-    for number in range(-(-spec.shape[0] // per_file)):
-        file = path / f"c.{number}"
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    for number in range(spec.file_count):
+        descriptor = os.open(path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with making:
-                error = write_file(
-                    descriptor, pieces, chunk, per_file // chunk, spec.shard is not None, spec.codec == "stream", number
-                )
-            if error:
-                raise OSError(error, os.strerror(error), str(file))
+                write_stream_file(write, descriptor, spec, pieces, number)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -62,7 +62,7 @@ def digests_spec(rows: int) -> ArraySpec:
     return ArraySpec.table(rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"})
 
 
-def _stream_codec(pieces: Sequence[U8]) -> str:
+def stream_codec(pieces: Sequence[U8]) -> str:
     """``store`` where a sample shows that the entropy stage cannot pay."""
     size = sum(piece.size for piece in pieces)
     if size < _LEAST_SAMPLE_BYTES:
@@ -118,7 +118,7 @@ class SegmentWriter:
         Empties ``streams``, so that each stream's memory can go as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
-        described = {name: Stream(sum(piece.size for piece in of), _stream_codec(of)) for name, of in streams.items()}
+        described = {name: Stream(sum(piece.size for piece in of), stream_codec(of)) for name, of in streams.items()}
         self.parts.append(Part(index.shape[0], described))
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
         for name, stream in described.items():
