@@ -27,6 +27,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.store import arrays
 from deltacheck.store.arrays import STREAM_CHUNK_BYTES, ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.background import Background
+from deltacheck.store.segment import stream_codec
 
 if arrays.native_stream_writer() is None:
     pytest.skip("the native module was built without libzstd", allow_module_level=True)
@@ -163,6 +164,14 @@ def test_a_frame_is_hardly_larger_than_the_best_of_the_three_ways(tmp_path: Path
     best = min(size, len(Zstd(level=1).encode(data)), sum(map(huffman_bytes, blocks)))
     # 3 %, and the header of the frame, and the table and headers of each block.
     assert frame <= 1.03 * best + 20 + 160 * len(blocks)
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 3000])
+def test_only_a_stream_that_no_code_makes_smaller_is_stored_as_it_is(pieces: int) -> None:
+    chosen = {kind: stream_codec(np.array_split(make(1 << 20), pieces)) for kind, make in kinds().items()}
+    assert [kind for kind, codec in chosen.items() if codec == "store"] == ["random"]
+    assert stream_codec([kinds()["random"](4000)]) == "stream"  # too few bytes to tell
+    assert stream_codec([]) == "stream"
 
 
 def test_literals_alone_are_smaller_than_what_zstd_finds_in_values(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class ArraySpec:
     """All that defines a zarr array of ours.
 
     ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``:
-    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd level 1) or ``"store"`` (uncompressed); every one ends in
+    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or ``"store"`` (uncompressed); every one ends in
     crc32c.
     """
 
