@@ -196,7 +196,7 @@ class StreamWriter:
     is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it.
     """
 
-    _THREADS = 4  # one makes a file, the others wait for the disk
+    _THREADS = 2  # while one waits for the disk, the other makes a file
 
     def __init__(self, where: ts.Context) -> None:
         self._where = where
