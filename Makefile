@@ -19,9 +19,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
 PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
+# Where libzstd's sources are unpacked.
+ZSTD := build/zstd
+
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
-NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi -type f 2>/dev/null)
-CXX_SOURCES = $(shell find xla_ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
+CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv build install demo test lint format bench gpu-check clean
 
@@ -76,6 +79,15 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	touch $@
 
-$(VENV)/.stamp-install: $(VENV)/.stamp-torch pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
-	$(PIP) install --editable '.[all,test,lint]' $(PINNED)
+# pip compares the hash before it runs anything of the package.
+$(ZSTD)/.stamp: $(VENV)/.stamp-venv zstd-source.txt build-constraints.txt
+	rm -rf $(ZSTD)
+	$(PIP) download --quiet --no-deps --no-binary :all: --require-hashes -r zstd-source.txt --build-constraint build-constraints.txt -d $(ZSTD)
+	tar -xzf $(ZSTD)/*.tar.gz -C $(ZSTD) --strip-components 1
+	touch $@
+
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch $(ZSTD)/.stamp pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+	$(PIP) install --editable '.[all,test,lint]' $(PINNED) \
+		--config-settings=cmake.define.DELTACHECK_ZSTD_SOURCE_DIR="$(CURDIR)/$(ZSTD)/zstd/lib" \
+		--config-settings=cmake.define.DELTACHECK_EMULATOR=ON
 	touch $@

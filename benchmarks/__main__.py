@@ -21,6 +21,7 @@ from benchmarks.record import Result, Settings, written
 BENCHMARKS = {
     "importing": "benchmarks.importing",
     "size": "benchmarks.size",
+    "compression": "benchmarks.compression",
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",

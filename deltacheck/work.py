@@ -28,7 +28,7 @@ from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 from deltacheck.tree import Node
 
 # Encoded bytes after which a part is closed and written, and its share of the host cache where that is less: one part is being
-# made, one run of the codec at work, and three parts on their way to disk, each with what TensorStore makes of it.
+# made, one run of the codec at work, and the others on their way to disk.
 PART_BYTES = 64 << 20
 PARTS_PER_CACHE = 8
 KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
@@ -259,14 +259,12 @@ class Work:
                     self.row_digests.setdefault(path, []).append(piece.digests[first : first + rows.shape[0]])
                 row += rows.shape[0]
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
-        remaining = [dict(piece.encoded.streams) for piece in pieces]
-        del pieces, piece
-        # Stream by stream, each piece's let go of: joined and separate they would be twice the part.
-        streams = {name: np.concatenate([own.pop(name) for own in remaining if name in own]) for name in names}
+        streams = {name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams] for name in names}
+        del pieces, piece  # each stream's memory goes when it is written
         table = np.concatenate(index)
         self._count(table)
-        _, pending = self.writer.put_part(table, streams)
-        size *= 2  # the streams, and what TensorStore makes of them
+        pending = self.writer.put_part(table, streams)
+        size = self.writer.held_bytes(size)
         self.in_flight.append((size, pending))
         self.in_flight_bytes += size
 

@@ -78,6 +78,18 @@ def test_the_context_of_sizes_is_what_compressors_can_do(results: dict[str, dict
         assert row["torch.save"] >= 1
 
 
+def test_compression_tells_ours_beside_the_others_for_each_class(results: dict[str, dict[str, Any]]) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows(results["compression"]):
+        found.setdefault(row["leaves"], {})[row["method"]] = row
+    assert len(found) >= 5
+    for methods in found.values():
+        smaller = {name: row["times smaller"] for name, row in methods.items()}
+        assert 1 < smaller["byte groups, no delta"] < smaller["ours"] <= smaller["ours, streams alone"]
+        assert smaller["xor"] < smaller["ours, streams alone"]
+        assert methods["ours"]["MB/s"] is None or methods["ours"]["MB/s"] > 0
+
+
 def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]]) -> None:
     ways = rows(results["blocking"])
     assert [row["way"] for row in ways] == ["torch.save + fsync", "auto, delta", "eager, delta", "auto, keyframe"]

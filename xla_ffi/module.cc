@@ -17,6 +17,10 @@
 
 #include "encoder/delta.h"
 #include "handlers/registrations.h"
+#ifdef DELTACHECK_ENTROPY
+#  include "encoder/crc32c.h"
+#  include "encoder/entropy.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -104,6 +108,29 @@ std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams
   return refusal;
 }
 
+#ifdef DELTACHECK_ENTROPY
+int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, uint64_t chunk_bytes,
+               uint64_t chunks_per_file, bool sharded, bool compressed, uint64_t number) {
+  uint64_t length = 0;
+  std::vector<StreamView> views;
+  views.reserve(pieces.size());
+  for (const auto& piece : pieces) {
+    views.push_back({piece.data(), piece.size()});
+    length += piece.size();
+  }
+  if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
+      (!sharded && chunks_per_file != 1)) {
+    throw std::invalid_argument("a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
+  }
+  const uint64_t chunks = length / chunk_bytes + (length % chunk_bytes != 0);
+  if (chunks == 0 || number > (chunks - 1) / chunks_per_file) {
+    throw std::invalid_argument("the stream does not reach into that file");
+  }
+  nb::gil_scoped_release released;
+  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded, compressed}, number);
+}
+#endif
+
 nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes, const Array<const uint64_t>& bounds,
                        int word_bytes) {
   const Run run = run_of(bounds, bytes, word_bytes);
@@ -185,6 +212,17 @@ NB_MODULE(_native, m) {
   m.def("quantise", quantise_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
         nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(),
         "(nonfinite, largest error). out becomes the values on the lattice.");
+#ifdef DELTACHECK_ENTROPY
+  m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
+        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("compressed"), nb::arg("number"),
+        "0, or the errno of the write that failed. Only in builds with libzstd.");
+  m.def(
+      "crc32c",
+      [](const Array<const uint8_t>& data, bool by_table) {
+        return by_table ? crc32c_by_table(data.data(), data.size()) : crc32c(data.data(), data.size());
+      },
+      nb::arg("data"), nb::arg("by_table"), "For tests.");
+#endif
   m.def("registrations", registrations,
         "[(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built without.");
   m.def("threads", threads);

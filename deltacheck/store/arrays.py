@@ -10,9 +10,11 @@ import json
 import math
 import os
 import stat
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from deltacheck import grid
 from deltacheck.errors import ChainBroken, Damaged
+from deltacheck.store.background import Background
 
 Attributes = Mapping[str, Any]
 
@@ -42,7 +45,7 @@ class ArraySpec:
     """All that defines a zarr array of ours.
 
     ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``:
-    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd level 1) or ``"store"`` (uncompressed); every one ends in
+    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or ``"store"`` (uncompressed); every one ends in
     crc32c.
     """
 
@@ -75,6 +78,11 @@ class ArraySpec:
         """A 2-D table of a fixed width, such as an index or digests."""
         per_chunk = max(1, STREAM_CHUNK_BYTES // (np.dtype(dtype).itemsize * columns))
         return cls((rows, columns), dtype, (max(1, min(rows, per_chunk)), columns), None, "stream", attributes)
+
+    @property
+    def file_count(self) -> int:
+        """Files of a 1-D array's data."""
+        return -(-self.shape[0] // (self.shard or self.chunk)[0])
 
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
@@ -159,6 +167,73 @@ def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) 
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
     return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
+
+
+@cache
+def native_stream_writer() -> Callable[..., int] | None:
+    """``write_stream_file`` of the native module; ``None`` where there is no module, or one without libzstd."""
+    try:
+        from deltacheck import _native
+    except ImportError:
+        return None
+    return getattr(_native, "write_stream_file", None)
+
+
+def write_stream_file(
+    write: Callable[..., int], descriptor: int, spec: ArraySpec, pieces: list[NDArray[np.uint8]], number: int
+) -> None:
+    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer`` gave."""
+    per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
+    error = write(descriptor, pieces, spec.chunk[0], per_file, spec.shard is not None, spec.codec == "stream", number)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+class StreamWriter:
+    """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
+
+    The native module makes the bytes of their files, on its threads; where it was built without libzstd, TensorStore does. KvStore
+    is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it.
+    """
+
+    _THREADS = 2  # while one waits for the disk, the other makes a file
+
+    def __init__(self, where: ts.Context) -> None:
+        self._where = where
+        self._background = Background(self._THREADS, "deltacheck-streams")
+        self._making = threading.Lock()
+        self._native = native_stream_writer()
+
+    def held_bytes(self, size: int) -> int:
+        """Memory that ``size`` bytes of streams take until they are written."""
+        return size if self._native is not None else 2 * size  # with what TensorStore makes of them
+
+    def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]]) -> Pending:
+        """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
+
+        REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
+        """
+        if self._native is None:
+            return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
+        described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
+        kept, native, making = [np.ascontiguousarray(piece) for piece in pieces], self._native, self._making
+        data = self._background.start(lambda: _write_stream(path, spec, kept, native, making))
+        return _Writes(described, (data,))
+
+
+def _write_stream(
+    path: Path, spec: ArraySpec, pieces: list[NDArray[np.uint8]], write: Callable[..., int], making: threading.Lock
+) -> None:
+    """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
+    path.mkdir(parents=True, exist_ok=True)
+    for number in range(spec.file_count):
+        descriptor = os.open(path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with making:
+                write_stream_file(write, descriptor, spec, pieces, number)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class _Writes:

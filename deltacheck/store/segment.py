@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deltacheck.codec.base import STREAMS, U8, U32, U64
 from deltacheck.errors import ChainBroken, Damaged, SaveFailed
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, layout, schema
-from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading
+from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -28,7 +28,9 @@ INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
 _STREAM_SAYS = "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's attributes"
-_INCOMPRESSIBLE_BITS = 7.85  # of 8: above this the zstd stage would cost time and save under 2 %
+_INCOMPRESSIBLE_BITS = 7.85  # of 8: above this the entropy stage would cost time and save under 2 %
+_LEAST_SAMPLE_BYTES = 4096  # of a stream: the histogram of fewer bytes looks skewed whatever they are
+_SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
 
 def natural_attributes(spec: LeafSpec) -> dict[str, Any]:
@@ -60,13 +62,25 @@ def digests_spec(rows: int) -> ArraySpec:
     return ArraySpec.table(rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"})
 
 
-def _stream_codec(data: U8) -> str:
+def stream_codec(pieces: Sequence[U8]) -> str:
     """``store`` where a sample shows that the entropy stage cannot pay."""
-    sample = data[:: max(1, data.size // 16384)]
-    counts = np.bincount(sample, minlength=256)
-    share = counts[counts > 0] / sample.size
+    size = sum(piece.size for piece in pieces)
+    if size < _LEAST_SAMPLE_BYTES:
+        return "stream"
+    counts = np.bincount(np.concatenate(list(_sample(pieces, size))), minlength=256)
+    share = counts[counts > 0] / counts.sum()
     bits = float(-(share * np.log2(share)).sum())
-    return "store" if sample.size >= 4096 and bits > _INCOMPRESSIBLE_BITS else "stream"
+    return "store" if bits > _INCOMPRESSIBLE_BITS else "stream"
+
+
+def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
+    """Runs of bytes, evenly spread over the pieces: a byte here and there would cost a cache miss each."""
+    step, begin, at = max(_SAMPLE_RUN_BYTES, size // _SAMPLE_RUNS), 0, 0  # `at`: of the next run, from the first piece's start
+    for piece in pieces:
+        while at < begin + piece.size:
+            yield piece[at - begin : at - begin + _SAMPLE_RUN_BYTES]
+            at += step
+        begin += piece.size
 
 
 class SegmentWriter:
@@ -83,6 +97,7 @@ class SegmentWriter:
         self._packed: dict[str, list[NDArray[Any]]] = {}
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
+        self._streams = StreamWriter(where)
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
@@ -97,15 +112,23 @@ class SegmentWriter:
         self._packed_length[storage] = offset + host.size // spec.element.item_bytes
         return KeyframeAt(packed=storage, offset=offset)
 
-    def put_part(self, index: U32, streams: Mapping[str, U8]) -> tuple[int, list[Pending]]:
-        """Write a part; its number, and the writes under way. The streams stay untouched until these are done."""
-        number = len(self.parts)
-        path = self.path / layout.DELTA / str(number)
-        described = {name: Stream(int(data.size), _stream_codec(data)) for name, data in streams.items()}
+    def put_part(self, index: U32, streams: dict[str, list[U8]]) -> list[Pending]:
+        """Write a part; the writes under way. Each stream is given in pieces, which stay untouched until these are done.
+
+        Empties ``streams``, so that each stream's memory can go as soon as it is written.
+        """
+        path = self.path / layout.DELTA / str(len(self.parts))
+        described = {name: Stream(sum(piece.size for piece in of), stream_codec(of)) for name, of in streams.items()}
         self.parts.append(Part(index.shape[0], described))
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
-        pending += [self._write(path / name, stream_spec(name, described[name]), data) for name, data in streams.items()]
-        return number, pending
+        for name, stream in described.items():
+            pending.append(self._streams.write(path / name, stream_spec(name, stream), streams.pop(name)))
+            self._pending.append(pending[-1])
+        return pending
+
+    def held_bytes(self, size: int) -> int:
+        """Memory that ``size`` bytes of streams take until they are written."""
+        return self._streams.held_bytes(size)
 
     def _write(self, path: Path, spec: ArraySpec, values: NDArray[Any]) -> Pending:
         pending = arrays.write(path, spec, values, self._where)

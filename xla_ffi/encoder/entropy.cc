@@ -1,0 +1,226 @@
+#include "entropy.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <new>
+
+#include "crc32c.h"
+#include "thread_pool.h"
+
+#define ZSTD_STATIC_LINKING_ONLY  // ZSTD_compressSequences
+#include <zstd.h>
+
+namespace deltacheck {
+namespace {
+
+constexpr uint64_t kCrcBytes = 4, kIndexEntryBytes = 16;
+constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
+
+// A chunk is judged by a sample: kPieces pieces of it, together a kSampleShare of it within these bounds.
+constexpr uint64_t kSampleShare = 32, kLeastSample = 4096, kMostSample = 16384, kPieces = 4;
+
+void put_little_endian(uint64_t value, int bytes, uint8_t* out) {
+  for (int k = 0; k < bytes; ++k) out[k] = static_cast<uint8_t>(value >> (8 * k));
+}
+
+void put_crc(uint8_t* data, uint64_t size) { put_little_endian(crc32c(data, size), kCrcBytes, data + size); }
+
+// 0 or an errno.
+int write_at(int descriptor, const uint8_t* data, uint64_t size, uint64_t at) {
+  while (size > 0) {
+    const ssize_t written = pwrite(descriptor, data, size, static_cast<off_t>(at));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    data += written;
+    at += static_cast<uint64_t>(written);
+    size -= static_cast<uint64_t>(written);
+  }
+  return 0;
+}
+
+// Makes frames; each thread has its own.
+class Compressor {
+ public:
+  Compressor() : context_(ZSTD_createCCtx()) {
+    if (context_ == nullptr) throw std::bad_alloc();
+    ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, 1);
+    ZSTD_CCtx_setParameter(context_, ZSTD_c_blockDelimiters, ZSTD_sf_explicitBlockDelimiters);
+  }
+  ~Compressor() { ZSTD_freeCCtx(context_); }
+  Compressor(const Compressor&) = delete;
+  Compressor& operator=(const Compressor&) = delete;
+
+  // One frame of `size` bytes in `out`, which has room for ZSTD_compressBound(max(size, kMostSample)). Its size.
+  uint64_t frame(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    const uint64_t piece = std::clamp(size / kSampleShare, kLeastSample, kMostSample) / kPieces;
+    bool matches;
+    if (size <= kPieces * piece) {
+      matches = matches_pay(data, size, out, room);
+    } else {
+      uint8_t sample[kMostSample];
+      for (uint64_t k = 0; k < kPieces; ++k) {
+        std::memcpy(sample + k * piece, data + (size - piece) * k / (kPieces - 1), piece);
+      }
+      matches = matches_pay(sample, kPieces * piece, out, room);
+    }
+    return matches ? with_matches(data, size, out, room) : literals_only(data, size, out, room);
+  }
+
+ private:
+  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. A Huffman code takes a
+  // bit for each byte at least: fewer mean that the data is one byte over and over, and what differs elsewhere is rare.
+  bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    const uint64_t without = literals_only(data, size, out, room);
+    return without < size / 16 || with_matches(data, size, out, room) < without - without / 64;
+  }
+
+  uint64_t with_matches(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    return checked(ZSTD_compress2(context_, out, room, data, size));
+  }
+
+  // Blocks of literals alone: zstd then has nothing to do but to code them, by Huffman's method.
+  uint64_t literals_only(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    blocks_.clear();
+    for (uint64_t at = 0; at < size || at == 0; at += kBlock) {
+      blocks_.push_back({0, static_cast<unsigned>(std::min(kBlock, size - at)), 0, 0});
+    }
+    return checked(ZSTD_compressSequences(context_, out, room, blocks_.data(), blocks_.size(), data, size));
+  }
+
+  // With enough room, zstd can fail for want of memory only.
+  static uint64_t checked(size_t result) {
+    if (ZSTD_isError(result)) throw std::bad_alloc();
+    return result;
+  }
+
+  ZSTD_CCtx* const context_;
+  std::vector<ZSTD_Sequence> blocks_;
+};
+
+class File {
+ public:
+  File(int descriptor, const std::vector<StreamView>& pieces, const StreamCut& cut, uint64_t number)
+      : descriptor_(descriptor), pieces_(pieces), cut_(cut), first_(number * cut.chunks_per_file) {
+    starts_.reserve(pieces.size() + 1);
+    starts_.push_back(0);
+    for (const StreamView& piece : pieces) starts_.push_back(starts_.back() + piece.size);
+    const uint64_t chunks = (starts_.back() + cut.chunk_bytes - 1) / cut.chunk_bytes;
+    chunks_ = std::min(cut.chunks_per_file, chunks - first_);
+    // Chunks that the array does not have are all ones in the index.
+    if (cut.sharded) index_.assign(cut.chunks_per_file * kIndexEntryBytes + kCrcBytes, 0xff);
+  }
+
+  int write() {
+    const int useful = static_cast<int>(std::min<uint64_t>(chunks_, static_cast<uint64_t>(threads())));
+    run_on_threads(useful, [this] { work(); });
+    if (no_memory_) throw std::bad_alloc();
+    if (error_ != 0 || !cut_.sharded) return error_;
+    put_crc(index_.data(), index_.size() - kCrcBytes);
+    return write_at(descriptor_, index_.data(), index_.size(), end_);
+  }
+
+ private:
+  void work() {
+    try {
+      for (uint64_t chunk; (chunk = next_chunk_.fetch_add(1)) < chunks_;) {
+        if (!write_chunk(chunk)) return;
+      }
+    } catch (const std::bad_alloc&) {
+      std::lock_guard lock(mutex_);
+      no_memory_ = true;
+      turn_.notify_all();
+    }
+  }
+
+  // False where another chunk has failed.
+  bool write_chunk(uint64_t chunk) {
+    const uint64_t size = cut_.chunk_bytes;
+    thread_local std::vector<uint8_t> gathered, framed;
+    const uint8_t* data = contiguous(first_ + chunk, &gathered);
+    if (cut_.compressed) {
+      thread_local Compressor compressor;
+      const uint64_t room = ZSTD_compressBound(std::max(size, kMostSample));
+      if (framed.size() < room + kCrcBytes) framed.resize(room + kCrcBytes);
+      const uint64_t frame = compressor.frame(data, size, framed.data(), room);
+      put_crc(framed.data(), frame);
+      const int64_t at = place(chunk, frame + kCrcBytes);
+      return at >= 0 && noted(write_at(descriptor_, framed.data(), frame + kCrcBytes, static_cast<uint64_t>(at)));
+    }
+    const int64_t at = place(chunk, size + kCrcBytes);
+    uint8_t crc[kCrcBytes];
+    put_little_endian(crc32c(data, size), kCrcBytes, crc);
+    return at >= 0 && noted(write_at(descriptor_, data, size, static_cast<uint64_t>(at))) &&
+           noted(write_at(descriptor_, crc, kCrcBytes, static_cast<uint64_t>(at) + size));
+  }
+
+  // The bytes of one chunk: where they lie, or gathered from their pieces and filled up.
+  const uint8_t* contiguous(uint64_t chunk, std::vector<uint8_t>* gathered) const {
+    const uint64_t begin = chunk * cut_.chunk_bytes, end = std::min(begin + cut_.chunk_bytes, starts_.back());
+    size_t piece = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), begin) - starts_.begin() - 1);
+    if (end - begin == cut_.chunk_bytes && end <= starts_[piece + 1])
+      return pieces_[piece].data + (begin - starts_[piece]);
+    if (gathered->size() < cut_.chunk_bytes) gathered->resize(cut_.chunk_bytes);
+    for (uint64_t at = begin; at < end; ++piece) {
+      const uint64_t part = std::min(end, starts_[piece + 1]) - at;
+      if (part > 0) std::memcpy(gathered->data() + (at - begin), pieces_[piece].data + (at - starts_[piece]), part);
+      at += part;
+    }
+    std::memset(gathered->data() + (end - begin), 0, cut_.chunk_bytes - (end - begin));
+    return gathered->data();
+  }
+
+  // Where a chunk of `size` bytes goes, after those before it; waits for them. The thread that has the lowest chunk
+  // never waits, so the line moves whatever the number of threads. -1 where another chunk has failed.
+  int64_t place(uint64_t chunk, uint64_t size) {
+    std::unique_lock lock(mutex_);
+    turn_.wait(lock, [&] { return no_memory_ || error_ != 0 || placed_ == chunk; });
+    if (no_memory_ || error_ != 0) return -1;
+    const uint64_t at = end_;
+    end_ += size;
+    if (cut_.sharded) {
+      put_little_endian(at, 8, index_.data() + chunk * kIndexEntryBytes);
+      put_little_endian(size, 8, index_.data() + chunk * kIndexEntryBytes + 8);
+    }
+    ++placed_;
+    lock.unlock();
+    turn_.notify_all();
+    return static_cast<int64_t>(at);
+  }
+
+  bool noted(int error) {
+    if (error == 0) return true;
+    std::lock_guard lock(mutex_);
+    error_ = error;
+    turn_.notify_all();
+    return false;
+  }
+
+  const int descriptor_;
+  const std::vector<StreamView>& pieces_;
+  const StreamCut& cut_;
+  const uint64_t first_;
+  uint64_t chunks_;
+  std::vector<uint64_t> starts_;
+  std::atomic<uint64_t> next_chunk_{0};
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable turn_;
+  uint64_t placed_ = 0, end_ = 0;
+  bool no_memory_ = false;
+  int error_ = 0;
+  std::vector<uint8_t> index_;
+};
+
+}  // namespace
+
+int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const StreamCut& cut, uint64_t number) {
+  return File(descriptor, pieces, cut, number).write();
+}
+
+}  // namespace deltacheck
