@@ -381,7 +381,7 @@ class Machine {
 
   // Any fiber that can run, mostly of `block`; null where there is none, which is then the launch's error.
   Fiber* next(Block* block) {
-    if (block->ready.empty() || random(32) == 0) {
+    if (block->ready.empty() || random(256) == 0) {
       const size_t start = random(blocks_.size());
       for (size_t i = 0; i < blocks_.size(); ++i) {
         Block* const other = blocks_[(start + i) % blocks_.size()].get();

@@ -65,13 +65,10 @@ union ForAnyWord {
   Of<4> four;
   Of<8> eight;
 
-  template <int W>
-  __device__ Of<W>& of() {
-    if constexpr (W == 1) return one;
-    if constexpr (W == 2) return two;
-    if constexpr (W == 4) return four;
-    if constexpr (W == 8) return eight;
-  }
+  __device__ operator Of<1>&() { return one; }
+  __device__ operator Of<2>&() { return two; }
+  __device__ operator Of<4>&() { return four; }
+  __device__ operator Of<8>&() { return eight; }
 };
 
 // --- one tile: which words have changed ------------------------------------------------------------------------------
@@ -271,6 +268,7 @@ __device__ inline uint64_t warp_cost(const Histogram& histogram, uint64_t n, boo
   others = warp_sum(others);
   const uint32_t whole = log2_256(n);
   uint64_t entropy = 0, most = 0;
+#pragma unroll 1  // L is long
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t byte = i * kWarpThreads + lane_of_thread();
     const uint64_t entry = byte != 0 ? histogram[byte] : n - others;
@@ -321,11 +319,17 @@ __device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_wor
   for (int k = 1; k < W; ++k) shared.wide[byte] += shared.planes[k][byte];
   __syncthreads();
   for (uint32_t i = warp_of_thread(); i < W + 4; i += kBlockWarps) {
-    const uint64_t cost = i == W       ? warp_cost(shared.values, changed, true)
-                          : i == W + 1 ? warp_cost(shared.wide, wide_count * W, true)
-                          : i == W + 2 ? warp_cost(shared.bits, bitmap_length, true)
-                          : i == W + 3 ? warp_cost(shared.gaps, changed + shared.gaps[kEscape], true)
-                                       : warp_cost(shared.planes[i], sample_words, true);
+    const Histogram& histogram = i < W        ? shared.planes[i]
+                                 : i == W     ? shared.values
+                                 : i == W + 1 ? shared.wide
+                                 : i == W + 2 ? shared.bits
+                                              : shared.gaps;
+    const uint64_t length = i < W        ? sample_words
+                            : i == W     ? changed
+                            : i == W + 1 ? wide_count * W
+                            : i == W + 2 ? bitmap_length
+                                         : changed + shared.gaps[kEscape];
+    const uint64_t cost = warp_cost(histogram, length, true);
     if (lane_of_thread() == 0) shared.costs[i] = cost;
   }
   __syncthreads();
@@ -391,7 +395,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
   if (chunk.words > 0) {
     with_word(chunk.word_bytes, [&](auto bytes) {
       constexpr int W = decltype(bytes)::value;
-      row.method = choose<W>(chunk, shared.template of<W>());
+      row.method = choose<W>(chunk, shared);
     });
   }
   if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
@@ -490,7 +494,7 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, Co
   const Slot<W> slot(slot_start, chunk, bitmap);
   const uint64_t limit = uint64_t{chunk.words} * W;  // the streams must stay below it, hence inside the slot
   uint64_t used = static_cast<uint64_t>(slot.records - slot_start), changed = 0, gap_bytes = 0, wide = 0;
-  bool fits = used < limit;
+  bool fits = true;
   for (uint64_t index = 0; index < tiles_of(chunk.words, W); ++index) {
     const Tile<W> tile(chunk, index);
     const PerUnit bits = changed_words(tile);
@@ -534,7 +538,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   uint8_t* const slot = job.slots + entry.slot;
   with_word(chunk.word_bytes, [&](auto bytes) {
     constexpr int W = decltype(bytes)::value;
-    compact_chunk<W>(chunk, slot, shared.template of<W>(), &row);
+    compact_chunk<W>(chunk, slot, shared, &row);
   });
   __syncthreads();  // all have read the entry
   if (threadIdx.x == 0) entry.row = row;
@@ -616,8 +620,12 @@ __device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint3
   U* const base = reinterpret_cast<U*>(chunk.base);
   // Byte k of word i goes to to[k][i * step].
   uint8_t* to[W];
-  for (int k = 0; k < W && !overflow; ++k) {
-    to[k] = method == kRaw ? place_of(job, kWords) + k : place_of(job, (method == kDiff ? kDiff0 : kPlane0) + k);
+#pragma unroll
+  for (int k = 0; k < W; ++k) {
+    to[k] = overflow          ? nullptr
+            : method == kRaw  ? place_of(job, kWords) + k
+            : method == kDiff ? place_of(job, kDiff0 + k)
+                              : place_of(job, kPlane0 + k);
   }
   const uint64_t step = method == kRaw ? W : 1;
   constexpr uint32_t kAtOnce = W == 8 ? 4 : 8;  // words on their way
