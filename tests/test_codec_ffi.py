@@ -1,5 +1,7 @@
 """The codec whose bases are JAX arrays."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from test_codec_contract import VectorContract
@@ -12,6 +14,8 @@ jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.ffi")
 if not ffi.available():
     pytest.skip("this build has no XLA handlers", allow_module_level=True)
+from deltacheck.codec.statistics import statistics as host_statistics  # noqa: E402
+
 jnp = jax.numpy
 
 BOUNDS = np.array([0, 3000, 5000], np.uint64)
@@ -247,3 +251,96 @@ def test_an_empty_array_has_no_rows():
     assert encoded.rows.shape == (0, 5)
     assert base.shape == (0, 4)
     assert isinstance(encoded, Encoded)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------------------
+
+
+def moved_a_little(dtype, seed=0, shape=(50, 100)):
+    """(current, base): a third of the elements moved; infinities, NaNs and zeros of both signs among them."""
+    random = np.random.default_rng(seed)
+    base = random.standard_normal(shape).astype(np.float32)
+    current = np.where(random.random(shape) < 0.3, base * np.float32(1.01), base)
+    base[0, :3], current[0, :3] = (0.0, 1.0, np.inf), (-0.0, np.nan, 2.0)
+    with np.errstate(invalid="ignore"):
+        return jnp.array(current).astype(dtype), jnp.array(base).astype(dtype)
+
+
+def told_by_the_host(current, base, bounds=None):
+    whole = np.array([0, current.size], np.uint64) if bounds is None else bounds
+    return host_statistics(np.asarray(current), np.asarray(base), whole, current.dtype.name)
+
+
+def assert_same_statistics(found, expected):
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert np.array_equal(one, other)
+    for one, other in zip(found[2:], expected[2:], strict=True):
+        assert np.array_equal(one, other.astype(one.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("bounds", [None, BOUNDS])
+@pytest.mark.parametrize("traced", [False, True])
+def test_statistics_are_the_hosts_rounded_to_what_jax_knows(dtype, bounds, traced):
+    current, base = moved_a_little(dtype)
+    measure = partial(ffi.statistics, bounds=bounds)
+    found = (jax.jit(measure) if traced else measure)(current, base)
+    assert found.squared_base.dtype == jnp.float32
+    expected = told_by_the_host(current, base, bounds)
+    assert expected.changed.sum() > 0
+    assert_same_statistics(found, expected)
+
+
+def test_statistics_are_float64_where_jax_knows_it():
+    with jax.enable_x64(True):
+        current, base = moved_a_little("float64")
+        found = jax.jit(ffi.statistics)(current, base)
+        assert found.squared_difference.dtype == jnp.float64
+        assert_same_statistics(found, told_by_the_host(current, base))
+
+
+def test_statistics_of_a_sharded_array_are_rows_of_its_parts_and_nothing_is_gathered():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    rows = jax.sharding.PartitionSpec("x")
+    current, base = (jax.device_put(a, jax.sharding.NamedSharding(mesh, rows)) for a in moved_a_little("bfloat16"))
+    bounds = np.array([0, 1000, 2500], np.uint64)  # of each part
+    measure = jax.jit(
+        jax.shard_map(
+            lambda c, b: ffi.statistics(c, b, bounds), mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False
+        )
+    )
+    found = measure(current, base)
+    assert found.changed.shape == (4,)
+    assert len(found.changed.sharding.device_set) == 2
+    assert_same_statistics(found, told_by_the_host(current, base, np.array([0, 1000, 2500, 3500, 5000], np.uint64)))
+    assert "all-gather" not in measure.lower(current, base).compile().as_text()
+
+
+def test_what_statistics_cannot_take_is_refused_by_name():
+    with pytest.raises(ValueError, match="base is float32"):
+        ffi.statistics(jnp.zeros(4), jnp.zeros(5))
+    with pytest.raises(ValueError, match="current is int4"):
+        ffi.statistics(jnp.zeros(4, "int4"), jnp.zeros(4, "int4"))
+    with pytest.raises(ValueError, match="bounds end at 3 words"):
+        jax.jit(lambda c, b: ffi.statistics(c, b, np.array([0, 3], np.uint64)))(jnp.zeros(4), jnp.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ({"bounds": (2,)}, "bounds must be uint32"),
+        ({"base": (4,)}, "base has shape"),
+        ({"counts": (2, 2)}, r"counts must be uint32 of shape \(1, 2\)"),
+        ({"values": (1, 2)}, r"values must be float32 of shape \(1, 3\)"),
+    ],
+)
+def test_the_statistics_handler_names_the_operand_that_does_not_fit(shapes, says):
+    ffi.available()
+    want = {"base": (5,), "bounds": (2, 2), "counts": (1, 2), "values": (1, 3)} | shapes
+    bounds = jnp.array([0, 0, 5, 0], jnp.uint32)[: np.prod(want["bounds"])].reshape(want["bounds"])
+    results = (jax.ShapeDtypeStruct(want["counts"], jnp.uint32), jax.ShapeDtypeStruct(want["values"], jnp.float32))
+    call = jax.ffi.ffi_call("deltacheck_statistics", results)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=says):
+        jax.block_until_ready(jax.jit(call)(jnp.zeros(5), jnp.zeros(want["base"]), bounds))

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -41,19 +42,21 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
 
     def run(*arguments):
-        return subprocess.Popen([COMPILER, *FLAGS, *arguments])
+        subprocess.run([COMPILER, *FLAGS, *arguments], check=True)
 
     def program(name, *kernels, host=True):
         emulated = [f"tests/emulator/{name}.cc", *(f"xla_ffi/cuda/{kernel}.cu" for kernel in kernels)]
-        encoder = [f"xla_ffi/encoder/{part}.cc" for part in ("delta", "kernels", "thread_pool")] if host else []
-        objects, compilers = [], []
-        for source in emulated + encoder:
-            objects.append(folder / (Path(source).name + ".o"))
-            if not objects[-1].exists():
+        encoder = [f"xla_ffi/encoder/{part}.cc" for part in ("kernels", "delta", "thread_pool")] if host else []
+        objects = {source: folder / (Path(source).name + ".o") for source in encoder + emulated}
+
+        def compile(source):
+            if not objects[source].exists():
                 sanitizers = SANITIZERS if source in emulated else []
-                compilers.append(run(*sanitizers, "-x", "c++", "-c", REPOSITORY / source, "-o", objects[-1]))
-        assert [compiler.wait() for compiler in compilers] == [0] * len(compilers)
-        assert run(*SANITIZERS, *objects, "-pthread", "-o", folder / name).wait() == 0
+                run(*sanitizers, "-x", "c++", "-c", REPOSITORY / source, "-o", objects[source])
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(compile, objects))
+        run(*SANITIZERS, *objects.values(), "-pthread", "-o", folder / name)
         return folder / name
 
     return program

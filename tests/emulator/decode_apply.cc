@@ -171,11 +171,12 @@ int main() {
     Leaf leaf = leaf_of(8, {0, words}, 0, 1, 256);
     for (uint64_t tile = 0; tile < 301; ++tile) {
       for (uint64_t k = 0; k < 3; ++k) {
-        const uint64_t i = tile * (kTileBytes / 8) + 700 * k;
+        const uint64_t i = tile * (kTileBytes / 8) + (700 + tile) * k;
         if (i < words) set(leaf.current.data(), 8, i, get(leaf.base.data(), 8, i) + (tile + k) * 37 + 1);
       }
     }
     check_apply(leaf, true, "many tiles");
+    check_apply(leaf_of(8, {0, words}, 500, 3, 2), true, "many tiles of a bitmap");
   }
   // Gaps of exactly one escape less, one, and two; a tile whose last word alone changed.
   {

@@ -265,28 +265,106 @@ void test_gaps_around_escapes() {
   }
 }
 
-// The sample says sparse, the rest of the chunk is too large for it: raw, and the base is up to date nevertheless.
+// Tiles 1 to 15, of which the sample knows nothing, have `wide` wide and `narrow` narrow changes, one after the other;
+// tile 0 has a single change.
+std::unique_ptr<Piece> piece_larger_than_it_seemed(int word_bytes, uint64_t wide, uint64_t narrow) {
+  const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+  auto piece = piece_of(word_bytes, 16 * tile, 0, 0, Size::kNarrow);
+  piece->change(5, 1);
+  for (uint64_t i = 0; i < wide + narrow; ++i) piece->change(tile + i, i < wide && word_bytes > 1 ? 1000 : 1);
+  return piece;
+}
+
+// The sample says sparse, but the streams are as large as the chunk, or larger: raw, and the base is up to date
+// nevertheless. Slots beside them are not touched.
 void test_streams_that_are_not_smaller_than_the_chunk() {
   for (const int word_bytes : kWordBytes) {
-    const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
+    const std::string name = "not smaller, words of " + std::to_string(word_bytes);
+    const uint64_t limit = 16 * kTileBytes, entries = 16 * kTileEntryBytes, narrow_bytes = 2;
+    const uint64_t wide_bytes = narrow_bytes + (word_bytes > 1 ? static_cast<uint64_t>(word_bytes) : 0);
+    const uint64_t wide = (limit - entries - 10 * narrow_bytes) / wide_bytes;
+    const uint64_t narrow = (limit - entries - wide * wide_bytes) / narrow_bytes;
     Group group;
-    for (const uint64_t from : {tile, 3 * tile}) {
-      auto piece = piece_of(word_bytes, 6 * tile, 0, 0, Size::kNarrow);
-      for (uint64_t i = from; i < piece->words; ++i) piece->change(i, some_z(word_bytes, Size::kWide));
-      group.push_back(std::move(piece));
+    for (const uint64_t one_less : {2, 1}) {  // the change in tile 0 is the last narrow one
+      group.push_back(piece_larger_than_it_seemed(word_bytes, wide, narrow - one_less));
+      group.push_back(piece_of(word_bytes, 10000, 0, 0.03, Size::kMixed));
     }
-    // One byte to each side of the limit: entries of tiles, a value and a gap for each, and a wide one now and then.
-    const uint64_t words = 100;
-    for (uint64_t changed = 0; changed <= words; changed += changed < 60 ? 3 : 1) {
-      auto piece = piece_of(word_bytes, words, 0, 0, Size::kNarrow);
-      for (uint64_t i = 0; i < changed; ++i) piece->change(i, i % 3 == 0 ? some_z(word_bytes, Size::kWide) : 1);
-      group.push_back(std::move(piece));
-      if (changed % 10 == 0) {
-        check_group(group, "not smaller, words of " + std::to_string(word_bytes));
-        group.clear();
+    const Expected expected = expected_of(group);
+    CHECK(expected.rows.size() == 4 && expected.rows[0].method == kSparse && expected.rows[2].method == kRaw);
+    check_group(group, name);
+    group.clear();
+    for (const uint64_t tiles : {15, 11, 12}) {
+      group.push_back(piece_of(word_bytes, 10000, 0, 0.03, Size::kMixed));
+      group.push_back(piece_larger_than_it_seemed(word_bytes, tiles * kTileBytes / word_bytes, 0));
+    }
+    check_group(group, name);
+    group.clear();
+    for (uint64_t words = 1; words < 20; ++words) {
+      for (uint64_t changed = 0; changed <= words; changed += 1 + words / 3) {
+        group.push_back(piece_of(word_bytes, words, 0, 0, Size::kNarrow));
+        for (uint64_t i = 0; i < changed; ++i) group.back()->change(i, 1 + i % 3);
       }
     }
-    if (!group.empty()) check_group(group, "not smaller, words of " + std::to_string(word_bytes));
+    check_group(group, name);
+  }
+}
+
+// A chunk whose first `changes` changes have been made.
+struct Changes {
+  std::unique_ptr<Piece> before;
+  std::vector<uint64_t> places, z;
+
+  std::unique_ptr<Piece> made(uint64_t changes) const {
+    auto piece = std::make_unique<Piece>(before->word_bytes, before->words);
+    for (Memory* to : {&piece->base, &piece->current}) std::memcpy(to->data(), before->base.data(), to->size());
+    for (uint64_t i = 0; i < changes; ++i) piece->change(places[i], z[i]);
+    return piece;
+  }
+  uint32_t method(uint64_t changes) const {
+    Group group;
+    group.push_back(made(changes));
+    const Expected expected = expected_of(group);
+    return expected.rows.empty() ? uint32_t{kUnchanged} : expected.rows[0].method;
+  }
+};
+
+// Where one more changed word makes another method the best: costs that are only a little wrong show there.
+void test_both_sides_of_every_border_between_methods() {
+  for (const int word_bytes : kWordBytes) {
+    Group group;
+    for (int round = 0; round < 16; ++round) {
+      const uint64_t words = kTileBytes / static_cast<uint64_t>(word_bytes) / (1 + below(3));
+      Changes changes{
+          piece_of(word_bytes, words, 0, 0, Size::kNarrow, round % 4 == 3 ? random_word : alike_word), {}, {}};
+      for (uint64_t i = 0; i < words; ++i) {
+        changes.places.push_back(i);
+        changes.z.push_back(some_z(word_bytes, static_cast<Size>(round % 4)));
+      }
+      const uint64_t clump = round % 2 == 0 ? 1 : 4;
+      for (uint64_t i = words / clump - 1; i > 0; --i) {
+        const uint64_t other = below(i + 1);
+        for (uint64_t j = 0; j < clump; ++j)
+          std::swap(changes.places[i * clump + j], changes.places[other * clump + j]);
+      }
+      uint64_t low = 0;
+      uint32_t method = kUnchanged;
+      for (uint64_t high = 1; high <= words; high = std::max(high + 1, high * 5 / 4)) {
+        const uint32_t next = changes.method(high);
+        uint64_t left = low, right = high;
+        while (next != method && right - left > 1) {
+          const uint64_t middle = (left + right) / 2;
+          (changes.method(middle) == method ? left : right) = middle;
+        }
+        if (next != method && method != kUnchanged) {
+          group.push_back(changes.made(left));
+          group.push_back(changes.made(right));
+        }
+        low = high;
+        method = next;
+      }
+    }
+    CHECK(group.size() > 16);
+    check_group(group, "borders, words of " + std::to_string(word_bytes));
   }
 }
 
@@ -370,6 +448,7 @@ int main() {
   test_densities();
   test_gaps_around_escapes();
   test_streams_that_are_not_smaller_than_the_chunk();
+  test_both_sides_of_every_border_between_methods();
   test_chunks_without_base();
   test_many_chunks_of_many_leaves();
   test_payload_too_small();

@@ -494,7 +494,7 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, Co
   const Slot<W> slot(slot_start, chunk, bitmap);
   const uint64_t limit = uint64_t{chunk.words} * W;  // the streams must stay below it, hence inside the slot
   uint64_t used = static_cast<uint64_t>(slot.records - slot_start), changed = 0, gap_bytes = 0, wide = 0;
-  bool fits = used < limit;
+  bool fits = true;
   for (uint64_t index = 0; index < tiles_of(chunk.words, W); ++index) {
     const Tile<W> tile(chunk, index);
     const PerUnit bits = changed_words(tile);

@@ -4,7 +4,8 @@
 // in [-s/2, s/2] and independent of x; it holds for one quantisation of x, not across saves, which share the phase.
 //
 // Host and device code include this file; internal linkage throughout, see format.h. All arithmetic is in double, in
-// the order in which it stands here, and no product goes into a sum: the bits are the same on every processor.
+// the order in which it stands here, and a product that goes into a sum is exact: a compiler that fuses them changes
+// nothing, and the bits are the same on every processor.
 
 #pragma once
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -124,6 +124,41 @@ class FfiCodec:
             if not refused:
                 raise
             raise DamagedStream(why) from error
+
+
+class Statistics(NamedTuple):
+    """One entry for each chunk, as ``deltacheck.codec.statistics`` has them: ``changed``, ``nonfinite`` uint32 ``(chunks,)``; the others float64
+    ``(chunks,)`` where JAX knows 64 bits (``jax_enable_x64``), else rounded to float32, where a sum may overflow to infinity.
+    """
+
+    changed: jax.Array
+    nonfinite: jax.Array
+    squared_difference: jax.Array
+    squared_base: jax.Array
+    largest_difference: jax.Array
+
+
+def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -> Statistics:
+    """What changed from ``base`` to ``current``, in one pass over both, where they lie. May be traced: under ``jax.jit``, and on sharded
+    arrays under ``jax.shard_map(..., check_vma=False)``, where each device gives the rows of its own part, and nothing is gathered.
+
+    ``current``, ``base``: the same shape and dtype, of whole bytes; neither is changed. ``bounds``: uint64 ``(chunks + 1,)``, offsets in
+    words (elements of up to 8 bytes; complex128 has two) of the array that the call sees, ascending from 0; by default one chunk. Raises
+    ``ValueError`` where arguments do not fit, ``RuntimeError`` where this build has no XLA handlers.
+    """
+    item = _checked_element("current", current)
+    if base.shape != current.shape or base.dtype != current.dtype:
+        raise ValueError(f"base is {base.dtype}{base.shape}, current is {current.dtype}{current.shape}")
+    word_bytes, total = min(item, 8), prod(current.shape) * item
+    if bounds is None:
+        bounds = np.array([0, total // word_bytes], np.uint64)
+    bounds = memory.checked_bounds(bounds, total, word_bytes)
+    _require_handlers()
+    chunks = bounds.size - 1
+    values = jax.dtypes.canonicalize_dtype(np.float64)
+    call: Any = jax.ffi.ffi_call("deltacheck_statistics", (_shaped((chunks, 2), np.uint32), _shaped((chunks, 3), values)))
+    counts, numbers = call(current, base, _pairs(bounds))
+    return Statistics(*counts.T, *numbers.T)
 
 
 # --- the programs ------------------------------------------------------------------------------------------------------------
@@ -280,6 +315,14 @@ def _checked_job(job: GroupJob) -> int:
 
 def _checked_device_array(name: str, array: jax.Array) -> int:
     """Its bytes; ``ValueError`` where it is not one array on one device."""
+    item = _checked_element(name, array)
+    if len(array.sharding.device_set) != 1:
+        raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
+    return array.size * item
+
+
+def _checked_element(name: str, array: jax.Array) -> int:
+    """The bytes of an element; ``ValueError`` where the extension cannot take it."""
     if not isinstance(array, jax.Array) or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         raise ValueError(f"{name} must be a jax.Array of plain numbers, not {getattr(array, 'dtype', type(array).__name__)}")
     if array.dtype.name in _PACKED:
@@ -288,9 +331,7 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
         )
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise ValueError(f"{name} is {array.dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or use a host codec")
-    if len(array.sharding.device_set) != 1:
-        raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
-    return array.size * array.dtype.itemsize
+    return int(array.dtype.itemsize)
 
 
 def _size(encoded: Encoded, name: str) -> int:
