@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from test_codec_contract import VectorContract
 
 from deltacheck.codec import GroupJob, NativeCodec
+from deltacheck.codec.statistics import statistics
 from deltacheck.digest import chunk_digests
 from deltacheck.errors import DamagedStream
 from deltacheck.testing.codec import DAMAGES, CodecContract, Damage, moved, same, words
@@ -95,3 +97,16 @@ def test_decode_refuses_damage(damage: Damage, device: Any) -> None:
     with pytest.raises(DamagedStream) as refusal:
         ffi.FfiCodec().decode(damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes)
     assert damage.says in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_statistics_are_the_hosts(dtype: str, device: Any) -> None:
+    random = np.random.default_rng(0)
+    before = jax.numpy.array(random.standard_normal(50_000) * 100).astype(dtype)
+    after = (before * jax.numpy.array(random.choice([1.0, 1.1], 50_000))).astype(dtype)
+    bounds = np.array([0, 20_000, 20_000, 50_000], np.uint64)
+    measure = partial(ffi._measured, platform="CUDA", edges=bounds.astype(np.int64))
+    counts, values = jax.jit(measure)(placed(after, device), placed(before, device))
+    expected = statistics(np.asarray(after), np.asarray(before), bounds, dtype)
+    assert np.array_equal(counts, np.stack(expected[:2], axis=1))
+    assert np.array_equal(values, np.stack(expected[2:], axis=1).astype(np.float32))

@@ -66,6 +66,11 @@ cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaS
 cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks, Statistics* results,
                        cudaStream_t stream);
 
+// The same numbers in columns: counts (chunks, 2), and the other three as (chunks, 3) doubles, or floats where not
+// `wide`.
+cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values, bool wide,
+                     cudaStream_t stream);
+
 // As quantise of encoder/delta.h has it, bit for bit.
 struct QuantiseArguments {
   const float* values;

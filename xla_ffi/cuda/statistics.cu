@@ -126,7 +126,31 @@ __global__ void __launch_bounds__(kBlockThreads, kResident)
   }
 }
 
+__global__ void separate_chunks(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values,
+                                bool wide) {
+  const uint32_t chunk = blockIdx.x * blockDim.x + threadIdx.x;
+  if (chunk >= chunks) return;
+  const Statistics& found = statistics[chunk];
+  counts[2 * chunk] = static_cast<uint32_t>(found.changed);
+  counts[2 * chunk + 1] = static_cast<uint32_t>(found.nonfinite);
+  const double numbers[3] = {found.squared_difference, found.squared_base, found.largest_difference};
+  for (uint32_t i = 0; i < 3; ++i) {
+    if (wide)
+      static_cast<double*>(values)[3 * chunk + i] = numbers[i];
+    else
+      static_cast<float*>(values)[3 * chunk + i] = static_cast<float>(numbers[i]);
+  }
+}
+
 }  // namespace
+
+cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values, bool wide,
+                     cudaStream_t stream) {
+  if (chunks == 0) return cudaSuccess;
+  const uint32_t blocks = (chunks + kBlockThreads - 1) / kBlockThreads;
+  DELTACHECK_LAUNCH(separate_chunks, blocks, kBlockThreads, stream, statistics, chunks, counts, values, wide);
+  return cudaGetLastError();
+}
 
 cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks, Statistics* results,
                        cudaStream_t stream) {

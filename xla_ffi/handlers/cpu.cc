@@ -117,53 +117,13 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-// What the statistics of an element type are, and the bytes of its words.
-Elements elements_of(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F16:
-      return Elements::kFloat16;
-    case ffi::DataType::BF16:
-      return Elements::kBfloat16;
-    case ffi::DataType::F32:
-      return Elements::kFloat32;
-    case ffi::DataType::F64:
-      return Elements::kFloat64;
-    default:
-      break;
-  }
-  switch (ffi::ByteWidth(type)) {
-    case 1:
-      return Elements::kBits8;
-    case 2:
-      return Elements::kBits16;
-    case 4:
-      return Elements::kBits32;
-    default:
-      return Elements::kBits64;
-  }
-}
-
-// `values` may be double, or float for a JAX that knows 32 bits only.
-ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::AnyBuffer bounds,
+ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::Span<const int64_t> bounds,
                              ffi::Result<ffi::AnyBuffer> counts, ffi::Result<ffi::AnyBuffer> values) {
-  constexpr const char* kName = "deltacheck_statistics";
-  uint64_t bytes = 0;
-  if (!bytes_of(current, &bytes)) return wrong(kName, "current has an element type that the encoder cannot take");
-  if (base.element_type() != current.element_type() || shape_of(base) != shape_of(current)) {
-    return wrong(kName, "base has shape " + shape_of(base) + ", current has " + shape_of(current) +
-                            "; they must agree in shape and element type");
-  }
-  const Elements elements = elements_of(current.element_type());
-  std::vector<uint64_t> offsets;
+  constexpr const char* kName = "deltacheck_statistics_cpu";
   Run run{};
-  std::string problem = make_run(bounds, bytes, word_bytes_of(elements), &offsets, &run);
-  const int64_t chunks = static_cast<int64_t>(run.chunks);
-  const bool wide = values->element_type() == ffi::DataType::F64;
-  if (problem.empty()) problem = mismatch("counts", *counts, ffi::DataType::U32, "uint32", chunks, 2);
-  if (problem.empty()) {
-    problem = wide ? mismatch("values", *values, ffi::DataType::F64, "float64", chunks, 3)
-                   : mismatch("values", *values, ffi::DataType::F32, "float32", chunks, 3);
-  }
+  Elements elements{};
+  bool wide = false;
+  const std::string problem = measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
   if (!problem.empty()) return wrong(kName, problem);
   try {
     const std::vector<Statistics> found = statistics(run, elements, static_cast<const uint8_t*>(current.untyped_data()),
@@ -210,7 +170,7 @@ XLA_FFI_DEFINE_HANDLER(kStatisticsOnCpu, statistics_on_cpu,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
+                           .Attr<ffi::Span<const int64_t>>("bounds")
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>());
 

@@ -116,6 +116,43 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }
 
+ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::AnyBuffer base,
+                              ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> counts,
+                              ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> workspace) {
+  constexpr const char* kName = "deltacheck_statistics_cuda";
+  Run run{};
+  Elements elements{};
+  bool wide = false;
+  std::string problem = measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
+  if (!problem.empty()) return wrong(kName, problem);
+  std::vector<device::Chunk> table;
+  // Nothing is written there: the table has no other name for a base.
+  add_chunks(run, static_cast<const uint8_t*>(current.untyped_data()), static_cast<uint8_t*>(base.untyped_data()),
+             &table);
+  const std::vector<Elements> kinds(table.size(), elements);
+  const size_t table_bytes = table.size() * sizeof(device::Chunk), kinds_bytes = table.size() * sizeof(Elements);
+  const size_t found_at = table.size() * sizeof(Statistics);
+  problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
+                     static_cast<int64_t>(found_at + table_bytes + kinds_bytes));
+  if (!problem.empty()) return wrong(kName, problem);
+  uint8_t* const there = static_cast<uint8_t*>(workspace->untyped_data());
+  Statistics* const found = reinterpret_cast<Statistics*>(there);
+  uint8_t *const table_there = there + found_at, *const kinds_there = table_there + table_bytes;
+  const uint32_t chunks = static_cast<uint32_t>(table.size());
+  cudaError_t error = cudaMemcpyAsync(table_there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
+  if (error == cudaSuccess) {
+    error = cudaMemcpyAsync(kinds_there, kinds.data(), kinds_bytes, cudaMemcpyHostToDevice, stream);
+  }
+  if (error == cudaSuccess) {
+    error = device::statistics(reinterpret_cast<const device::Chunk*>(table_there),
+                               reinterpret_cast<const Elements*>(kinds_there), chunks, found, stream);
+  }
+  if (error == cudaSuccess) {
+    error = device::separate(found, chunks, counts->typed_data<uint32_t>(), values->untyped_data(), wide, stream);
+  }
+  return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
+}
+
 DELTACHECK_HANDLER(kEncodeOnCuda, encode_on_cuda,
                    .RemainingArgs()
                        .Attr<ffi::Span<const int64_t>>("word_bytes")
@@ -133,12 +170,21 @@ DELTACHECK_HANDLER(kApplyOnCuda, apply_on_cuda,
                        .Ret<ffi::AnyBuffer>()
                        .Ret<ffi::AnyBuffer>());
 
+DELTACHECK_HANDLER(kStatisticsOnCuda, statistics_on_cuda,
+                   .Arg<ffi::AnyBuffer>()
+                       .Arg<ffi::AnyBuffer>()
+                       .Attr<ffi::Span<const int64_t>>("bounds")
+                       .Ret<ffi::AnyBuffer>()
+                       .Ret<ffi::AnyBuffer>()
+                       .Ret<ffi::AnyBuffer>());
+
 }  // namespace
 
 const Handler* handlers(int* count) {
   static const Handler all[] = {
       {"deltacheck_encode_cuda", kPlatform, reinterpret_cast<void*>(kEncodeOnCuda)},
       {"deltacheck_apply_cuda", kPlatform, reinterpret_cast<void*>(kApplyOnCuda)},
+      {"deltacheck_statistics_cuda", kPlatform, reinterpret_cast<void*>(kStatisticsOnCuda)},
   };
   *count = static_cast<int>(sizeof all / sizeof all[0]);
   return all;

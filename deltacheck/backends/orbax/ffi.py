@@ -21,6 +21,7 @@ from deltacheck.errors import DamagedStream
 
 _HEAD = 2 + len(STREAMS)  # rows, 1 if the payload was too small, then the bytes of each stream
 _LEAST_PAYLOAD_BYTES = 4096
+_STATISTICS_BYTES = 40  # of a chunk, see xla_ffi/encoder/elements.h
 # XLA may keep several in a byte, while NumPy and the format take a byte for each; and float6, which older FFI headers do not know.
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 _shaped: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor without types
@@ -153,11 +154,10 @@ def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -
     if bounds is None:
         bounds = np.array([0, total // word_bytes], np.uint64)
     bounds = memory.checked_bounds(bounds, total, word_bytes)
-    _require_handlers()
-    chunks = bounds.size - 1
-    values = jax.dtypes.canonicalize_dtype(np.float64)
-    call: Any = jax.ffi.ffi_call("deltacheck_statistics", (_shaped((chunks, 2), np.uint32), _shaped((chunks, 3), values)))
-    counts, numbers = call(current, base, _pairs(bounds))
+    on = {platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64)) for platform in _registered()}
+    if not on:
+        _require_handlers("cpu")
+    counts, numbers = jax.lax.platform_dependent(current, base, **on)
     return Statistics(*counts.T, *numbers.T)
 
 
@@ -252,6 +252,16 @@ def _apply_there(
     results = (_shaped(base.shape, base.dtype), _shaped((workspace,), np.uint8))
     call: Any = jax.ffi.ffi_call("deltacheck_apply_cuda", results, input_output_aliases={0: 0})
     return call(base, rows, offsets, payload, word_bytes=np.int64(word_bytes), bounds=edges)[0]
+
+
+def _measured(current: jax.Array, base: jax.Array, platform: str, edges: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    chunks = edges.size - 1
+    results = [_shaped((chunks, 2), np.uint32), _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64))]
+    if platform == "CUDA":
+        # The results as the device has them, the table of chunks, and what their words are.
+        results.append(_shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8))
+    call: Any = jax.ffi.ffi_call(f"deltacheck_statistics_{platform.lower()}", results)
+    return tuple(call(current, base, bounds=edges)[:2])
 
 
 @partial(jax.jit, donate_argnames="out")
