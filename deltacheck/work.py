@@ -232,7 +232,7 @@ class Work:
 
     def _make_room(self, wanted: int) -> None:
         """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives) would not fit the host cache."""
-        limit = self.setup.host_cache_bytes - wanted - self.unsealed_bytes
+        limit = self.setup.host_cache_bytes - self.writer.scratch_bytes - wanted - self.unsealed_bytes
         while self.in_flight and self.in_flight_bytes > limit:
             size, pending = self.in_flight.popleft()
             for write in pending:

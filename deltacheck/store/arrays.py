@@ -31,6 +31,7 @@ Attributes = Mapping[str, Any]
 # A missing key's generation: a write under this condition creates, and never replaces.
 _ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
+_SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 
 
 class Pending(Protocol):
@@ -203,6 +204,15 @@ class StreamWriter:
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
         self._native = native_stream_writer()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that making files takes, whatever their size."""
+        if self._native is None:
+            return 0
+        from deltacheck.codec.native import threads
+
+        return _SCRATCH_BYTES * (threads() - 1 + self._THREADS)
 
     def held_bytes(self, size: int) -> int:
         """Memory that ``size`` bytes of streams take until they are written."""

@@ -126,6 +126,11 @@ class SegmentWriter:
             self._pending.append(pending[-1])
         return pending
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that making the streams' files takes, whatever their size."""
+        return self._streams.scratch_bytes
+
     def held_bytes(self, size: int) -> int:
         """Memory that ``size`` bytes of streams take until they are written."""
         return self._streams.held_bytes(size)
