@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "compact.h"
 #include "format.h"
 #include "intrinsics.h"
 #include "kernels.h"
@@ -25,63 +26,9 @@ inline uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t tile_words
   return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
 }
 
-// --- one tile: changed words, their positions and differences ------------------------------------------------------
+// --- one tile: the streams of its changed words ----------------------------------------------------------------------
 
-// The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
-inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
-  constexpr uint64_t kTop = uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
-  for (uint32_t block = 0; block < blocks; ++block) {
-    uint64_t bits = masks[block];
-    if (bits == 0) continue;
-    const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
-    // Four at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
-    for (uint32_t k = 0; k < count; k += 4) {
-      for (uint32_t i = 0; i < 4; ++i) {
-        out[k + i] = static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
-        bits &= bits - 1;
-      }
-    }
-    out += count;
-  }
-}
-
-// z of every word of a tile; with `kUpdate`, base becomes current.
-template <int W, bool kUpdate>
-inline void every_difference(const uint8_t* current, uint8_t* base, uint32_t words, uint8_t* z) {
-  using Memory = typename Word<W>::Memory;
-  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
-  Memory* __restrict b = reinterpret_cast<Memory*>(base);
-  typename Word<W>::type* __restrict out = reinterpret_cast<typename Word<W>::type*>(z);
-#pragma omp simd
-  for (uint32_t i = 0; i < words; ++i) {
-    out[i] = zigzag<W>(c[i], b[i]);
-    if (kUpdate) b[i] = c[i];
-  }
-}
-
-// z of the words at `positions`; with `kUpdate`, base becomes current on the whole tile.
-template <int W, bool kUpdate>
-inline void differences(const uint8_t* current, uint8_t* base, uint32_t words, const uint16_t* positions,
-                        uint32_t count, uint8_t* every_z, uint8_t* z) {
-  using U = typename Word<W>::type;
-  using Memory = typename Word<W>::Memory;
-  U* __restrict out = reinterpret_cast<U*>(z);
-  if (count * 16 < words) {  // few: touch no more lines of the base than change
-    const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
-    Memory* __restrict b = reinterpret_cast<Memory*>(base);
-    for (uint32_t k = 0; k < count; ++k) {
-      const uint32_t p = positions[k];
-      out[k] = zigzag<W>(c[p], b[p]);
-      if (kUpdate) b[p] = c[p];
-    }
-    return;
-  }
-  every_difference<W, kUpdate>(current, base, words, every_z);
-  const U* __restrict all = reinterpret_cast<const U*>(every_z);
-  for (uint32_t k = 0; k < count; ++k) out[k] = all[positions[k]];
-}
-
-// The gaps of one tile; returns their bytes.
+// The gaps of one tile; returns their bytes. Up to 8 after them may be overwritten.
 inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* __restrict out) {
   if (count == 0) return 0;
   uint16_t most = positions[0];
@@ -96,19 +43,24 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
     for (uint32_t k = 1; k < count; ++k) out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
     return count;
   }
+  // Long gaps are rare or they are everywhere: eight escapes are written at once, needed or not, and the next gap goes
+  // over those that were not.
   uint8_t* at = out;
   uint32_t next = 0;
   for (uint32_t k = 0; k < count; ++k) {
-    uint32_t gap = positions[k] - next;
+    const uint32_t gap = positions[k] - next;
     next = positions[k] + 1u;
-    for (; gap >= kEscape; gap -= kEscape) *at++ = kEscape;
-    *at++ = static_cast<uint8_t>(gap);
+    uint32_t escapes = gap / kEscape;
+    const uint8_t last = static_cast<uint8_t>(gap - escapes * kEscape);
+    for (; escapes > 8; escapes -= 8, at += 8) std::memset(at, kEscape, 8);
+    std::memset(at, kEscape, 8);
+    at += escapes;
+    *at++ = last;
   }
   return static_cast<uint32_t>(at - out);
 }
 
-// The values of one tile, and its wide differences; returns how many these are. One entry after them may be
-// overwritten.
+// The values of one tile, and its wide differences; returns how many these are. 64 bytes after them may be overwritten.
 template <int W>
 inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values, uint8_t* __restrict wide) {
   using U = typename Word<W>::type;
@@ -118,24 +70,13 @@ inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restri
     for (uint32_t k = 0; k < count; ++k) values[k] = static_cast<uint8_t>(from[k] - 1);
     return 0;
   } else {
-    U escapes = 0;  // at most one a word of the tile: fits the word
-#pragma omp simd reduction(+ : escapes)
+    U any = 0;
+#pragma omp simd reduction(| : any)
     for (uint32_t k = 0; k < count; ++k) {
-      const bool big = from[k] > 255;
-      values[k] = static_cast<uint8_t>(big ? kEscape : from[k] - 1);
-      escapes = static_cast<U>(escapes + big);
+      values[k] = static_cast<uint8_t>(from[k] > 255 ? kEscape : from[k] - 1);
+      any |= from[k];
     }
-    if (escapes == 0) return 0;
-    typename Word<W>::Memory* __restrict to = reinterpret_cast<typename Word<W>::Memory*>(wide);
-    if (escapes == count) {
-      std::memcpy(wide, z, size_t{count} * W);
-    } else {
-      for (uint32_t k = 0, n = 0; k < count; ++k) {
-        to[n] = from[k];
-        n += from[k] > 255;
-      }
-    }
-    return static_cast<uint32_t>(escapes);
+    return any > 255 ? pack_wide<W>(z, count, wide) : 0;
   }
 }
 
@@ -286,7 +227,7 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   std::memset(scratch->gap_counts, 0, sizeof scratch->gap_counts);
   std::memset(scratch->bit_counts, 0, sizeof scratch->bit_counts);
   std::memset(scratch->low_counts, 0, sizeof scratch->low_counts);
-  uint64_t changed = 0, gap_bytes = 0, bitmap_bytes = 0, counted = 0;
+  uint64_t changed = 0, gap_bytes = 0, bitmap_bytes = 0;
   bool quiet = true;  // as in encode_positions
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const uint8_t* c = current + tile * kTileBytes;
@@ -294,7 +235,7 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     bitmap_bytes += bytes_of_bits;
     quiet = quiet && equal_bytes(c, b, size * W);
-    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kSampleEvery * kTileBytes, scratch->masks);
+    const uint32_t count = quiet ? 0 : compact<W, false>(c, const_cast<uint8_t*>(b), size, scratch);
     if (count == 0) {
       quiet = true;
       scratch->bit_counts[0] += bytes_of_bits;
@@ -303,20 +244,11 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
     changed += count;
     gap_bytes += count_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts);
     count_bits(scratch->masks, size, scratch->bit_counts);
-    if (count * 4 < size) {
-      set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
-      differences<W, false>(c, const_cast<uint8_t*>(b), size, scratch->positions, count, scratch->every_z, scratch->z);
-      count_differences<W>(scratch->z, count, scratch);
-      counted += count;
-    } else {
-      every_difference<W, false>(c, const_cast<uint8_t*>(b), size, scratch->every_z);
-      count_differences<W>(scratch->every_z, size, scratch);
-      counted += size;
-    }
+    count_differences<W>(scratch->z, count, scratch);
   }
   if (changed == 0) return 0;
   uint32_t* low = whole_plane<W>(scratch->counts, 0);
-  low[0] += static_cast<uint32_t>(sample_words - counted);  // the unchanged words that were left out
+  low[0] += static_cast<uint32_t>(sample_words - changed);  // the unchanged words were left out
   // A narrow difference is its low byte; it has that byte alone in `values`, and nothing in `wide`.
   uint32_t values[256];
   uint64_t wide[256], wide_count = 0;
@@ -332,8 +264,8 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   for (int k = 1; k < W; ++k) {
     uint32_t* plane = whole_plane<W>(scratch->counts, k);
     for (int byte = 1; byte < 256; ++byte) wide[byte] += plane[byte];
-    wide[0] += plane[0] - (counted - wide_count);
-    plane[0] += static_cast<uint32_t>(sample_words - counted);
+    wide[0] += plane[0] - (changed - wide_count);
+    plane[0] += static_cast<uint32_t>(sample_words - changed);
     *diff += cost(plane, sample_words);
   }
   const uint64_t shared = cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
@@ -395,15 +327,13 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
     uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
     // Where the tile before was equal this one likely is, and to know that is cheaper than to know which words differ.
     quiet = quiet && equal_bytes(c, b, size * W);
-    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kTileBytes, scratch->masks);
+    const uint32_t count = quiet ? 0 : compact<W, true>(c, b, size, scratch);
     if (count == 0) {
       quiet = true;
       write_entry(out.tiles, tile, 0, 0, 0);
       if (method == kBitmap) std::memset(bits, 0, bytes_of_bits);
       continue;
     }
-    set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
-    differences<W, true>(c, b, size, scratch->positions, count, scratch->every_z, scratch->z);
     uint32_t gaps = 0;
     if (method == kBitmap)
       std::memcpy(bits, scratch->masks, bytes_of_bits);
