@@ -15,10 +15,6 @@
 namespace deltacheck {
 namespace {
 
-// How far ahead words are asked for, in bytes of each array, so that memory is not idle while these are worked on.
-// Nothing is read there.
-constexpr uint32_t kAheadBytes = 2048;
-
 // Each version below: the changed words of one tile, and their number. Their bits are left at `Scratch::masks`, unused
 // bits of the last 64 being 0, their places and differences at `positions` and `z`. With `kUpdate` base becomes
 // current. REQUIRES: words > 0.
@@ -279,7 +275,7 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
   } else
 #  endif
   {
-    count = differing<W>(current, base, words, kAheadBytes, scratch->masks);
+    count = differing<W>(current, base, words, scratch->masks);
     set_bits(scratch->masks, (words + 63) / 64, scratch->positions);
     for (uint32_t k = 0; k < count; ++k) z[k] = zigzag<W>(c[scratch->positions[k]], b[scratch->positions[k]]);
   }

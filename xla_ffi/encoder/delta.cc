@@ -55,12 +55,6 @@ std::atomic<int>& thread_count() {
 
 // --- encode --------------------------------------------------------------------------------------------------------
 
-Bytes allocate(size_t size) {
-  uint8_t* memory = static_cast<uint8_t*>(std::malloc(size));
-  if (memory == nullptr) throw std::bad_alloc();
-  return {std::unique_ptr<uint8_t, Free>(memory), size};
-}
-
 // Asks for large pages from `start` on: making small ones costs more than filling them. A large page is made whole by
 // its first byte, so `start` leaves out what may stay nearly empty.
 void advise_large_pages(const Bytes& bytes, size_t start) {
@@ -136,18 +130,20 @@ class Encoder {
     uint8_t* base = base_ != nullptr ? base_ + start : nullptr;
     Row row{static_cast<uint32_t>(chunk), kUnchanged, 0, 0, 0};
     uint8_t* at[kStreams] = {};
-    if (words == 0) {
+    uint64_t first_tile = 0;
+    Method method = kUnchanged;
+    if (words > 0) method = kernels_.choose(run_.word_bytes, current, base, words, worker->scratch.get(), &first_tile);
+    if (method == kUnchanged) {
       reserve(row, words, at);
       return;
     }
-    Method method = kernels_.choose(run_.word_bytes, current, base, words, worker->scratch.get());
     bool base_done = false;
     if (method == kSparse || method == kBitmap) {
       const PositionStreams out = worker->out(method);
-      const bool fits =
-          kernels_.encode_positions(run_.word_bytes, method, current, base, words, worker->scratch.get(), out, &row);
-      if (row.changed == 0 || fits) {
-        row.method = row.changed == 0 ? kUnchanged : method;
+      const bool fits = kernels_.encode_positions(run_.word_bytes, method, current, base, words, first_tile,
+                                                  worker->scratch.get(), out, &row);
+      if (fits) {
+        row.method = method;
         reserve(row, words, at);
         for (int stream = kTiles; stream <= kWide; ++stream) {
           const uint64_t size = stream_bytes(row, stream, words, run_.word_bytes);
@@ -166,9 +162,9 @@ class Encoder {
       std::memcpy(at[kWords], current, words * run_.word_bytes);
       return;
     }
-    const int first = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
+    const int place = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
     stored->changed =
-        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch.get(), at + first);
+        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch.get(), at + place);
   }
 
   // Waits until the chunks before have their places, then gives this one its own. The thread that has the lowest chunk
@@ -208,15 +204,6 @@ class Encoder {
     if (stream == kBits) return run_.words() / 8 + run_.chunks;
     if (stream == kGaps || stream == kWide || stream == kWords) return run_.bytes();
     return run_.words();
-  }
-
-  // Gives back what was not used. Large blocks are whole pages of their own: nothing is copied.
-  static void shrink(Bytes* stream) {
-    if (stream->data == nullptr) return;
-    if (void* smaller = std::realloc(stream->data.get(), stream->size)) {
-      (void)stream->data.release();
-      stream->data.reset(static_cast<uint8_t*>(smaller));
-    }
   }
 
   const Run& run_;
@@ -317,8 +304,6 @@ std::string told(const Row& row, const Refusal& refusal) {
 }
 
 }  // namespace
-
-void Free::operator()(uint8_t* memory) const { std::free(memory); }
 
 std::string problem_with(const Run& run, uint64_t bytes) {
   if (run.word_bytes != 1 && run.word_bytes != 2 && run.word_bytes != 4 && run.word_bytes != 8) {

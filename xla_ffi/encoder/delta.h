@@ -4,10 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "blocks.h"
 #include "format.h"
 
 namespace deltacheck {
@@ -26,16 +26,6 @@ struct Run {
 // What is wrong with a run that came from outside; empty if nothing is. `bytes`: of the array that it cuts.
 std::string problem_with(const Run& run, uint64_t bytes);
 
-struct Free {
-  void operator()(uint8_t* memory) const;
-};
-
-// Bytes in memory of their own, from malloc.
-struct Bytes {
-  std::unique_ptr<uint8_t, Free> data;
-  size_t size = 0;
-};
-
 struct Encoded {
   std::vector<Row> rows;  // of the chunks that changed, ascending
   Bytes streams[kStreams];
@@ -44,8 +34,8 @@ struct Encoded {
 // Encodes `current` against `base`, which becomes equal to it; with `base` null every chunk is stored. Throws
 // std::bad_alloc, after which base holds a mixture: the caller must drop it.
 //
-// Memory: what the output needs and about 3 chunks a thread. Address space: up to six times the run, given back at the
-// end.
+// Memory: what the output needs, about 3 chunks a thread, and kKeptBytes. Address space: up to six times the run, given
+// back at the end.
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base);
 
 struct StreamView {

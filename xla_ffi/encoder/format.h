@@ -197,6 +197,20 @@ static constexpr bool log2_256_is_exact() {
 }
 static_assert(log2_256_is_exact());
 
+// L of the small numbers that most entries of a histogram are.
+struct Log2Small {
+  static constexpr uint32_t kEntries = 2048;
+  uint16_t of[kEntries];
+};
+
+static constexpr Log2Small make_log2_small() {
+  Log2Small small{};
+  for (uint32_t x = 1; x < Log2Small::kEntries; ++x) small.of[x] = static_cast<uint16_t>(log2_256(x));
+  return small;
+}
+
+static constexpr Log2Small kLog2Small = make_log2_small();
+
 // REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
 // `skew = false` leaves out the skew term: a bound from below (see choose in segment.h).
 template <typename Counter>
@@ -206,8 +220,7 @@ static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = tr
   uint64_t sum = 0, most = 0;
   for (int byte = 0; byte < 256; ++byte) {
     const uint64_t h = histogram[byte];
-    if (h == 0) continue;
-    sum += h * (whole - log2_256(h));
+    sum += h * (whole - (h < Log2Small::kEntries ? kLog2Small.of[h] : log2_256(h)));
     most = h > most ? h : most;
   }
   if (skew && 2 * most > n) sum += kByteCost * ((n - most) * (2 * most - n) / n);

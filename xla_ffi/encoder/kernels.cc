@@ -22,13 +22,14 @@ namespace {
       return function<8>(__VA_ARGS__);     \
   }
 
-Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch) {
-  DELTACHECK_FOR_WORD(choose, current, base, words, scratch)
+Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch,
+                  uint64_t* first) {
+  DELTACHECK_FOR_WORD(choose, current, base, words, scratch, first)
 }
 
 bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                          Scratch* scratch, const PositionStreams& out, Row* row){
-    DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, scratch, out, row)}
+                          uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row){
+    DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, first, scratch, out, row)}
 
 uint32_t
     encode_dense_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,

@@ -22,7 +22,7 @@ struct Scratch {
   // Histograms of the sample. Each in several ways, summed up in the end: adding to one counter twice in a row costs
   // the time of a store.
   alignas(64) uint32_t counts[16][256];
-  alignas(64) uint32_t gap_counts[256], bit_counts[256], low_counts[512];
+  alignas(64) uint32_t gap_counts[4][256], bit_counts[4][256], low_counts[4][512];
 };
 
 // Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes` bytes in gaps,
@@ -61,9 +61,10 @@ struct Refusal {
 // Functions are described in segment.h, where they take `word_bytes` as their template argument.
 struct Kernels {
   const char* instruction_set;
-  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch);
+  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch,
+                   uint64_t* first);
   bool (*encode_positions)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                           Scratch* scratch, const PositionStreams& out, Row* row);
+                           uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row);
   uint32_t (*encode_dense)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
                            Scratch* scratch, uint8_t* const* out);
   Refusal (*check_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words);
