@@ -18,6 +18,7 @@ TARGETS = ("apply", "round_trip", "arithmetic")
 LEVELS = {"kKernelsX86V2": "x86-64-v2", "kKernelsX86V3": "x86-64-v3", "kKernelsX86V4": "x86-64-v4"}
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-fsanitize=thread",)
+QUICK = ("-O0", "-g0")  # a third of the time to build
 
 # GCC 12 knows what undefined values its own headers use and warns of them.
 FLAGS = ("-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Wno-unknown-warning-option")
@@ -51,9 +52,14 @@ def program(made: Path, sources: Sequence[Path], objects: Sequence[Path], compil
     return made
 
 
-def fuzzer(folder: Path, target: str, objects: Sequence[Path], compiler: str, flags: Sequence[str] = MEMORY) -> Path:
-    """The target with our own driver."""
-    return program(folder / target, [TESTS / "fuzz" / f"{target}.cc", TESTS / "fuzz" / "driver.cc"], objects, compiler, flags)
+def fuzzers(folder: Path, compiler: str, flags: Sequence[str], objects: Sequence[Path]) -> dict[str, Path]:
+    """Every target with our own driver."""
+    driver = folder / "driver.o"
+    call(compiler, *FLAGS, *flags, f"-I{SOURCES}", "-c", TESTS / "fuzz" / "driver.cc", "-o", driver)
+    made = {}
+    for target in TARGETS:
+        made[target] = program(folder / target, [TESTS / "fuzz" / f"{target}.cc"], [*objects, driver], compiler, flags)
+    return made
 
 
 def call(*command: str | Path, environment: dict[str, str] | None = None) -> None:
@@ -68,8 +74,9 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
         clang = shutil.which("clang++")
         compiler = clang or "g++"
         objects = encoder(folder, compiler, (*MEMORY, *(["-fsanitize=fuzzer-no-link"] if clang else [])))
-        for target in targets:
-            own = fuzzer(folder, target, objects, compiler)
+        for target, own in fuzzers(folder, compiler, MEMORY, objects).items():
+            if target not in targets:
+                continue
             if not clang:
                 print(f"{target}: no clang++, seeded random mutation", flush=True)
                 call(own, *limit)
@@ -79,7 +86,11 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
             corpus.mkdir()
             call(own, "--write-seeds", corpus)
             guided = program(
-                folder / f"{target}-guided", [TESTS / "fuzz" / f"{target}.cc"], objects, compiler, (*MEMORY, "-fsanitize=fuzzer")
+                folder / f"{target}-guided",
+                [TESTS / "fuzz" / f"{target}.cc"],
+                objects,
+                compiler,
+                (*MEMORY, "-fsanitize=fuzzer"),
             )
             call(
                 guided,

@@ -57,7 +57,8 @@ bool once(const Sample& given, const std::string& expected) {
   for (int stream = 0; stream < kStreams; ++stream)
     views[stream] = {encoded.streams[stream].data.get(), encoded.streams[stream].size};
   base = given.base;
-  return apply(given.run(), encoded.rows.data(), encoded.rows.size(), views, base.data()).empty() && base == given.current;
+  return apply(given.run(), encoded.rows.data(), encoded.rows.size(), views, base.data()).empty() &&
+         base == given.current;
 }
 
 }  // namespace

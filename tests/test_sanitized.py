@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-import sanitized  # noqa: E402
+import sanitized
 
 
 def able(flags: tuple[str, ...], folder: Path) -> bool:
@@ -25,17 +25,17 @@ def able(flags: tuple[str, ...], folder: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def fuzzers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("fuzz")
     if not able(sanitized.MEMORY, folder):
         pytest.skip("no g++ with AddressSanitizer")
-    return sanitized.encoder(folder, "g++", sanitized.MEMORY, every_level=False)
+    flags = (*sanitized.MEMORY, *sanitized.QUICK)
+    return sanitized.fuzzers(folder, "g++", flags, sanitized.encoder(folder, "g++", flags, every_level=False))
 
 
 @pytest.mark.parametrize("target", sanitized.TARGETS)
-def test_random_inputs_break_no_promise_and_no_bound_of_memory(target: str, objects: list[Path], tmp_path: Path) -> None:
-    made = sanitized.fuzzer(tmp_path, target, objects, "g++")
-    done = subprocess.run([made, "--seconds", "2", "--seed", "7"], capture_output=True, text=True, check=False)
+def test_random_inputs_break_no_promise_and_no_bound_of_memory(target: str, fuzzers: dict[str, Path]) -> None:
+    done = subprocess.run([fuzzers[target], "--seconds", "2", "--seed", "7"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 50
 
@@ -43,6 +43,7 @@ def test_random_inputs_break_no_promise_and_no_bound_of_memory(target: str, obje
 def test_threads_that_encode_at_once_do_not_race(tmp_path: Path) -> None:
     if not able(sanitized.THREADS, tmp_path):
         pytest.skip("no g++ with ThreadSanitizer")
-    objects = sanitized.encoder(tmp_path, "g++", sanitized.THREADS, every_level=False)
-    made = sanitized.program(tmp_path / "stress", [Path(__file__).parent / "stress.cc"], objects, "g++", sanitized.THREADS)
+    flags = (*sanitized.THREADS, *sanitized.QUICK)
+    objects = sanitized.encoder(tmp_path, "g++", flags, every_level=False)
+    made = sanitized.program(tmp_path / "stress", [Path(__file__).parent / "stress.cc"], objects, "g++", flags)
     sanitized.stress(made, 1.5, ["plain"])

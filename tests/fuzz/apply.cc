@@ -10,7 +10,7 @@ using namespace deltacheck;
 
 namespace {
 
-constexpr uint32_t kMostWords = 70000, kMostChunks = 8;
+constexpr uint32_t kMostWords = 70000, kMostChunks = 8, kMostStreamBytes = 1 << 20;
 
 struct Case {
   int word_bytes = 1;
@@ -27,7 +27,8 @@ Input input_of(const Case& made, uint8_t kernels, uint8_t threads) {
   put<uint8_t>(&input, kernels);
   put<uint8_t>(&input, threads);
   put<uint8_t>(&input, static_cast<uint8_t>(made.bounds.size() - 1));
-  for (size_t i = 1; i < made.bounds.size(); ++i) put(&input, static_cast<uint32_t>(made.bounds[i] - made.bounds[i - 1]));
+  for (size_t i = 1; i < made.bounds.size(); ++i)
+    put(&input, static_cast<uint32_t>(made.bounds[i] - made.bounds[i - 1]));
   put<uint8_t>(&input, static_cast<uint8_t>(made.rows.size()));
   for (const Row& row : made.rows) put(&input, row);
   for (const auto& stream : made.streams) {
@@ -40,7 +41,8 @@ Input input_of(const Case& made, uint8_t kernels, uint8_t threads) {
 Case case_of(Reader* reader) {
   Case made;
   made.word_bytes = some_word_bytes(reader->take<uint8_t>());
-  reader->take<uint16_t>();  // kernels and threads
+  reader->take<uint8_t>();                             // kernels
+  const bool fitting = reader->take<uint8_t>() & 128;  // and threads
   for (uint32_t chunks = reader->take<uint8_t>() % (kMostChunks + 1); chunks > 0; --chunks)
     made.bounds.push_back(made.bounds.back() + reader->take<uint32_t>() % kMostWords);
   for (uint32_t rows = reader->take<uint8_t>() % (kMostChunks + 2); rows > 0; --rows)
@@ -48,6 +50,15 @@ Case case_of(Reader* reader) {
   for (auto& stream : made.streams) {
     stream.resize(std::min<size_t>(reader->take<uint32_t>(), reader->left()));
     for (uint8_t& byte : stream) byte = reader->take<uint8_t>();
+  }
+  // Streams as long as the rows say: else no change of a row would come further than the sizes.
+  for (int stream = 0; fitting && stream < kStreams; ++stream) {
+    uint64_t size = 0;
+    for (const Row& row : made.rows) {
+      if (row.chunk < made.run().chunks)
+        size += stream_bytes(row, stream, made.bounds[row.chunk + 1] - made.bounds[row.chunk], made.word_bytes);
+    }
+    if (size < kMostStreamBytes) made.streams[stream].resize(size);
   }
   return made;
 }
@@ -158,18 +169,21 @@ std::vector<Input> seeds() {
           const uint64_t start = made.bounds[chunk] * static_cast<uint64_t>(word_bytes);
           const uint64_t words = made.bounds[chunk + 1] - made.bounds[chunk];
           if (words == 0) continue;
-          std::vector<uint8_t> after(before.begin() + static_cast<int64_t>(start),
-                                     before.begin() + static_cast<int64_t>(start + words * static_cast<uint64_t>(word_bytes)));
+          std::vector<uint8_t> after(
+              before.begin() + static_cast<int64_t>(start),
+              before.begin() + static_cast<int64_t>(start + words * static_cast<uint64_t>(word_bytes)));
           for (uint8_t& byte : after)
-            if (next() % (one_in * static_cast<uint32_t>(word_bytes)) == 0) byte = static_cast<uint8_t>(byte + 1 + next() % 3);
+            if (next() % (one_in * static_cast<uint32_t>(word_bytes)) == 0)
+              byte = static_cast<uint8_t>(byte + 1 + next() % 3);
           Row row{chunk, method, static_cast<uint32_t>(words), 0, 0};
           const auto streams = written(made, &row, after.data(), before.data() + start, words);
           if (!streams) continue;
           made.rows.push_back(row);
           for (int stream = 0; stream < kStreams; ++stream)
-            made.streams[stream].insert(made.streams[stream].end(), (*streams)[stream].begin(), (*streams)[stream].end());
+            made.streams[stream].insert(made.streams[stream].end(), (*streams)[stream].begin(),
+                                        (*streams)[stream].end());
         }
-        all.push_back(input_of(made, static_cast<uint8_t>(method), static_cast<uint8_t>(one_in)));
+        all.push_back(input_of(made, static_cast<uint8_t>(method), static_cast<uint8_t>(one_in == 20 ? 1 : 128)));
       }
     }
   }

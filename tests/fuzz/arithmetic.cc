@@ -51,9 +51,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint64_t bytes = second & 1 ? run.bytes() : second;
   if (problem_with(run, bytes).empty()) {
     promise(word_bytes == 1 || word_bytes == 2 || word_bytes == 4 || word_bytes == 8, "words have 1, 2, 4 or 8 bytes");
-    promise(bounds.front() == 0 && bounds.back() == bytes / static_cast<uint64_t>(word_bytes), "bounds cover the bytes");
+    promise(bounds.front() == 0 && bounds.back() == bytes / static_cast<uint64_t>(word_bytes),
+            "bounds cover the bytes");
     for (size_t i = 1; i < bounds.size(); ++i)
-      promise(bounds[i] >= bounds[i - 1] && bounds[i] - bounds[i - 1] < uint64_t{1} << 32, "bounds ascend by less than 2^32");
+      promise(bounds[i] >= bounds[i - 1] && bounds[i] - bounds[i - 1] < uint64_t{1} << 32,
+              "bounds ascend by less than 2^32");
   }
 
   uint32_t histogram[256] = {};

@@ -1,8 +1,8 @@
-// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of coverage, so it takes more
-// inputs to find the same; every input follows from the seed and its number and can be run again alone.
+// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of coverage, so it takes
+// more inputs to find the same; every input follows from the seed and its number and can be run again alone.
 
-#include <csignal>
 #include <chrono>
+#include <csignal>
 #include <fstream>
 #include <random>
 
@@ -44,7 +44,8 @@ void mutate(Input* input, std::mt19937_64* random) {
       input->erase(here, here + static_cast<int64_t>(1 + below(std::min<size_t>(input->size() - at, 8))));
       break;
     case 5: {  // a part over another
-      const size_t from = below(input->size()), length = 1 + below(std::min<size_t>(input->size() - std::max(from, at), 64));
+      const size_t from = below(input->size()),
+                   length = 1 + below(std::min<size_t>(input->size() - std::max(from, at), 64));
       std::memmove(input->data() + at, input->data() + from, length);
       break;
     }

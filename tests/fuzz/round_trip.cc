@@ -21,8 +21,8 @@ Result encode_at(const Run& run, const std::vector<uint8_t>& current, const std:
   if (!current.empty()) std::memcpy(now.data(), current.data(), current.size());
   if (base != nullptr && !base->empty()) std::memcpy(shadow.data(), base->data(), base->size());
   Encoded encoded = encode(run, now.data(), base != nullptr ? shadow.data() : nullptr);
-  return {std::move(encoded), base != nullptr ? std::vector<uint8_t>(shadow.data(), shadow.data() + shadow.size())
-                                              : current};
+  return {std::move(encoded),
+          base != nullptr ? std::vector<uint8_t>(shadow.data(), shadow.data() + shadow.size()) : current};
 }
 
 bool same(const Encoded& one, const Encoded& other) {
@@ -79,7 +79,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!base.empty()) std::memcpy(decoded.data(), base.data(), base.size());
   promise(apply(run, found.encoded.rows.data(), found.encoded.rows.size(), views, decoded.data()).empty(),
           "what was encoded is accepted");
-  promise(base.empty() || std::memcmp(decoded.data(), current.data(), current.size()) == 0, "what was encoded comes back");
+  promise(base.empty() || std::memcmp(decoded.data(), current.data(), current.size()) == 0,
+          "what was encoded comes back");
   return 0;
 }
 

@@ -1,7 +1,8 @@
-// What every fuzz target shares: taking an input apart, memory without slack, and what it does when a promise is broken.
+// What every fuzz target shares: taking an input apart, memory without slack, and what it does when a promise is
+// broken.
 //
-// A target is one file with the function that libFuzzer calls and with the inputs to begin from. driver.cc stands in for
-// libFuzzer where there is none.
+// A target is one file with the function that libFuzzer calls and with the inputs to begin from. driver.cc stands in
+// for libFuzzer where there is none.
 
 #pragma once
 

@@ -91,8 +91,8 @@ class Worker {
 
 class Encoder {
  public:
-  Encoder(const Run& run, const uint8_t* current, uint8_t* base)
-      : run_(run), current_(current), base_(base), kernels_(*chosen().load()) {
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method wanted)
+      : run_(run), current_(current), base_(base), wanted_(wanted), kernels_(*chosen().load()) {
     for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
       const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
       most_words_ = std::max(most_words_, words);
@@ -130,13 +130,14 @@ class Encoder {
     uint8_t* base = base_ != nullptr ? base_ + start : nullptr;
     Row row{static_cast<uint32_t>(chunk), kUnchanged, 0, 0, 0};
     uint8_t* at[kStreams] = {};
-    uint64_t first_tile = 0;
-    Method method = kUnchanged;
-    if (words > 0) method = kernels_.choose(run_.word_bytes, current, base, words, worker->scratch.get(), &first_tile);
-    if (method == kUnchanged) {
+    const uint64_t first_tile = base != nullptr ? kernels_.first_difference(run_.word_bytes, current, base, words) : 0;
+    if (first_tile == tiles_of(words, run_.word_bytes)) {
       reserve(row, words, at);
       return;
     }
+    Method method = wanted_;
+    if (method == kUnchanged)
+      method = kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch.get());
     bool base_done = false;
     if (method == kSparse || method == kBitmap) {
       const PositionStreams out = worker->out(method);
@@ -209,6 +210,7 @@ class Encoder {
   const Run& run_;
   const uint8_t* const current_;
   uint8_t* const base_;
+  const Method wanted_;
   const Kernels& kernels_;
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
@@ -323,7 +325,9 @@ std::string problem_with(const Run& run, uint64_t bytes) {
   return "";
 }
 
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method) {
+  return Encoder(run, current, base, method).encode();
+}
 
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
   std::vector<ChunkStreams> places;

@@ -34,9 +34,12 @@ struct Encoded {
 // Encodes `current` against `base`, which becomes equal to it; with `base` null every chunk is stored. Throws
 // std::bad_alloc, after which base holds a mixture: the caller must drop it.
 //
+// `method`: taken for every chunk that changed instead of the best, except that sparse or bitmap streams larger than
+// the chunk are raw; kUnchanged chooses. REQUIRES: without a base only planes and raw can be asked for.
+//
 // Memory: what the output needs, about 3 chunks a thread, and kKeptBytes. Address space: up to six times the run, given
 // back at the end.
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base);
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method = kUnchanged);
 
 struct StreamView {
   const uint8_t* data;  // null where size is 0

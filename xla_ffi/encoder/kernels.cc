@@ -22,9 +22,12 @@ namespace {
       return function<8>(__VA_ARGS__);     \
   }
 
-Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch,
-                  uint64_t* first) {
-  DELTACHECK_FOR_WORD(choose, current, base, words, scratch, first)
+uint64_t first_difference_any(int word_bytes, const uint8_t* current, const uint8_t* base,
+                              uint64_t words){DELTACHECK_FOR_WORD(first_difference, current, base, words)}
+
+Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
+                  Scratch* scratch) {
+  DELTACHECK_FOR_WORD(choose, current, base, words, first, scratch)
 }
 
 bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
@@ -46,7 +49,8 @@ void apply_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams
 
 }  // namespace
 
-const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET, choose_any,      encode_positions_any,
-                                    encode_dense_any,           check_chunk_any, apply_chunk_any};
+const Kernels DELTACHECK_KERNELS = {
+    DELTACHECK_INSTRUCTION_SET, first_difference_any, choose_any,     encode_positions_any,
+    encode_dense_any,           check_chunk_any,      apply_chunk_any};
 
 }  // namespace deltacheck

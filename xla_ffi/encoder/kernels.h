@@ -61,8 +61,9 @@ struct Refusal {
 // Functions are described in segment.h, where they take `word_bytes` as their template argument.
 struct Kernels {
   const char* instruction_set;
-  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch,
-                   uint64_t* first);
+  uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words);
+  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
+                   Scratch* scratch);
   bool (*encode_positions)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
                            uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row);
   uint32_t (*encode_dense)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,

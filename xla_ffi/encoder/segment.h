@@ -308,20 +308,22 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   return changed;
 }
 
-// The method with the least estimated cost; `kUnchanged` where no word differs. `base`: null where there is none.
-// `first`: becomes the first tile that differs, 0 without a base. REQUIRES: words > 0.
+// The first tile that differs; the number of tiles where none does. At the speed of memory: most chunks of some leaves
+// are equal to the end, and those of others differ at once.
 template <int W>
-inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch, uint64_t* first) {
-  *first = 0;
-  if (base != nullptr) {
-    // What is equal so far is not looked at again: most chunks of some leaves are equal to the end, and those of others
-    // differ at once.
-    const uint64_t tiles = tiles_of(words, W);
-    while (*first < tiles && equal_bytes(current + *first * kTileBytes, base + *first * kTileBytes,
-                                         words_of_tile(words, *first, kTileWords<W>) * W))
-      ++*first;
-    if (*first == tiles) return kUnchanged;
-  }
+inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, uint64_t words) {
+  const uint64_t tiles = tiles_of(words, W);
+  uint64_t tile = 0;
+  while (tile < tiles && equal_bytes(current + tile * kTileBytes, base + tile * kTileBytes,
+                                     words_of_tile(words, tile, kTileWords<W>) * W))
+    ++tile;
+  return tile;
+}
+
+// The method with the least estimated cost. `base`: null where there is none. `first`: tiles before it are known to be
+// equal. REQUIRES: words > 0.
+template <int W>
+inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first, Scratch* scratch) {
   uint64_t sample_words = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery)
     sample_words += words_of_tile(words, tile, kTileWords<W>);
@@ -329,7 +331,7 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
   uint64_t least = kByteCost * sample_words * W;
   if (base != nullptr) {
     uint64_t diff, bitmap, sparse;
-    if (position_costs<W>(current, base, words, sample_words, *first, scratch, &diff, &bitmap, &sparse) == 0)
+    if (position_costs<W>(current, base, words, sample_words, first, scratch, &diff, &bitmap, &sparse) == 0)
       return kSparse;
     const uint64_t raw = least;
     best = kDiff, least = diff;
