@@ -9,7 +9,7 @@
 namespace deltacheck {
 namespace {
 
-constexpr size_t kLeastKept = size_t{256} << 10;  // smaller ones malloc keeps by itself
+constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
 
 // Stands in front of every block. Its size brings the bytes of large blocks, which begin 16 bytes after a page, to a
 // line of the cache.
