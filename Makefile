@@ -21,11 +21,12 @@ PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
 # Where libzstd's sources are unpacked.
 ZSTD := build/zstd
+
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z ]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -39,6 +40,16 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 $(ARGS)
+
+# Seconds for each target, or a number of inputs for each.
+FUZZ_SECONDS ?= 60
+FUZZ_RUNS ?=
+
+fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
+	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
+
+tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
+	$(BIN)/python tests/sanitized.py threads $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing
 	$(BIN)/ruff format --check .

@@ -20,6 +20,7 @@ from benchmarks.record import Result, Settings, written
 # Name -> module, in the order in which they run; each is `run(settings) -> Result`.
 BENCHMARKS = {
     "importing": "benchmarks.importing",
+    "encode": "benchmarks.encode",
     "size": "benchmarks.size",
     "compression": "benchmarks.compression",
     "blocking": "benchmarks.blocking",

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 INTERFACE: int
 
 def encode(
-    current: NDArray[np.uint8], base: NDArray[np.uint8] | None, bounds: NDArray[np.uint64], word_bytes: int
+    current: NDArray[np.uint8], base: NDArray[np.uint8] | None, bounds: NDArray[np.uint64], word_bytes: int, method: int = 0
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def apply(
     rows: NDArray[np.uint32],

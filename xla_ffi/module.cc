@@ -58,15 +58,17 @@ nb::object array_of(std::vector<Row>&& rows) {
 }
 
 nb::tuple encode_arrays(const Array<const uint8_t>& current, const std::optional<Array<uint8_t>>& base,
-                        const Array<const uint64_t>& bounds, int word_bytes) {
+                        const Array<const uint64_t>& bounds, int word_bytes, uint32_t method) {
   const Run run = run_of(bounds, current.size(), word_bytes);
   if (base && base->size() != current.size()) throw std::invalid_argument("base and current must have the same size");
+  if (method >= kMethods || (!base && method != kUnchanged && method < kPlanes))
+    throw std::invalid_argument("method " + std::to_string(method) + " cannot be asked for");
   uint8_t* shadow = base ? base->data() : nullptr;
   const uint8_t* now = current.data();
   Encoded encoded;
   {
     nb::gil_scoped_release released;
-    encoded = encode(run, now, shadow);
+    encoded = encode(run, now, shadow, static_cast<Method>(method));
   }
   nb::list streams;
   for (Bytes& stream : encoded.streams) streams.append(array_of(std::move(stream)));
@@ -198,8 +200,9 @@ NB_MODULE(_native, m) {
   using namespace deltacheck;
   m.attr("INTERFACE") = kInterface;
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
-        nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes current, in place.");
+        nb::arg("bounds").noconvert(), nb::arg("word_bytes"), nb::arg("method") = static_cast<uint32_t>(kUnchanged),
+        "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes current, in place. "
+        "method: for tests and measurements; 0 chooses.");
   m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("base").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"), "None, or why the first bad chunk was refused.");
   m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("bytes"),

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <type_traits>
 
 #include "kernels.h"
 #include "thread_pool.h"
@@ -56,12 +57,6 @@ std::atomic<int>& thread_count() {
 
 // --- encode --------------------------------------------------------------------------------------------------------
 
-Bytes allocate(size_t size) {
-  uint8_t* memory = static_cast<uint8_t*>(std::malloc(size));
-  if (memory == nullptr) throw std::bad_alloc();
-  return {std::unique_ptr<uint8_t, Free>(memory), size};
-}
-
 // Asks for large pages from `start` on: making small ones costs more than filling them. A large page is made whole by
 // its first byte, so `start` leaves out what may stay nearly empty.
 void advise_large_pages(const Bytes& bytes, size_t start) {
@@ -90,16 +85,22 @@ class Worker {
   }
   uint8_t* at(int stream) { return buffers_[stream].data.get(); }
 
-  const std::unique_ptr<Scratch> scratch{new Scratch};
+  // At an address of the cache's lines in a block, so that it is warm, too.
+  Scratch* scratch() {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(scratch_.data.get());
+    return reinterpret_cast<Scratch*>((start + alignof(Scratch) - 1) / alignof(Scratch) * alignof(Scratch));
+  }
 
  private:
+  static_assert(std::is_trivially_default_constructible_v<Scratch>);
+  Bytes scratch_ = allocate(sizeof(Scratch) + alignof(Scratch));
   Bytes buffers_[kWide + 1];
 };
 
 class Encoder {
  public:
-  Encoder(const Run& run, const uint8_t* current, uint8_t* base)
-      : run_(run), current_(current), base_(base), kernels_(*chosen().load()) {
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method wanted)
+      : run_(run), current_(current), base_(base), wanted_(wanted), kernels_(*chosen().load()) {
     for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
       const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
       most_words_ = std::max(most_words_, words);
@@ -137,18 +138,21 @@ class Encoder {
     uint8_t* base = base_ != nullptr ? base_ + start : nullptr;
     Row row{static_cast<uint32_t>(chunk), kUnchanged, 0, 0, 0};
     uint8_t* at[kStreams] = {};
-    if (words == 0) {
+    const uint64_t first_tile = base != nullptr ? kernels_.first_difference(run_.word_bytes, current, base, words) : 0;
+    if (first_tile == tiles_of(words, run_.word_bytes)) {
       reserve(row, words, at);
       return;
     }
-    Method method = kernels_.choose(run_.word_bytes, current, base, words, worker->scratch.get());
+    Method method = wanted_;
+    if (method == kUnchanged)
+      method = kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch());
     bool base_done = false;
     if (method == kSparse || method == kBitmap) {
       const PositionStreams out = worker->out(method);
-      const bool fits =
-          kernels_.encode_positions(run_.word_bytes, method, current, base, words, worker->scratch.get(), out, &row);
-      if (row.changed == 0 || fits) {
-        row.method = row.changed == 0 ? kUnchanged : method;
+      const bool fits = kernels_.encode_positions(run_.word_bytes, method, current, base, words, first_tile,
+                                                  worker->scratch(), out, &row);
+      if (fits) {
+        row.method = method;
         reserve(row, words, at);
         for (int stream = kTiles; stream <= kWide; ++stream) {
           const uint64_t size = stream_bytes(row, stream, words, run_.word_bytes);
@@ -167,9 +171,9 @@ class Encoder {
       std::memcpy(at[kWords], current, words * run_.word_bytes);
       return;
     }
-    const int first = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
+    const int place = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
     stored->changed =
-        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch.get(), at + first);
+        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch(), at + place);
   }
 
   // Waits until the chunks before have their places, then gives this one its own. The thread that has the lowest chunk
@@ -211,18 +215,10 @@ class Encoder {
     return run_.words();
   }
 
-  // Gives back what was not used. Large blocks are whole pages of their own: nothing is copied.
-  static void shrink(Bytes* stream) {
-    if (stream->data == nullptr) return;
-    if (void* smaller = std::realloc(stream->data.get(), stream->size)) {
-      (void)stream->data.release();
-      stream->data.reset(static_cast<uint8_t*>(smaller));
-    }
-  }
-
   const Run& run_;
   const uint8_t* const current_;
   uint8_t* const base_;
+  const Method wanted_;
   const Kernels& kernels_;
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
@@ -398,9 +394,9 @@ void add(const Statistics& part, Statistics* sum) {
 
 }  // namespace
 
-void Free::operator()(uint8_t* memory) const { std::free(memory); }
-
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base) { return Encoder(run, current, base).encode(); }
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method) {
+  return Encoder(run, current, base, method).encode();
+}
 
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
   std::vector<uint64_t> offsets;

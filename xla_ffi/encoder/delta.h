@@ -4,26 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "blocks.h"
 #include "elements.h"
 #include "format.h"
 #include "lattice.h"
 #include "run.h"
 
 namespace deltacheck {
-
-struct Free {
-  void operator()(uint8_t* memory) const;
-};
-
-// Bytes in memory of their own, from malloc.
-struct Bytes {
-  std::unique_ptr<uint8_t, Free> data;
-  size_t size = 0;
-};
 
 struct Encoded {
   std::vector<Row> rows;  // of the chunks that changed, ascending
@@ -33,9 +23,12 @@ struct Encoded {
 // Encodes `current` against `base`, which becomes equal to it; with `base` null every chunk is stored. Throws
 // std::bad_alloc, after which base holds a mixture: the caller must drop it.
 //
-// Memory: what the output needs and about 3 chunks a thread. Address space: up to six times the run, given back at the
-// end.
-Encoded encode(const Run& run, const uint8_t* current, uint8_t* base);
+// `method`: taken for every chunk that changed instead of the best, except that sparse or bitmap streams larger than
+// the chunk are raw; kUnchanged chooses. REQUIRES: without a base only planes and raw can be asked for.
+//
+// Memory: what the output needs, about 3 chunks a thread, and kKeptBytes. Address space: up to six times the run, given
+// back at the end.
+Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method = kUnchanged);
 
 struct StreamView {
   const uint8_t* data;  // null where size is 0

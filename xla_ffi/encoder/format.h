@@ -210,9 +210,29 @@ static constexpr bool log2_256_is_exact() {
 static_assert(log2_256_is_exact());
 #endif
 
+// L(x) where most x are small. REQUIRES: x >= 1.
+#ifdef __CUDACC__
+DELTACHECK_HD uint32_t log2_of_count(uint64_t x) { return log2_256(x); }
+#else
+struct Log2Small {
+  static constexpr uint32_t kEntries = 2048;
+  uint16_t of[kEntries];
+};
+
+static constexpr Log2Small make_log2_small() {
+  Log2Small small{};
+  for (uint32_t x = 1; x < Log2Small::kEntries; ++x) small.of[x] = static_cast<uint16_t>(log2_256(x));
+  return small;
+}
+
+static constexpr Log2Small kLog2Small = make_log2_small();
+
+static inline uint32_t log2_of_count(uint64_t x) { return x < Log2Small::kEntries ? kLog2Small.of[x] : log2_256(x); }
+#endif
+
 // What an entry of the histogram adds to the entropy of a string. `whole`: L of its length.
 DELTACHECK_HD uint64_t entropy_term(uint64_t entry, uint32_t whole) {
-  return entry == 0 ? 0 : entry * (whole - log2_256(entry));
+  return entry == 0 ? 0 : entry * (whole - log2_of_count(entry));
 }
 
 // The cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. `skew = false` leaves out the

@@ -102,19 +102,22 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
 #endif
 }
 
+// How far ahead words are asked for, in bytes of each array, so that memory is not idle while these are worked on.
+// Nothing is read there.
+constexpr uint32_t kAheadBytes = 2048;
+
 // One bit a word for `words` words, least significant first; unused bits of the last block are 0. Returns the number of
-// 1 bits. `masks`: ceil(words / 64) entries. `ahead_bytes`: how far on the words lie that are wanted next. They are
-// asked for here, so that memory is not idle while this tile is worked on; nothing is read there.
+// 1 bits. `masks`: ceil(words / 64) entries.
 template <int W>
-inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint32_t ahead_bytes, uint64_t* masks) {
+inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint64_t* masks) {
   uint32_t count = 0, block = 0;
   for (; (block + 1) * 64 <= words; ++block) {
     const uint32_t at = 64 * W * block;
     masks[block] = differing64<W>(a + at, b + at);
     count += static_cast<uint32_t>(__builtin_popcountll(masks[block]));
     for (int line = 0; line < W; ++line) {
-      __builtin_prefetch(a + at + ahead_bytes + 64 * line, 0, 2);
-      __builtin_prefetch(b + at + ahead_bytes + 64 * line, 0, 2);
+      __builtin_prefetch(a + at + kAheadBytes + 64 * line, 0, 3);
+      __builtin_prefetch(b + at + kAheadBytes + 64 * line, 0, 3);
     }
   }
   if (const uint32_t rest = words - 64 * block) {
@@ -138,6 +141,10 @@ inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   for (; at + kStep <= bytes; at += kStep) {
     const Memory* x = reinterpret_cast<const Memory*>(a + at);
     const Memory* y = reinterpret_cast<const Memory*>(b + at);
+    for (uint32_t line = 0; line < kStep; line += 64) {
+      __builtin_prefetch(a + at + kAheadBytes + line, 0, 3);
+      __builtin_prefetch(b + at + kAheadBytes + line, 0, 3);
+    }
     uint64_t any = 0;
 #pragma omp simd reduction(| : any)
     for (uint32_t i = 0; i < kStep / 8; ++i) any |= x[i] ^ y[i];

@@ -23,13 +23,17 @@ namespace {
       return function<8>(__VA_ARGS__);     \
   }
 
-Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch) {
-  DELTACHECK_FOR_WORD(choose, current, base, words, scratch)
+uint64_t first_difference_any(int word_bytes, const uint8_t* current, const uint8_t* base,
+                              uint64_t words){DELTACHECK_FOR_WORD(first_difference, current, base, words)}
+
+Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
+                  Scratch* scratch) {
+  DELTACHECK_FOR_WORD(choose, current, base, words, first, scratch)
 }
 
 bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                          Scratch* scratch, const PositionStreams& out, Row* row){
-    DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, scratch, out, row)}
+                          uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row){
+    DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, first, scratch, out, row)}
 
 uint32_t
     encode_dense_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
@@ -66,8 +70,14 @@ Statistics span_statistics_any(Elements elements, const uint8_t* current, const 
 
 }  // namespace
 
-const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET, choose_any,      encode_positions_any,
-                                    encode_dense_any,           check_chunk_any, apply_chunk_any,
-                                    span_statistics_any,        quantise_part};
+const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET,
+                                    first_difference_any,
+                                    choose_any,
+                                    encode_positions_any,
+                                    encode_dense_any,
+                                    check_chunk_any,
+                                    apply_chunk_any,
+                                    span_statistics_any,
+                                    quantise_part};
 
 }  // namespace deltacheck

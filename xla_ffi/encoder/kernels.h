@@ -15,20 +15,20 @@ namespace deltacheck {
 // near another.
 constexpr uint32_t kMostTileBytes = 2 * kTileBytes + kTileBytes + kTileBytes / 255 + 64;
 
-// Room for a tile's intermediate results, for any size of word. About 100 KiB: lives on the heap, one for each thread.
+// Room for a tile's intermediate results, for any size of word. About 150 KiB: lives on the heap, one for each thread.
 struct Scratch {
   alignas(64) uint64_t masks[kTileBytes / 64];
   alignas(64) uint16_t positions[kTileBytes + 64];  // the last block may store up to 64 more than there are
-  alignas(64) uint8_t every_z[kTileBytes];          // of all words of the tile
-  alignas(64) uint8_t z[kTileBytes];                // of its changed words
+  alignas(64) uint8_t z[kTileBytes + 64];           // of the changed words; likewise
+  alignas(64) uint32_t pairs[kTileBytes + 16];      // z and position in one
   // Histograms of the sample. Each in several ways, summed up in the end: adding to one counter twice in a row costs
   // the time of a store.
   alignas(64) uint32_t counts[16][256];
-  alignas(64) uint32_t gap_counts[256], bit_counts[256], low_counts[512];
+  alignas(64) uint32_t gap_counts[4][256], bit_counts[4][256], low_counts[4][512];
 };
 
-// Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes` bytes or what the
-// format allows at most, whichever is less, in each.
+// Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes` bytes in gaps,
+// values and wide each: kernels write past what is used.
 struct PositionStreams {
   uint8_t* tiles;
   uint8_t* positions;  // gaps or bitmap
@@ -64,9 +64,11 @@ struct Refusal {
 // template argument.
 struct Kernels {
   const char* instruction_set;
-  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch);
+  uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words);
+  Method (*choose)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
+                   Scratch* scratch);
   bool (*encode_positions)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                           Scratch* scratch, const PositionStreams& out, Row* row);
+                           uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row);
   uint32_t (*encode_dense)(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
                            Scratch* scratch, uint8_t* const* out);
   Refusal (*check_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "compact.h"
 #include "format.h"
 #include "intrinsics.h"
 #include "kernels.h"
@@ -20,63 +21,9 @@ namespace deltacheck {
 
 namespace {
 
-// --- one tile: changed words, their positions and differences ------------------------------------------------------
+// --- one tile: the streams of its changed words ----------------------------------------------------------------------
 
-// The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
-inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
-  constexpr uint64_t kTop = uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
-  for (uint32_t block = 0; block < blocks; ++block) {
-    uint64_t bits = masks[block];
-    if (bits == 0) continue;
-    const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
-    // Four at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
-    for (uint32_t k = 0; k < count; k += 4) {
-      for (uint32_t i = 0; i < 4; ++i) {
-        out[k + i] = static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
-        bits &= bits - 1;
-      }
-    }
-    out += count;
-  }
-}
-
-// z of every word of a tile; with `kUpdate`, base becomes current.
-template <int W, bool kUpdate>
-inline void every_difference(const uint8_t* current, uint8_t* base, uint32_t words, uint8_t* z) {
-  using Memory = typename Word<W>::Memory;
-  const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
-  Memory* __restrict b = reinterpret_cast<Memory*>(base);
-  typename Word<W>::type* __restrict out = reinterpret_cast<typename Word<W>::type*>(z);
-#pragma omp simd
-  for (uint32_t i = 0; i < words; ++i) {
-    out[i] = zigzag<W>(c[i], b[i]);
-    if (kUpdate) b[i] = c[i];
-  }
-}
-
-// z of the words at `positions`; with `kUpdate`, base becomes current on the whole tile.
-template <int W, bool kUpdate>
-inline void differences(const uint8_t* current, uint8_t* base, uint32_t words, const uint16_t* positions,
-                        uint32_t count, uint8_t* every_z, uint8_t* z) {
-  using U = typename Word<W>::type;
-  using Memory = typename Word<W>::Memory;
-  U* __restrict out = reinterpret_cast<U*>(z);
-  if (count * 16 < words) {  // few: touch no more lines of the base than change
-    const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
-    Memory* __restrict b = reinterpret_cast<Memory*>(base);
-    for (uint32_t k = 0; k < count; ++k) {
-      const uint32_t p = positions[k];
-      out[k] = zigzag<W>(c[p], b[p]);
-      if (kUpdate) b[p] = c[p];
-    }
-    return;
-  }
-  every_difference<W, kUpdate>(current, base, words, every_z);
-  const U* __restrict all = reinterpret_cast<const U*>(every_z);
-  for (uint32_t k = 0; k < count; ++k) out[k] = all[positions[k]];
-}
-
-// The gaps of one tile; returns their bytes.
+// The gaps of one tile; returns their bytes. Up to 8 after them may be overwritten.
 inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* __restrict out) {
   if (count == 0) return 0;
   uint16_t most = positions[0];
@@ -91,19 +38,24 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
     for (uint32_t k = 1; k < count; ++k) out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
     return count;
   }
+  // Long gaps are rare or they are everywhere: eight escapes are written at once, needed or not, and the next gap goes
+  // over those that were not.
   uint8_t* at = out;
   uint32_t next = 0;
   for (uint32_t k = 0; k < count; ++k) {
-    uint32_t gap = positions[k] - next;
+    const uint32_t gap = positions[k] - next;
     next = positions[k] + 1u;
-    for (; gap >= kEscape; gap -= kEscape) *at++ = kEscape;
-    *at++ = static_cast<uint8_t>(gap);
+    uint32_t escapes = gap / kEscape;
+    const uint8_t last = static_cast<uint8_t>(gap - escapes * kEscape);
+    for (; escapes > 8; escapes -= 8, at += 8) std::memset(at, kEscape, 8);
+    std::memset(at, kEscape, 8);
+    at += escapes;
+    *at++ = last;
   }
   return static_cast<uint32_t>(at - out);
 }
 
-// The values of one tile, and its wide differences; returns how many these are. One entry after them may be
-// overwritten.
+// The values of one tile, and its wide differences; returns how many these are. 64 bytes after them may be overwritten.
 template <int W>
 inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values, uint8_t* __restrict wide) {
   using U = typename Word<W>::type;
@@ -113,24 +65,13 @@ inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restri
     for (uint32_t k = 0; k < count; ++k) values[k] = static_cast<uint8_t>(from[k] - 1);
     return 0;
   } else {
-    U escapes = 0;  // at most one a word of the tile: fits the word
-#pragma omp simd reduction(+ : escapes)
+    U any = 0;
+#pragma omp simd reduction(| : any)
     for (uint32_t k = 0; k < count; ++k) {
-      const bool big = from[k] > 255;
-      values[k] = static_cast<uint8_t>(big ? kEscape : from[k] - 1);
-      escapes = static_cast<U>(escapes + big);
+      values[k] = static_cast<uint8_t>(from[k] > 255 ? kEscape : from[k] - 1);
+      any |= from[k];
     }
-    if (escapes == 0) return 0;
-    typename Word<W>::Memory* __restrict to = reinterpret_cast<typename Word<W>::Memory*>(wide);
-    if (escapes == count) {
-      std::memcpy(wide, z, size_t{count} * W);
-    } else {
-      for (uint32_t k = 0, n = 0; k < count; ++k) {
-        to[n] = from[k];
-        n += from[k] > 255;
-      }
-    }
-    return static_cast<uint32_t>(escapes);
+    return any > 255 ? pack_wide<W>(z, count, wide) : 0;
   }
 }
 
@@ -142,15 +83,21 @@ inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_
 
 // --- 4.4: how the method is chosen ---------------------------------------------------------------------------------
 
-// Histograms of byte planes, kWays of each; `count_planes` fills the first `kPlanes` planes.
+// Histograms of byte planes, kWays of each.
 template <int W>
 constexpr int kWays = W <= 2 ? 4 : 2;
 
-template <int W, int kPlanes, bool kRotate>
-inline void count_some_planes(const typename Word<W>::Memory* words, uint32_t count, uint32_t (*counts)[256]) {
+template <int W>
+inline void clear_planes(Scratch* scratch) {
+  std::memset(scratch->counts, 0, W * kWays<W> * sizeof scratch->counts[0]);
+}
+
+// Adds the planes from `kFirst` on.
+template <int W, int kFirst, bool kRotate>
+inline void count_planes(const typename Word<W>::Memory* words, uint32_t count, uint32_t (*counts)[256]) {
   const auto add = [&](uint32_t i, int way) {
     const typename Word<W>::type word = kRotate ? rotated_left<W>(words[i]) : words[i];
-    for (int k = 0; k < kPlanes; ++k) ++counts[kWays<W> * k + way][(word >> (8 * k)) & 255];
+    for (int k = kFirst; k < W; ++k) ++counts[kWays<W> * k + way][(word >> (8 * k)) & 255];
   };
   uint32_t i = 0;
   for (; i + kWays<W> <= count; i += kWays<W>) {
@@ -159,11 +106,9 @@ inline void count_some_planes(const typename Word<W>::Memory* words, uint32_t co
   for (; i < count; ++i) add(i, 0);
 }
 
-// Brings the ways of a plane together in the first.
-template <int W>
-inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
-  uint32_t (*ways)[256] = counts + kWays<W> * plane;
-  for (int way = 1; way < kWays<W>; ++way) {
+// Brings the ways of a histogram together in the first, and clears the others.
+inline uint32_t* together(uint32_t (*ways)[256], int count) {
+  for (int way = 1; way < count; ++way) {
     for (int byte = 0; byte < 256; ++byte) {
       ways[0][byte] += ways[way][byte];
       ways[way][byte] = 0;
@@ -172,33 +117,56 @@ inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
   return ways[0];
 }
 
-// Adds differences, zeros among them or not. Planes above the highest bit in use are all zero and are counted at once.
+template <int W>
+inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
+  return together(counts + kWays<W> * plane, kWays<W>);
+}
+
+// Adds differences, none of them 0. Low bytes of narrow and of wide ones are counted apart, in the lower and the upper
+// half: only the first are in `values`. Entries 0 of the planes above may be left out: most differences are small, and
+// what is all zero in several words is not counted word by word.
 template <int W>
 inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
   using U = typename Word<W>::type;
-  const typename Word<W>::Memory* __restrict from = reinterpret_cast<const typename Word<W>::Memory*>(z);
-  U any = 0;
+  using Memory = typename Word<W>::Memory;
+  constexpr uint32_t kTogether = 64;
+  const Memory* __restrict from = reinterpret_cast<const Memory*>(z);
+  uint32_t (*low)[512] = scratch->low_counts;
+  for (uint32_t start = 0; start < count; start += kTogether, from += kTogether) {
+    const uint32_t some = count - start < kTogether ? count - start : kTogether;
+    U any = 0;
 #pragma omp simd reduction(| : any)
-  for (uint32_t i = 0; i < count; ++i) any = static_cast<U>(any | from[i]);
-  int used = 1;
-  while (used < W && any >> (8 * used - 1) >> 1) ++used;
-  if (used > 2) used = W;
-  for (int k = used; k < W; ++k) scratch->counts[kWays<W> * k][0] += count;
-  if (used == 1) return count_some_planes<W, 1, false>(from, count, scratch->counts);
-  if constexpr (W > 1) {
-    if (used == 2)
-      count_some_planes<W, 2, false>(from, count, scratch->counts);
-    else
-      count_some_planes<W, W, false>(from, count, scratch->counts);
-    // The low bytes of wide differences, which `values` does not show. Those of the others go to the upper half, where
-    // nobody looks.
-    for (uint32_t i = 0; i < count; ++i) ++scratch->low_counts[(from[i] & 255) + ((from[i] >> 8) == 0) * 256];
+    for (uint32_t i = 0; i < some; ++i) any = static_cast<U>(any | from[i]);
+    if (any <= 255) {
+      for (uint32_t i = 0; i < some; ++i) ++low[i % 4][from[i]];
+      continue;
+    }
+    for (uint32_t i = 0; i < some; ++i) ++low[i % 4][(from[i] & 255) + (from[i] > 255) * 256];
+    if (any <= 65535) {
+      for (uint32_t i = 0; i < some; ++i) ++scratch->counts[kWays<W> + i % kWays<W>][(from[i] >> 8) & 255];
+    } else {
+      count_planes<W, 1, false>(from, some, scratch->counts);
+    }
   }
 }
 
-// The histogram of a tile's gaps, from its bits; returns their bytes. Words right after a changed one, the most where
-// much has changed, are counted by the block.
-inline uint64_t count_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* counts) {
+// Adds the gaps between changed words to their histogram; returns their bytes.
+inline uint64_t count_gaps(const uint16_t* positions, uint32_t count, uint32_t (*counts)[256]) {
+  uint64_t escapes = 0;
+  uint32_t next = 0;
+  for (uint32_t k = 0; k < count; ++k) {
+    const uint32_t gap = positions[k] - next, whole = gap / kEscape;
+    next = positions[k] + 1u;
+    escapes += whole;
+    ++counts[k % 4][gap - whole * kEscape];
+  }
+  counts[0][kEscape] += static_cast<uint32_t>(escapes);
+  return escapes + count;
+}
+
+// The same where nearly all words have changed, from their bits: those right after a changed one are counted by the
+// block.
+inline uint64_t count_short_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* counts) {
   uint64_t bytes = 0;
   uint64_t carry = 0;  // the last bit of the block before
   uint32_t next = 0;   // the word after the last changed one
@@ -224,20 +192,20 @@ inline uint64_t count_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* cou
   return bytes;
 }
 
-// The histogram of a tile's bytes of bitmap.
-inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t* counts) {
+// Adds a tile's bytes of bitmap to their histogram.
+inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t (*counts)[256]) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(masks);
   uint32_t block = 0;
   for (; (block + 1) * 64 <= words; ++block) {
     if (masks[block] == 0) {
-      counts[0] += 8;
+      counts[0][0] += 8;
     } else if (masks[block] == ~uint64_t{0}) {
-      counts[255] += 8;
+      counts[0][255] += 8;
     } else {
-      for (uint32_t i = 0; i < 8; ++i) ++counts[bytes[8 * block + i]];
+      for (uint32_t i = 0; i < 8; ++i) ++counts[i % 4][bytes[8 * block + i]];
     }
   }
-  for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[bytes[i]];
+  for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[0][bytes[i]];
 }
 
 // REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
@@ -260,16 +228,17 @@ template <int W>
 inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words, uint64_t bound,
                              Scratch* scratch) {
   using Memory = typename Word<W>::Memory;
-  constexpr uint32_t kFirstLook = 1024;
+  constexpr uint32_t kStep = 256;
   const uint64_t rounding = kRoundingCost * sample_words * W;
-  std::memset(scratch->counts, 0, sizeof scratch->counts);
-  uint64_t seen = 0, next_look = kFirstLook;
+  clear_planes<W>(scratch);
+  // Fewer words than these cannot cost as much, even if all their bits are in use.
+  uint64_t seen = 0, next_look = (bound + rounding) / (kByteCost * W);
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const Memory* c = reinterpret_cast<const Memory*>(current + tile * kTileBytes);
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
-    for (uint32_t at = 0; at < size; at += kFirstLook) {
-      const uint32_t some = size - at < kFirstLook ? size - at : kFirstLook;
-      count_some_planes<W, W, true>(c + at, some, scratch->counts);
+    for (uint32_t at = 0; at < size; at += kStep) {
+      const uint32_t some = size - at < kStep ? size - at : kStep;
+      count_planes<W, 0, true>(c + at, some, scratch->counts);
       seen += some;
       if (seen < next_look || seen == sample_words) continue;
       next_look = 2 * seen;
@@ -284,80 +253,91 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   return sum < bound;
 }
 
-// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if there are any.
+// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if there are any. Tiles
+// before `first` are known to be equal.
 template <int W>
 inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t sample_words,
-                               Scratch* scratch, uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
-  std::memset(scratch->counts, 0, sizeof scratch->counts);
+                               uint64_t first, Scratch* scratch, uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
+  clear_planes<W>(scratch);
   std::memset(scratch->gap_counts, 0, sizeof scratch->gap_counts);
   std::memset(scratch->bit_counts, 0, sizeof scratch->bit_counts);
   std::memset(scratch->low_counts, 0, sizeof scratch->low_counts);
-  uint64_t changed = 0, gap_bytes = 0, bitmap_bytes = 0, counted = 0;
-  bool quiet = true;  // as in encode_positions
+  uint64_t changed = 0, gap_bytes = 0, bitmap_bytes = 0;
+  bool quiet = false;  // as in encode_positions
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const uint8_t* c = current + tile * kTileBytes;
     const uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     bitmap_bytes += bytes_of_bits;
-    quiet = quiet && equal_bytes(c, b, size * W);
-    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kSampleEvery * kTileBytes, scratch->masks);
+    quiet = tile < first || (quiet && equal_bytes(c, b, size * W));
+    const uint32_t count = quiet ? 0 : compact<W, false>(c, const_cast<uint8_t*>(b), size, scratch);
     if (count == 0) {
       quiet = true;
-      scratch->bit_counts[0] += bytes_of_bits;
+      scratch->bit_counts[0][0] += bytes_of_bits;
       continue;
     }
     changed += count;
-    gap_bytes += count_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts);
+    gap_bytes += count > size / 8 * 7 ? count_short_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts[0])
+                                      : count_gaps(scratch->positions, count, scratch->gap_counts);
     count_bits(scratch->masks, size, scratch->bit_counts);
-    if (count * 4 < size) {
-      set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
-      differences<W, false>(c, const_cast<uint8_t*>(b), size, scratch->positions, count, scratch->every_z, scratch->z);
-      count_differences<W>(scratch->z, count, scratch);
-      counted += count;
-    } else {
-      every_difference<W, false>(c, const_cast<uint8_t*>(b), size, scratch->every_z);
-      count_differences<W>(scratch->every_z, size, scratch);
-      counted += size;
-    }
+    count_differences<W>(scratch->z, count, scratch);
   }
   if (changed == 0) return 0;
-  uint32_t* low = whole_plane<W>(scratch->counts, 0);
-  low[0] += static_cast<uint32_t>(sample_words - counted);  // the unchanged words that were left out
   // A narrow difference is its low byte; it has that byte alone in `values`, and nothing in `wide`.
-  uint32_t values[256];
+  uint32_t low[256], values[256];
   uint64_t wide[256], wide_count = 0;
-  for (int byte = 1; byte < 256; ++byte) {
-    values[byte - 1] = low[byte] - scratch->low_counts[byte];
-    wide[byte] = scratch->low_counts[byte];
-    wide_count += scratch->low_counts[byte];
+  for (int byte = 0; byte < 256; ++byte) {
+    uint32_t narrow = 0, other = 0;
+    for (const auto& way : scratch->low_counts) narrow += way[byte], other += way[256 + byte];
+    low[byte] = narrow + other;
+    values[(byte + 255) % 256] = narrow;
+    wide[byte] = other;
+    wide_count += other;
   }
-  wide[0] = scratch->low_counts[0];
-  wide_count += scratch->low_counts[0];
+  low[0] += static_cast<uint32_t>(sample_words - changed);
   values[255] = static_cast<uint32_t>(wide_count);
   *diff = cost(low, sample_words);
   for (int k = 1; k < W; ++k) {
     uint32_t* plane = whole_plane<W>(scratch->counts, k);
-    for (int byte = 1; byte < 256; ++byte) wide[byte] += plane[byte];
-    wide[0] += plane[0] - (counted - wide_count);
-    plane[0] += static_cast<uint32_t>(sample_words - counted);
+    uint32_t rest = static_cast<uint32_t>(sample_words);
+    for (int byte = 1; byte < 256; ++byte) {
+      wide[byte] += plane[byte];
+      rest -= plane[byte];
+    }
+    wide[0] += rest - (sample_words - wide_count);
+    plane[0] = rest;
     *diff += cost(plane, sample_words);
   }
   const uint64_t shared = cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
-  *bitmap = cost(scratch->bit_counts, bitmap_bytes) + shared;
-  *sparse = cost(scratch->gap_counts, gap_bytes) + shared;
+  *bitmap = cost(together(scratch->bit_counts, 4), bitmap_bytes) + shared;
+  *sparse = cost(together(scratch->gap_counts, 4), gap_bytes) + shared;
   return changed;
 }
 
-// The method with the least estimated cost. `base`: null where there is none. REQUIRES: words > 0.
+// The first tile that differs; the number of tiles where none does. At the speed of memory: most chunks of some leaves
+// are equal to the end, and those of others differ at once.
 template <int W>
-inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, Scratch* scratch) {
+inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, uint64_t words) {
+  const uint64_t tiles = tiles_of(words, W);
+  uint64_t tile = 0;
+  while (tile < tiles && equal_bytes(current + tile * kTileBytes, base + tile * kTileBytes,
+                                     words_of_tile(words, tile, kTileWords<W>) * W))
+    ++tile;
+  return tile;
+}
+
+// The method with the least estimated cost. `base`: null where there is none. `first`: tiles before it are known to be
+// equal. REQUIRES: words > 0.
+template <int W>
+inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first, Scratch* scratch) {
   uint64_t sample_words = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery)
     sample_words += words_of_tile(words, tile, kTileWords<W>);
   Choice best{kRaw, kByteCost * sample_words * W};
   if (base != nullptr) {
     uint64_t diff, bitmap, sparse;
-    if (position_costs<W>(current, base, words, sample_words, scratch, &diff, &bitmap, &sparse) == 0) return kSparse;
+    if (position_costs<W>(current, base, words, sample_words, first, scratch, &diff, &bitmap, &sparse) == 0)
+      return kSparse;
     best = least_of(diff, sparse, bitmap, best.cost);
   }
   return planes_cost_less<W>(current, words, sample_words, best.cost, scratch) ? kPlanes : best.method;
@@ -374,37 +354,35 @@ inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t word
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     if (equal_bytes(c, b, size * W)) continue;
-    changed += differing<W>(c, b, size, kTileBytes, scratch->masks);
+    changed += differing<W>(c, b, size, scratch->masks);
     std::memcpy(b, c, size_t{size} * W);
   }
   return changed;
 }
 
-// Sparse or bitmap. Fills the row's counts, brings base to current. False where the streams are not smaller than the
-// chunk: they are then not complete, but `changed` and the base are.
+// Sparse or bitmap. Tiles before `first` are known to be equal. Fills the row's counts, brings base to current. False
+// where the streams are not smaller than the chunk: they are then not complete, but `changed` and the base are.
 template <int W>
-inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch,
-                             const PositionStreams& out, Row* row) {
+inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words, uint64_t first,
+                             Scratch* scratch, const PositionStreams& out, Row* row) {
   const uint64_t tiles = tiles_of(words, W);
   const uint64_t fixed_bytes = kTileEntryBytes * tiles + (method == kBitmap ? (words + 7) / 8 : 0);
   uint64_t changed = 0, gap_bytes = 0, wide_count = 0;
-  bool fits = true, quiet = true;
+  bool fits = true, quiet = false;
   for (uint64_t tile = 0; tile < tiles; ++tile) {
     const uint8_t* c = current + tile * kTileBytes;
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
     // Where the tile before was equal this one likely is, and to know that is cheaper than to know which words differ.
-    quiet = quiet && equal_bytes(c, b, size * W);
-    const uint32_t count = quiet ? 0 : differing<W>(c, b, size, kTileBytes, scratch->masks);
+    quiet = tile < first || (quiet && equal_bytes(c, b, size * W));
+    const uint32_t count = quiet ? 0 : compact<W, true>(c, b, size, scratch);
     if (count == 0) {
       quiet = true;
       write_entry(out.tiles, tile, 0, 0, 0);
       if (method == kBitmap) std::memset(bits, 0, bytes_of_bits);
       continue;
     }
-    set_bits(scratch->masks, (size + 63) / 64, scratch->positions);
-    differences<W, true>(c, b, size, scratch->positions, count, scratch->every_z, scratch->z);
     uint32_t gaps = 0;
     if (method == kBitmap)
       std::memcpy(bits, scratch->masks, bytes_of_bits);

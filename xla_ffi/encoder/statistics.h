@@ -19,8 +19,8 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint32_t kBlockBytes = 2048;  // of current, added up at once
-constexpr uint32_t kAheadBytes = 4096;  // how far on memory is asked for
+constexpr uint32_t kBlockBytes = 2048;         // of current, added up at once
+constexpr uint32_t kMeasureAheadBytes = 4096;  // how far on memory is asked for
 constexpr uint32_t kVectorLanes = kVectorBytes / sizeof(double);
 constexpr uint32_t kVectors = 4;  // of each sum at a time
 constexpr uint32_t kPassLanes = kVectors * kVectorLanes;
@@ -104,8 +104,8 @@ inline void add_groups(const uint8_t* current, const uint8_t* base, uint32_t gro
       const uint8_t* b = base + (group * kLanes + first) * W;
       if (first == 0) {
         for (uint32_t line = 0; line < kLanes * W; line += 64) {
-          __builtin_prefetch(c + kAheadBytes + line, 0, 3);
-          __builtin_prefetch(b + kAheadBytes + line, 0, 3);
+          __builtin_prefetch(c + kMeasureAheadBytes + line, 0, 3);
+          __builtin_prefetch(b + kMeasureAheadBytes + line, 0, 3);
         }
       }
       if constexpr (W == 8) {

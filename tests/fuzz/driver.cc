@@ -1,0 +1,99 @@
+// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of coverage, so it takes
+// more inputs to find the same; every input follows from the seed and its number and can be run again alone.
+
+#include <chrono>
+#include <csignal>
+#include <fstream>
+#include <random>
+
+#include "target.h"
+
+namespace {
+
+uint64_t g_seed = 1, g_number = 0;
+
+void tell_input(int) {
+  std::fprintf(stderr, "broken by input %llu: run again with --seed %llu --only %llu\n",
+               static_cast<unsigned long long>(g_number), static_cast<unsigned long long>(g_seed),
+               static_cast<unsigned long long>(g_number));
+  std::_Exit(1);
+}
+
+void mutate(Input* input, std::mt19937_64* random) {
+  const auto below = [&](uint64_t bound) { return (*random)() % bound; };
+  if (input->empty()) input->push_back(0);
+  // The beginning says how the rest is read, and a change there is a change of everything.
+  const bool early = below(3) == 0;
+  const size_t at = below(early ? std::min<size_t>(input->size(), 200) : input->size());
+  const auto here = input->begin() + static_cast<int64_t>(at);
+  static constexpr uint8_t kTelling[] = {0, 1, 2, 127, 128, 253, 254, 255};
+  switch (below(8)) {
+    case 0:
+      *here = static_cast<uint8_t>(*here ^ (1u << below(8)));
+      break;
+    case 1:
+      *here = kTelling[below(8)];
+      break;
+    case 2:
+      *here = static_cast<uint8_t>(*here + below(5) - 2);
+      break;
+    case 3:
+      input->insert(here, static_cast<uint8_t>((*random)()));
+      break;
+    case 4:
+      input->erase(here, here + static_cast<int64_t>(1 + below(std::min<size_t>(input->size() - at, 8))));
+      break;
+    case 5: {  // a part over another
+      const size_t from = below(input->size()),
+                   length = 1 + below(std::min<size_t>(input->size() - std::max(from, at), 64));
+      std::memmove(input->data() + at, input->data() + from, length);
+      break;
+    }
+    case 6:
+      std::swap(*here, (*input)[below(input->size())]);
+      break;
+    default:
+      if (below(20) == 0) input->resize(at);
+      break;
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  uint64_t runs = ~uint64_t{0}, only = ~uint64_t{0};
+  double seconds = 1e9;
+  std::string folder;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = arguments[i], value = arguments[i + 1];
+    if (name == "--runs") runs = std::stoull(value);
+    if (name == "--seconds") seconds = std::stod(value);
+    if (name == "--seed") g_seed = std::stoull(value);
+    if (name == "--only") only = std::stoull(value);
+    if (name == "--write-seeds") folder = value;
+  }
+  const std::vector<Input> first = seeds();
+  if (!folder.empty()) {
+    for (size_t i = 0; i < first.size(); ++i)
+      std::ofstream(folder + "/" + std::to_string(i), std::ios::binary)
+          .write(reinterpret_cast<const char*>(first[i].data()), static_cast<std::streamsize>(first[i].size()));
+    return 0;
+  }
+  std::signal(SIGABRT, tell_input);
+  const auto began = std::chrono::steady_clock::now();
+  uint64_t done = 0;
+  for (g_number = only == ~uint64_t{0} ? 0 : only; done < runs; ++g_number, ++done) {
+    if (g_number % 64 == 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > seconds)
+      break;
+    std::mt19937_64 random(g_seed * 1000003 + g_number);
+    Input input = first[g_number % first.size()];
+    if (g_number >= first.size())
+      for (uint64_t times = 1 + random() % 6; times > 0; --times) mutate(&input, &random);
+    std::unique_ptr<uint8_t[]> exact(new uint8_t[input.size()]);
+    std::memcpy(exact.get(), input.data(), input.size());
+    LLVMFuzzerTestOneInput(exact.get(), input.size());
+    if (only != ~uint64_t{0}) break;
+  }
+  std::printf("%llu inputs\n", static_cast<unsigned long long>(done));
+  return 0;
+}

@@ -1,0 +1,99 @@
+#include "blocks.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+
+namespace deltacheck {
+namespace {
+
+constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
+
+// Stands in front of every block. Its size brings the bytes of large blocks, which begin 16 bytes after a page, to a
+// line of the cache.
+struct alignas(16) Header {
+  size_t room;
+  uint8_t unused[48 - sizeof(size_t)];
+};
+static_assert(sizeof(Header) == 48);
+
+Header* header_of(uint8_t* data) { return reinterpret_cast<Header*>(data) - 1; }
+uint8_t* data_of(Header* header) { return reinterpret_cast<uint8_t*>(header + 1); }
+
+struct Kept {
+  std::mutex mutex;            // only ever tried: after a fork it may be held for ever
+  std::deque<Header*> blocks;  // oldest first
+  size_t bytes = 0;
+};
+
+// Never destroyed: blocks are given back until the process ends.
+Kept& kept() {
+  static Kept* const all = new Kept;
+  return *all;
+}
+
+// A kept block with room for `size`, not for much more; or null.
+Header* take(size_t size) {
+  std::unique_lock lock(kept().mutex, std::try_to_lock);
+  if (!lock.owns_lock()) return nullptr;
+  auto& blocks = kept().blocks;
+  const auto fits = std::find_if(blocks.rbegin(), blocks.rend(), [&](const Header* block) {
+    return block->room >= size && block->room - size <= size / 8;
+  });
+  if (fits == blocks.rend()) return nullptr;
+  Header* const found = *fits;
+  blocks.erase(std::next(fits).base());
+  kept().bytes -= found->room;
+  return found;
+}
+
+// Keeps a block and lets older ones go for it. False where it must be freed.
+bool keep(Header* block) {
+  if (block->room < kLeastKept || block->room > kKeptBytes) return false;
+  std::deque<Header*> old;
+  {
+    std::unique_lock lock(kept().mutex, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    auto& blocks = kept().blocks;
+    for (; kept().bytes + block->room > kKeptBytes; blocks.pop_front()) {
+      kept().bytes -= blocks.front()->room;
+      old.push_back(blocks.front());
+    }
+    blocks.push_back(block);
+    kept().bytes += block->room;
+  }
+  for (Header* each : old) std::free(each);
+  return true;
+}
+
+}  // namespace
+
+void Free::operator()(uint8_t* memory) const {
+  if (!keep(header_of(memory))) std::free(header_of(memory));
+}
+
+Bytes allocate(size_t size) {
+  Header* block = size < kLeastKept ? nullptr : take(size);
+  if (block == nullptr) {
+    block = static_cast<Header*>(std::malloc(sizeof(Header) + size));
+    if (block == nullptr) throw std::bad_alloc();
+    block->room = size;
+  }
+  return {std::unique_ptr<uint8_t, Free>(data_of(block)), size};
+}
+
+void shrink(Bytes* block) {
+  if (block->data == nullptr) return;
+  Header* const before = header_of(block->data.get());
+  if (before->room - block->size <= before->room / 8) return;
+  if (void* smaller = std::realloc(before, sizeof(Header) + block->size)) {
+    (void)block->data.release();
+    Header* const after = static_cast<Header*>(smaller);
+    after->room = block->size;
+    block->data.reset(data_of(after));
+  }
+}
+
+}  // namespace deltacheck

@@ -1,0 +1,32 @@
+// Memory for streams. Blocks that were given back are kept for a while: the system hands out new memory page by page
+// and clears it, which takes about as long as filling it.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace deltacheck {
+
+struct Free {
+  void operator()(uint8_t* memory) const;
+};
+
+// A block; may hold less than it has room for.
+struct Bytes {
+  std::unique_ptr<uint8_t, Free> data;
+  size_t size = 0;
+};
+
+// Throws std::bad_alloc. What it holds is not defined.
+Bytes allocate(size_t size);
+
+// Gives back the room after `size`, if that is much. The bytes stay where they are or move as one.
+void shrink(Bytes* block);
+
+// Most bytes that this process keeps in blocks that nobody uses. Larger: more calls find warm memory; it is taken from
+// everything else.
+constexpr size_t kKeptBytes = size_t{64} << 20;
+
+}  // namespace deltacheck
