@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,22 @@ def test_restores_are_told_for_each_depth(results: dict[str, dict[str, Any]]) ->
     assert all(
         row["restore"] > 0 and row["of torch.load"] == pytest.approx(row["restore"] / row["torch.load"]) for row in found
     )
+
+
+def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
+    pytest.importorskip("deltacheck._native")
+    encode = importlib.import_module("benchmarks.encode")
+    with encode.threads_restored():
+        for density, method in ((0.0, "unchanged"), (0.001, "sparse"), (1.0, "diff")):
+            current, base = encode.state("float32", density, 2 << 20)
+            assert (current != base).mean() == pytest.approx(density, abs=0.01)
+            told, *shares, faults, decode, stored, rate = encode.measured(current, base, 2, 1)
+            assert told == method
+            assert all(share > 0 for share in (*shares, decode, rate))
+            assert faults >= 0
+            assert (stored == 0) == (density == 0)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(AssertionError, match="not equal"):
+            encode.plain_read(current, base, 1, pool)
 
 
 def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> None:

@@ -159,10 +159,13 @@ std::vector<Input> seeds() {
   const auto next = [&] { return (random = random * 6364136223846793005u + 1442695040888963407u) >> 33; };
   for (int word_bytes : {1, 2, 4, 8}) {
     for (uint32_t method = kSparse; method < kMethods; ++method) {
-      for (uint32_t one_in : {300u, 20u, 2u}) {
+      // Long chunks, and short ones, in which every byte of an input matters.
+      for (uint32_t one_in : {300u, 20u, 3u, 2u}) {
         Case made;
         made.word_bytes = word_bytes;
-        for (uint64_t words : {0, 1, 77, 16384 / word_bytes + 5}) made.bounds.push_back(made.bounds.back() + words);
+        const uint64_t most = one_in == 3 ? 13 : 16384 / static_cast<uint64_t>(word_bytes) + 5;
+        for (uint64_t words : {uint64_t{0}, uint64_t{1}, uint64_t{77}, most})
+          made.bounds.push_back(made.bounds.back() + (one_in == 3 ? words % 20 : words));
         std::vector<uint8_t> before(made.run().bytes());
         fill(before.data(), before.size());
         for (uint32_t chunk = 0; chunk < made.run().chunks; ++chunk) {
