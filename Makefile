@@ -21,7 +21,7 @@ PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi -type f 2>/dev/null)
-CXX_SOURCES = $(shell find xla_ffi -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CXX_SOURCES = $(shell find xla_ffi tests/emulator -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv build install demo test lint format bench clean
 

@@ -345,7 +345,6 @@ template <int W>
 __device__ inline bool planes_cost_less(const Chunk& chunk, uint64_t sample_words, uint64_t bound,
                                         ChooseShared<W>& shared) {
   constexpr uint32_t kFirstLook = 1024;
-  __syncthreads();
   for (int k = 0; k < W; ++k) shared.planes[k][threadIdx.x] = 0;
   __syncthreads();
   uint64_t seen = 0, next_look = kFirstLook;
