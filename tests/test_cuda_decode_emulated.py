@@ -31,6 +31,7 @@ FLAGS = [
 # Not for the host's encoder, which is only compared with: it would take most of the time.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 pytestmark = [
+    pytest.mark.timeout(400),  # most of it is compiling
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler"),
     pytest.mark.skipif(not (REPOSITORY / "xla_ffi").exists(), reason="needs the sources"),
 ]

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "elements.h"
@@ -88,11 +89,12 @@ template <Elements kElements, bool kChanged>
 inline void add_groups(const uint8_t* current, const uint8_t* base, uint32_t groups, Lanes* lanes) {
   constexpr int W = Element<kElements>::kWordBytes;
   using Vector = std::conditional_t<W == 8, Doubles, Floats>;
-  typedef std::conditional_t<W == 8, uint64_t, uint32_t> Words __attribute__((vector_size(kVectorBytes)));
-  const Words magnitude = Words{} + (static_cast<std::conditional_t<W == 8, uint64_t, uint32_t>>(-1) >> 1);
-  Vector most{};
+  using Integer = std::conditional_t<W == 8, int64_t, int32_t>;
+  typedef Integer Integers __attribute__((vector_size(kVectorBytes)));
+  const Integers magnitude = Integers{} + std::numeric_limits<Integer>::max();
+  Integers most{};  // bits of magnitudes, which have the order of their values
   const auto see = [&](Vector d) {
-    const Vector size = reinterpret_cast<Vector>(reinterpret_cast<Words>(d) & magnitude);
+    const Integers size = reinterpret_cast<Integers>(d) & magnitude;
     most = size > most ? size : most;
   };
   for (uint32_t first = 0; first < kLanes; first += kPassLanes) {
@@ -135,8 +137,9 @@ inline void add_groups(const uint8_t* current, const uint8_t* base, uint32_t gro
     std::memcpy(lanes->squared_difference + first, differences, sizeof differences);
     std::memcpy(lanes->squared_base + first, bases, sizeof bases);
   }
-  for (uint32_t i = 0; i < kVectorBytes / sizeof most[0]; ++i) {
-    lanes->largest_difference = std::max<double>(lanes->largest_difference, most[i]);
+  const Vector largest = reinterpret_cast<Vector>(most);
+  for (uint32_t i = 0; i < kVectorBytes / sizeof largest[0]; ++i) {
+    lanes->largest_difference = std::max<double>(lanes->largest_difference, largest[i]);
   }
 }
 
