@@ -41,7 +41,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// --- the host's side of the CUDA runtime ---------------------------------------------------------------------------
+// --- the host's side of the CUDA runtime ----------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
@@ -88,7 +88,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 
-// --- built-in types and variables ----------------------------------------------------------------------------------
+// --- built-in types and variables -----------------------------------------------------------------------------------
 
 struct Dimension {
   uint32_t x;
@@ -104,7 +104,7 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-// --- the machine ---------------------------------------------------------------------------------------------------
+// --- the machine ----------------------------------------------------------------------------------------------------
 
 namespace emulator {
 
@@ -540,7 +540,7 @@ inline uint32_t lane() { return threadIdx.x % kWarp; }
 
 }  // namespace emulator
 
-// --- built-in functions of kernels ---------------------------------------------------------------------------------
+// --- built-in functions of kernels ----------------------------------------------------------------------------------
 
 #define DELTACHECK_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 

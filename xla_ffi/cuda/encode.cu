@@ -71,7 +71,7 @@ union ForAnyWord {
   __device__ operator Of<8>&() { return eight; }
 };
 
-// --- one tile: which words have changed ------------------------------------------------------------------------------
+// --- one tile: which words have changed -----------------------------------------------------------------------------
 
 // A thread compares kUnits units of a tile. Neighbours compare neighbouring units: unit `thread`, then
 // `kBlockThreads + thread`, and so on.
@@ -177,7 +177,7 @@ __device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
   }
 }
 
-// --- scans over all chunks, by one block -----------------------------------------------------------------------------
+// --- scans over all chunks, by one block ----------------------------------------------------------------------------
 
 // Calls use(chunk, the sum of size(chunk) of the chunks before it) for each chunk; returns the sum of all.
 template <typename Size, typename Use>
@@ -231,8 +231,7 @@ __global__ void __launch_bounds__(kBlockThreads) place(Job job) {
   }
 }
 
-// --- 4.4: how the method is chosen
-// -------------------------------------------------------------------------------------
+// --- 4.4: how the method is chosen ----------------------------------------------------------------------------------
 
 // Most bytes of most histograms are 0, and additions to one counter wait for each other: entry 0 is left out, it
 // follows from the others.
@@ -400,8 +399,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
   if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
 }
 
-// --- sparse and bitmap
-// -------------------------------------------------------------------------------------------------
+// --- sparse and bitmap ----------------------------------------------------------------------------------------------
 
 // A slot holds, from its start, the tiles' entries, the bitmap if there is one, and then for each tile its values and
 // its gaps; and from its end down, for each tile its wide differences, so that they are aligned.
@@ -543,8 +541,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   if (threadIdx.x == 0) entry.row = row;
 }
 
-// --- the payload
-// -------------------------------------------------------------------------------------------------------
+// --- the payload ----------------------------------------------------------------------------------------------------
 
 __device__ inline uint64_t payload_needed(const EncodeArguments& arguments, int streams = kStreams) {
   uint64_t bytes = 0;
