@@ -27,7 +27,9 @@ QUIET = ("-Wno-maybe-uninitialized", "-Wno-pass-failed")
 
 def encoder(folder: Path, compiler: str, flags: Sequence[str], every_level: bool = True) -> list[Path]:
     """The objects of the encoder, with the kernels of every level, or with the plain ones, which take a quarter of the time to build."""
-    x86 = every_level and os.uname().machine == "x86_64"
+    probe = 'int main() { return __builtin_cpu_supports("x86-64-v4"); }'  # as in CMakeLists.txt: older compilers lack it
+    command = [compiler, "-xc++", "-fsyntax-only", "-"]
+    x86 = every_level and subprocess.run(command, input=probe.encode(), capture_output=True, check=False).returncode == 0
     levels = {"kKernelsPlain": "plain"} | (LEVELS if x86 else {})
     jobs: list[tuple[str, str, list[str]]] = [
         (name, "kernels", ["-fopenmp-simd", f"-DDELTACHECK_KERNELS={name}", f'-DDELTACHECK_INSTRUCTION_SET="{text}"'])

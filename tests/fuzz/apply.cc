@@ -131,6 +131,8 @@ void check_accepted(const Case& made, const uint8_t* before, const uint8_t* afte
     for (int stream = 0; stream < kStreams; ++stream)
       taken[stream] += stream_bytes(row, stream, words, made.word_bytes);
   }
+  for (int stream = 0; stream < kStreams; ++stream)
+    promise(taken[stream] == made.streams[stream].size(), "every byte of what is accepted belongs to a chunk");
 }
 
 }  // namespace
