@@ -39,7 +39,7 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 	$(BIN)/python -m deltacheck.demo $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 # Seconds for each target, or a number of inputs for each.
 FUZZ_SECONDS ?= 60

@@ -39,9 +39,9 @@ def run(settings: Settings) -> Result:
     rows, figures = _encoding(device, size)
     blocking_rows, blocking = _blocking(settings, 16 << 20 if settings.quick else 4 << 30)
     about = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {REPETITIONS}, "
-        "by CUDA events. Bytes moved: both arrays once, the streams once, under diff and planes the base once more; a copy moves two for each of its bytes. With the choice of "
-        "methods and the placing of streams, without digests"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {REPETITIONS}, by CUDA events. "
+        "Bytes moved: both arrays once, the streams once, under diff and planes the base once more; a copy moves two for each of its "
+        "bytes. With the choice of methods and the placing of streams, without digests"
     )
     columns = {"dtype": "text", "changed": "ratio", "method": "text", "time per GB": "seconds", "of copy bandwidth": "ratio"}
     more = {"with digests": "seconds", "to the host, of raw": "ratio"}

@@ -8,55 +8,79 @@ import subprocess
 from pathlib import Path
 
 import cuda_budget
+import numpy as np
 import pytest
+import sanitized
+import xxhash
 
-TESTS = Path(__file__).parent
-SOURCES = TESTS.parent / "xla_ffi"
+KERNELS = sanitized.SOURCES / "cuda"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-
-HOST_ENCODER = ("encoder/delta.cc", "encoder/thread_pool.cc", "encoder/kernels.cc")
-PROGRAMS = {
-    "emulator_test": (),
-    "encode_test": ("cuda/encode.cu", *HOST_ENCODER),
-}
-
-FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DDELTACHECK_EMULATOR"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-PLAIN_KERNELS = ["-DDELTACHECK_KERNELS=kKernelsPlain", '-DDELTACHECK_INSTRUCTION_SET="plain"']
+FLAGS = ("-Wno-unknown-pragmas", "-fopenmp-simd", "-ffp-contract=off", "-DDELTACHECK_EMULATOR")
 
 
-def compiled(source: Path, folder: Path) -> Path:
-    """The object file of one source; the host's encoder, which is tested elsewhere, without sanitizers."""
-    to = folder / f"{source.stem}.o"
-    if not to.exists():
-        ours = PLAIN_KERNELS if source.parent.name == "encoder" else SANITIZE
-        include = [f"-I{SOURCES}", f"-I{TESTS / 'emulator'}"]
-        language = ["-x", "c++"] if source.suffix == ".cu" else []
-        subprocess.run([str(COMPILER), *FLAGS, *ours, *include, *language, "-c", str(source), "-o", str(to)], check=True)
-    return to
+class Programs:
+    """Builds the tests in tests/emulator with the kernels that they are of, under the address and undefined-behaviour sanitizers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Not sanitized: it is only compared with, and would take most of the time.
+        self._host = sanitized.encoder(folder, str(COMPILER), ("-fopenmp-simd", "-ffp-contract=off"), every_level=False)
+
+    def built(self, name: str, kernel: str | None) -> Path:
+        sources: list[str | Path] = [sanitized.TESTS / "emulator" / f"{name}.cc"]
+        if kernel is not None:
+            sources += ["-x", "c++", KERNELS / f"{kernel}.cu", "-x", "none"]
+        flags = (*sanitized.MEMORY, *FLAGS, f"-I{sanitized.TESTS / 'emulator'}")
+        return sanitized.program(self._folder / name, sources, self._host, str(COMPILER), flags)
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("objects")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("emulated"))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("emulated")  # what they are built of is built once
+@pytest.mark.timeout(600)  # most of it is compiling
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, and none of c++, g++ and clang++ is on PATH")
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_emulated_program_finds_nothing_wrong(program: str, objects: Path) -> None:
-    sources = [TESTS / "emulator" / f"{program}.cc", *(SOURCES / source for source in PROGRAMS[program])]
-    parts = [str(compiled(source, objects)) for source in sources]
-    subprocess.run([str(COMPILER), *SANITIZE, *parts, "-pthread", "-o", str(objects / program)], check=True)
-    done = subprocess.run([str(objects / program)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+class TestEmulated:
+    @pytest.mark.parametrize(
+        ("name", "kernel"),
+        [
+            ("emulator_test", None),
+            ("encode_test", "encode"),
+            ("decode_apply", "apply"),
+            ("decode_statistics", "statistics"),
+            ("decode_lattice", "lattice"),
+        ],
+    )
+    def test_the_device_gives_the_bits_of_the_host(self, name: str, kernel: str | None, programs: Programs) -> None:
+        done = subprocess.run([programs.built(name, kernel)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def test_digests_are_those_of_xxhash_for_every_length_and_address(self, programs: Programs, tmp_path: Path) -> None:
+        content = np.random.default_rng(0).bytes(100_000)
+        (tmp_path / "content").write_bytes(content)
+        lengths = [*range(260), 511, 512, 513]
+        lengths += [1024 * k + d for k in (1, 2, 3, 4, 5, 8) for d in (-1, 0, 1, 7, 8, 9, 63, 64, 65)]
+        lengths += [65536, 70_001]
+        parts = [(length % 17, length, address) for length in lengths for address in {0, length % 8, (length * 5 + 3) % 16}]
+        # Each length class of a block at every address.
+        parts += [(1, length, address) for length in (240, 241, 1025, 1031, 1032, 1033, 3000) for address in range(16)]
+        told = subprocess.run(
+            [programs.built("decode_digest", "digest"), tmp_path / "content"],
+            input="".join(f"{start} {length} {address}\n" for start, length, address in parts),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        expected = [xxhash.xxh3_128_hexdigest(content[start : start + length]) for start, length, _ in parts]
+        assert told.stdout.split() == expected
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, and none is on PATH")
 def test_kernels_compile_for_every_architecture_within_their_budget() -> None:
-    sources = sorted((SOURCES / "cuda").glob("*.cu"))
-    uses = cuda_budget.measured(sources)
+    uses = cuda_budget.measured(sorted(KERNELS.glob("*.cu")))
     assert {use.architecture for use in uses} == {f"sm_{number}" for number in cuda_budget.ARCHITECTURES}
     assert [use.excess() for use in uses if use.excess()] == []
 

@@ -127,17 +127,17 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
   const uint32_t chunks = static_cast<uint32_t>(group.size());
   const Memory scratch(device::scratch_bytes(chunks, bytes)), payload(expected.payload.size() - missing, 3);
   std::vector<Row> rows(chunks);
-  std::vector<uint64_t> head(device::kHeadEntries, ~uint64_t{0}), digest_memory(2 * chunks);
+  std::vector<uint64_t> head(kHeadEntries, ~uint64_t{0}), digest_memory(2 * chunks);
   digested.chunks.clear();
   const cudaError_t error = device::encode({table.data(), chunks, scratch.data(), rows.data(), head.data(),
                                             payload.data(), payload.size(), digests ? digest_memory.data() : nullptr},
                                            nullptr);
   expect(error == cudaSuccess, "failed");
   expect(payload.untouched_before(), "wrote outside its memory");
-  expect(head[device::kHeadRows] == expected.rows.size(), "has another number of rows");
-  expect(head[device::kHeadOverflow] == (missing != 0), "has another overflow");
+  expect(head[kHeadRows] == expected.rows.size(), "has another number of rows");
+  expect(head[kHeadOverflow] == (missing != 0), "has another overflow");
   for (int stream = 0; stream < kStreams; ++stream) {
-    expect(head[device::kHeadStreams + stream] == expected.sizes[stream],
+    expect(head[kHeadStreams + stream] == expected.sizes[stream],
            std::string("has another size of ") + kStreamNames[stream]);
   }
   for (size_t i = 0; i < expected.rows.size(); ++i) {
@@ -152,7 +152,7 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
     if (digests)
       expect(i < digested.chunks.size() && digested.chunks[i] == right.chunk, "has another list for digests");
   }
-  if (missing == 0 && head[device::kHeadRows] == expected.rows.size()) {
+  if (missing == 0 && head[kHeadRows] == expected.rows.size()) {
     const auto at = std::mismatch(expected.payload.begin(), expected.payload.end(), payload.data()).first;
     expect(at == expected.payload.end(), "differs at byte " + std::to_string(at - expected.payload.begin()));
   }
