@@ -12,8 +12,10 @@
 #include "check.h"
 #include "cuda/device.h"
 #include "encoder/delta.h"
+#include "memory.h"
 
 using namespace deltacheck;
+using check::Memory;
 
 namespace {
 
@@ -21,28 +23,6 @@ std::mt19937_64 random_bits(20240607);
 
 uint64_t below(uint64_t end) { return random_bits() % end; }
 bool chance(double probability) { return static_cast<double>(random_bits() >> 11) * 0x1p-53 < probability; }
-
-// Bytes `offset` bytes from a boundary of 256. What lies behind them is watched by the address sanitizer.
-class Memory {
- public:
-  explicit Memory(size_t size, size_t offset = 0) : offset_(offset), size_(size) {
-    void* memory;
-    if (posix_memalign(&memory, 256, offset + size) != 0) throw std::bad_alloc();
-    start_.reset(static_cast<uint8_t*>(memory));
-    std::memset(memory, kUntouched, offset + size);
-  }
-
-  uint8_t* data() const { return start_.get() + offset_; }
-  size_t size() const { return size_; }
-  bool untouched_before() const {
-    return std::all_of(start_.get(), data(), [](uint8_t byte) { return byte == kUntouched; });
-  }
-
- private:
-  static constexpr uint8_t kUntouched = 0xa5;
-  std::unique_ptr<uint8_t, Free> start_;
-  size_t offset_, size_;
-};
 
 struct Piece {
   int word_bytes;

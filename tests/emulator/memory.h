@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +18,7 @@ class Memory {
     void* memory;
     if (posix_memalign(&memory, 256, offset + size) != 0) throw std::bad_alloc();
     start_.reset(static_cast<uint8_t*>(memory));
-    std::memset(memory, 0xa5, offset + size);
+    std::memset(memory, kUntouched, offset + size);
   }
   Memory(const void* content, size_t size, size_t offset) : Memory(size, offset) {
     if (size > 0) std::memcpy(data(), content, size);
@@ -25,8 +26,12 @@ class Memory {
 
   uint8_t* data() const { return start_.get() + offset_; }
   size_t size() const { return size_; }
+  bool untouched_before() const {
+    return std::all_of(start_.get(), data(), [](uint8_t byte) { return byte == kUntouched; });
+  }
 
  private:
+  static constexpr uint8_t kUntouched = 0xa5;
   struct Free {
     void operator()(uint8_t* memory) const { std::free(memory); }
   };
