@@ -2,20 +2,25 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
+#include <utility>
 
 namespace deltacheck {
 namespace {
 
 constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
+constexpr size_t kMostBlocks = 64;                // kept at a time: they take address space, too
 
 // Stands in front of every block. Its size brings the bytes of large blocks, which begin 16 bytes after a page, to a
 // line of the cache.
 struct alignas(16) Header {
   size_t room;
-  uint8_t unused[48 - sizeof(size_t)];
+  size_t filled;         // most that it can have held: the system has made no memory behind it
+  size_t filled_before;  // the same without its present use
+  uint8_t unused[48 - 3 * sizeof(size_t)];
 };
 static_assert(sizeof(Header) == 48);
 
@@ -45,24 +50,24 @@ Header* take(size_t size) {
   if (fits == blocks.rend()) return nullptr;
   Header* const found = *fits;
   blocks.erase(std::next(fits).base());
-  kept().bytes -= found->room;
+  kept().bytes -= found->filled;
   return found;
 }
 
 // Keeps a block and lets older ones go for it. False where it must be freed.
 bool keep(Header* block) {
-  if (block->room < kLeastKept || block->room > kKeptBytes) return false;
+  if (block->room < kLeastKept || block->filled > kKeptBytes) return false;
   std::deque<Header*> old;
   {
     std::unique_lock lock(kept().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     auto& blocks = kept().blocks;
-    for (; kept().bytes + block->room > kKeptBytes; blocks.pop_front()) {
-      kept().bytes -= blocks.front()->room;
+    for (; kept().bytes + block->filled > kKeptBytes || blocks.size() == kMostBlocks; blocks.pop_front()) {
+      kept().bytes -= blocks.front()->filled;
       old.push_back(blocks.front());
     }
     blocks.push_back(block);
-    kept().bytes += block->room;
+    kept().bytes += block->filled;
   }
   for (Header* each : old) std::free(each);
   return true;
@@ -80,19 +85,28 @@ Bytes allocate(size_t size) {
     block = static_cast<Header*>(std::malloc(sizeof(Header) + size));
     if (block == nullptr) throw std::bad_alloc();
     block->room = size;
+    block->filled = 0;
   }
+  block->filled_before = block->filled;
+  block->filled = block->room;
   return {std::unique_ptr<uint8_t, Free>(data_of(block)), size};
 }
 
-void shrink(Bytes* block) {
+void settle(Bytes* block) {
   if (block->data == nullptr) return;
   Header* const before = header_of(block->data.get());
-  if (before->room - block->size <= before->room / 8) return;
-  if (void* smaller = std::realloc(before, sizeof(Header) + block->size)) {
-    (void)block->data.release();
-    Header* const after = static_cast<Header*>(smaller);
-    after->room = block->size;
-    block->data.reset(data_of(after));
+  before->filled = std::max(before->filled_before, block->size);
+  if (before->room >= kLeastKept && block->size <= before->room / 4) {
+    Bytes small = allocate(block->size);
+    std::memcpy(small.data.get(), block->data.get(), block->size);
+    *block = std::move(small);
+  } else if (before->room - block->size > before->room / 8) {
+    if (void* smaller = std::realloc(before, sizeof(Header) + block->size)) {
+      (void)block->data.release();
+      Header* const after = static_cast<Header*>(smaller);
+      after->room = after->filled = block->size;
+      block->data.reset(data_of(after));
+    }
   }
 }
 

@@ -112,7 +112,7 @@ class Encoder {
     const int useful = static_cast<int>(std::min<uint64_t>(run_.chunks, static_cast<uint64_t>(threads())));
     run_on_threads(useful, [this] { work(); });
     if (failed_) throw std::bad_alloc();
-    for (Bytes& stream : result_.streams) shrink(&stream);
+    for (Bytes& stream : result_.streams) settle(&stream);
     return std::move(result_);
   }
 

@@ -243,6 +243,20 @@ DELTACHECK_HD uint64_t cost_of(uint64_t entropy, uint64_t most, uint64_t n, bool
   return sum < kByteCost * n ? sum : kByteCost * n;
 }
 
+// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
+template <typename Counter>
+static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
+  if (n == 0) return 0;
+  const uint32_t whole = log2_256(n);
+  uint64_t entropy = 0, most = 0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const uint64_t entry = histogram[byte];
+    entropy += entropy_term(entry, whole);
+    most = entry > most ? entry : most;
+  }
+  return cost_of(entropy, most, n, skew);
+}
+
 // Entropy is concave, so what a part of the bytes costs is a bound from below for what all of them cost, up to the
 // rounding of L: L(x) and 256 log2 x differ by less than 2, on both sides of a comparison. Most a byte:
 constexpr uint64_t kRoundingCost = 4;

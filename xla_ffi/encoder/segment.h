@@ -208,20 +208,6 @@ inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t (*counts)
   for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[0][bytes[i]];
 }
 
-// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
-template <typename Counter>
-inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
-  if (n == 0) return 0;
-  const uint32_t whole = log2_256(n);
-  uint64_t entropy = 0, most = 0;
-  for (int byte = 0; byte < 256; ++byte) {
-    const uint64_t entry = histogram[byte];
-    entropy += entropy_term(entry, whole);
-    most = entry > most ? entry : most;
-  }
-  return cost_of(entropy, most, n, skew);
-}
-
 // Whether value planes cost less than `bound` on the sample. Most chunks can be told from a small part of it, which is
 // looked at each time that it has doubled.
 template <int W>
