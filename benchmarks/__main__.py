@@ -26,6 +26,7 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "detection": "benchmarks.detection",
     "device": "benchmarks.device",
 }
 

@@ -133,6 +133,21 @@ def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() 
             encode.plain_read(current, base, 1, pool)
 
 
+def test_detection_is_told_beside_a_read_and_beside_torch(results: dict[str, dict[str, Any]]) -> None:
+    found = rows(results["detection"])
+    assert [(row["dtype"], row["changed"]) for row in found] == [
+        (d, c) for d in ("float32", "bfloat16") for c in (0.0, 0.01, 1.0)
+    ]
+    assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in found)
+    assert len(results["detection"]["figures"]) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[str, Any]]) -> None:
+    assert results["device"]["about"] == "not measured: there is no CUDA device"
+    assert results["device"]["figures"] == results["device"]["tables"] == []
+
+
 def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> None:
     found = {row["import of"]: row for row in rows(results["importing"])}
     assert found["deltacheck"]["brings in"] == ""
