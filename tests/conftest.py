@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,3 +66,13 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(work.Work, "capture", capture)
     return go
+
+
+@pytest.fixture
+def encoder_settings_restored() -> Iterator[None]:
+    """The encoder's threads and instruction set are the process's: as they were, once the test has ended."""
+    _native = pytest.importorskip("deltacheck._native")
+    threads, kernels = _native.threads(), _native.instruction_set()
+    yield
+    _native.set_threads(threads)
+    _native.use_instruction_set(kernels)

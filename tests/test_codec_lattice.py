@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 _native = pytest.importorskip("deltacheck._native")
 from deltacheck.codec.lattice import LEAST_STEP, MOST_STEP, quantise  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
+
 MASK = 2**64 - 1
 MOST = float(np.finfo(np.float32).max)
-
-
-@pytest.fixture(autouse=True)
-def settings_restored():
-    threads, kernels = _native.threads(), _native.instruction_set()
-    yield
-    _native.set_threads(threads)
-    _native.use_instruction_set(kernels)
 
 
 # --- the plain telling: one element, Python's own numbers ----------------------------------------------------------------------

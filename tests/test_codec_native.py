@@ -19,13 +19,7 @@ from deltacheck.testing.codec import CASES, DAMAGES, Case, moved, same, words
 
 _native = pytest.importorskip("deltacheck._native")
 
-
-@pytest.fixture(autouse=True)
-def settings_restored():
-    threads, kernels = _native.threads(), _native.instruction_set()
-    yield
-    _native.set_threads(threads)
-    _native.use_instruction_set(kernels)
+pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
 
 def encode(codec, case):

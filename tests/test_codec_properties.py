@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -52,12 +51,7 @@ ODD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def settings_restored() -> Iterator[None]:
-    threads, kernels = _native.threads(), _native.instruction_set()
-    yield
-    _native.set_threads(threads)
-    _native.use_instruction_set(kernels)
+pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
 
 
 def numbers(dtype: np.dtype[Any], count: int, random: np.random.Generator) -> NDArray[Any]:

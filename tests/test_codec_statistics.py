@@ -17,6 +17,8 @@ from deltacheck.testing.codec import moved, words
 _native = pytest.importorskip("deltacheck._native")
 from deltacheck.codec.statistics import NUMBERS, Statistics, statistics  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
+
 DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -28,14 +30,6 @@ DTYPES = {
     "complex64": np.dtype(np.complex64),
 }
 SPAN = 64 * TILE_BYTES
-
-
-@pytest.fixture(autouse=True)
-def settings_restored():
-    threads, kernels = _native.threads(), _native.instruction_set()
-    yield
-    _native.set_threads(threads)
-    _native.use_instruction_set(kernels)
 
 
 # --- the plain telling ---------------------------------------------------------------------------------------------------------
