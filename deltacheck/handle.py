@@ -23,6 +23,7 @@ class SaveHandle:
         self._state = "started"
         self._error: Exception | None = None
         self._seen = False
+        self._reads_enqueued = False  # on a device: what is enqueued there from now on comes after them
         self._report: SaveReport | None = None
         self._blocking_seconds = 0.0
 
@@ -104,11 +105,19 @@ class SaveHandle:
             self._seen = True if error is not None else self._seen
             return error
 
-    def _settle(self, state: str) -> None:
-        """Wait for ``state`` or the end, whatever the end is: the training thread's wait, counted as blocking time."""
+    def _mark_reads_enqueued(self) -> None:
+        with self._changed:
+            self._reads_enqueued = True
+            self._changed.notify_all()
+
+    def _settle(self, state: str, or_enqueued: bool = False) -> None:
+        """Wait for ``state`` or the end, whatever the end is: the training thread's wait, counted as blocking time.
+
+        ``or_enqueued``: it is enough that a device will have read the state before what is held back behind its reads.
+        """
         begin = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._reached(STATES.index(state)))
+            self._changed.wait_for(lambda: self._reached(STATES.index(state)) or (or_enqueued and self._reads_enqueued))
         self._blocking_seconds += time.perf_counter() - begin
 
     def _add_blocking(self, seconds: float) -> None:

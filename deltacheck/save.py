@@ -165,10 +165,12 @@ class Saver:
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
 
-    def settle(self, state: str) -> None:
-        """Let the training thread wait until every save under way has reached ``state``; counts as their blocking time."""
+    def settle_reads(self) -> None:
+        """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
+        caller then holds that device's writes back. Counts as blocking time.
+        """
         for handle in self.pending():
-            handle._settle(state)
+            handle._settle("captured", or_enqueued=True)
 
     def raise_unseen(self) -> None:
         """Raise the oldest failure that nobody has been told of."""

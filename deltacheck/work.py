@@ -208,8 +208,7 @@ class Work:
             for _, source, _ in grouped:
                 if source.recheck is not None:
                     source.recheck()
-            if grouped[0][1].lazy:  # else it is the caller's own thread that runs this
-                self.handle._advance("captured")
+            self.handle._mark_reads_enqueued()
 
         jobs = [GroupJob(current, leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, _, current in grouped]
         for made in codec.encode_group(jobs, self._make_room, all_read):

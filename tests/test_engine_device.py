@@ -294,6 +294,31 @@ def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tm
             assert_same(wanted, engine.restore(step)["model"])
 
 
+def test_training_goes_on_before_what_changed_has_come_to_the_host(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = state(device)
+    second = changed(first)
+    go = threading.Event()
+    fetch = group._fetch
+
+    def slow(*rest: Any) -> Any:
+        assert go.wait(30)
+        return fetch(*rest)
+
+    with Engine(tmp_path) as engine:
+        engine.save(0, first).result(60)
+        monkeypatch.setattr(group, "_fetch", slow)
+        handle = engine.save(1, second)
+        held = device.held
+        engine.before_update()
+        assert device.held == held + 1
+        assert handle.state == "started", "the memory may be written to behind the device's reads, not at once"
+        go.set()
+        handle.result(60)
+        assert_same(host(second), engine.restore(1))
+
+
 def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, slow_encoder: threading.Event) -> None:
     layer = torch.nn.Linear(300, 300)
     layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)

@@ -134,7 +134,7 @@ class Engine:
 
     def before_update(self) -> None:
         """Wait until the saves under way have read the state. Called before every torch optimizer step; call it yourself before any other write."""
-        self._saver.settle("captured")
+        self._saver.settle_reads()
         self._capture.hold()
 
     @contextlib.contextmanager
