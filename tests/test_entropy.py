@@ -6,6 +6,9 @@ import errno
 import gc
 import heapq
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -310,3 +313,14 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
     while any(thread.name == "test-background" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> None:
+    code = """
+        import atexit
+        from deltacheck.store.background import Background
+        background = Background(2, "test-background")
+        atexit.register(lambda: background.start(lambda: print("done")).result(timeout=30))
+    """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert told.stdout == "done\n", told.stderr

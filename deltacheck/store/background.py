@@ -1,36 +1,33 @@
-"""Threads that carry out what they are handed, for one segment."""
+"""Threads that carry out what they are handed."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from threading import Thread
 
 _Task = tuple[Future[None], Callable[[], None]]
 
 
 class Background:
-    """At most ``most`` threads, started as they are needed; they end when this object goes, after what was handed to them.
+    """A number of threads; they end when this object goes, after what was handed to them.
 
-    They are daemons, and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the saves under way.
+    They are daemons, and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the saves under way. All are started
+    at once, since from Python 3.12 on none can be started then.
     """
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most = most
-        self._name = name
-        self._started = 0
+    def __init__(self, threads: int, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        for _ in range(threads):
+            Thread(target=_serve, args=(self._tasks,), name=name, daemon=True).start()
         weakref.finalize(self, _end, self._tasks).atexit = False  # the saves under way may be finished after its time
 
     def start(self, work: Callable[[], None]) -> Future[None]:
         """Call ``work`` on one of the threads; the future tells when it is done, and what it raised."""
         future: Future[None] = Future()
         self._tasks.put((future, work))
-        if self._started < self._most:
-            self._started += 1
-            threading.Thread(target=_serve, args=(self._tasks,), name=self._name, daemon=True).start()
         return future
 
 

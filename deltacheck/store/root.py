@@ -27,6 +27,7 @@ from deltacheck.errors import (
     UnsupportedFormat,
 )
 from deltacheck.store import arrays, layout, schema
+from deltacheck.store.arrays import StreamWriter
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
 
@@ -51,6 +52,10 @@ class Store:
         # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of
         # it since.
         return arrays.context(self.threads, cache_bytes=0)
+
+    @cached_property
+    def _streams(self) -> StreamWriter:
+        return StreamWriter(self._writing)
 
     @classmethod
     def create(cls, path: Path, threads: int | None = None) -> Store:
@@ -88,7 +93,7 @@ class Store:
         return folders
 
     def writer(self, seq: int) -> SegmentWriter:
-        return SegmentWriter(self.path, layout.segment_id(seq), self._writing)
+        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed."""

@@ -89,7 +89,7 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Path, segment_id: str, where: ts.Context) -> None:
+    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter) -> None:
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
         self._where = where
@@ -97,7 +97,7 @@ class SegmentWriter:
         self._packed: dict[str, list[NDArray[Any]]] = {}
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
-        self._streams = StreamWriter(where)
+        self._streams = streams
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
