@@ -203,12 +203,11 @@ class StreamWriter:
         self._where = where
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
-        self._native = native_stream_writer()
 
     @property
     def scratch_bytes(self) -> int:
         """Memory that making files takes, whatever their size."""
-        if self._native is None:
+        if native_stream_writer() is None:
             return 0
         from deltacheck.codec.native import threads
 
@@ -216,19 +215,24 @@ class StreamWriter:
 
     def held_bytes(self, size: int) -> int:
         """Memory that ``size`` bytes of streams take until they are written."""
-        return size if self._native is not None else 2 * size  # with what TensorStore makes of them
+        return size if native_stream_writer() is not None else 2 * size  # with what TensorStore makes of them
 
     def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]]) -> Pending:
         """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
 
         REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
-        if self._native is None:
+        native = native_stream_writer()
+        if native is None:
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
-        kept, native, making = [np.ascontiguousarray(piece) for piece in pieces], self._native, self._making
+        kept, making = [np.ascontiguousarray(piece) for piece in pieces], self._making
         data = self._background.start(lambda: _write_stream(path, spec, kept, native, making))
         return _Writes(described, (data,))
+
+    def close(self) -> None:
+        """End the threads. REQUIRES: no write is under way, and none is started from now on."""
+        self._background.close()
 
 
 def _write_stream(

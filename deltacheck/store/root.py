@@ -92,6 +92,12 @@ class Store:
             folders += self.segment(ref).group_paths()
         return folders
 
+    def close(self) -> None:
+        """End the threads that write. REQUIRES: no save is under way; a later one starts them again."""
+        streams = self.__dict__.pop("_streams", None)
+        if streams is not None:
+            streams.close()
+
     def writer(self, seq: int) -> SegmentWriter:
         return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams)
 

@@ -62,6 +62,7 @@ class Writer:
         with _lock:
             self._users.discard(user)
             if not self._users:
+                self.store.close()
                 self._lease.release()
                 _writers.pop(self.root.path, None)
 

@@ -194,6 +194,7 @@ class Engine:
         atexit.unregister(self._at_exit)
         try:
             self._saver.close(timeout)
+            self._root.store.close()
         finally:
             self._lease.release()
 
