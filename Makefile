@@ -29,7 +29,7 @@ CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.cc' -o -name '*
 .PHONY: help venv build install demo test fuzz tsan lint format bench gpu-check clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z ]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
 
