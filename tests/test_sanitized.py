@@ -42,4 +42,4 @@ def test_threads_that_encode_at_once_do_not_race(tmp_path: Path) -> None:
     flags = (*sanitized.THREADS, *sanitized.QUICK)
     objects = sanitized.encoder(tmp_path, "g++", flags, every_level=False)
     made = sanitized.program(tmp_path / "stress", [Path(__file__).parent / "stress.cc"], objects, "g++", flags)
-    sanitized.stress(made, 1.5, ["plain"])
+    sanitized.stress(made, 1.5, ["plain"], forks_too=False)
