@@ -20,7 +20,7 @@ namespace nb = nanobind;
 namespace deltacheck {
 namespace {
 
-// Raised with INTERFACE in deltacheck/codec/device.py whenever a function here changes.
+// Raised with INTERFACE in deltacheck/backends/torch/group.py whenever a function here changes.
 constexpr int kInterface = 1;
 
 void must_succeed(cudaError_t error) {
