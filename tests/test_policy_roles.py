@@ -77,10 +77,19 @@ def test_a_layer_whose_name_ends_like_another_path_does_not_take_its_moments() -
     assert found["opt_state/0/mu/deep/b"].weight == "params/deep/b"
 
 
-def test_a_layer_called_mu_is_no_moment() -> None:
-    leaves = {f"opt_state__0__{m}__mu__kernel": (2, 2) for m in ("mu", "nu")}
-    (found,) = roles.find(specs(**leaves, params__mu__kernel=(2, 2), **COUNT), {}).parameters
-    assert (found.first, found.weight) == ("opt_state/0/mu/mu/kernel", "params/mu/kernel")
+def test_layers_called_mu_and_nu_are_no_moments() -> None:
+    leaves = {f"opt_state__0__{m}__{layer}__kernel": (2, 2) for m in ("mu", "nu") for layer in ("mu", "nu")}
+    found = roles.find(specs(**leaves, params__mu__kernel=(2, 2), params__nu__kernel=(2, 2), **COUNT), {})
+    assert {p.first: p.weight for p in found.parameters} == {
+        "opt_state/0/mu/mu/kernel": "params/mu/kernel",
+        "opt_state/0/mu/nu/kernel": "params/nu/kernel",
+    }
+
+
+def test_a_leaf_elsewhere_that_is_called_like_a_weight_is_none() -> None:
+    found = roles.find(specs(**OPTAX, **PARAMS, buffers__b=(3,)), {})
+    assert by_first(found)["opt_state/0/mu/b"].weight == "params/b"
+    assert "buffers/b" not in found.of()
 
 
 def test_a_frozen_weight_is_a_weight_without_an_optimizer() -> None:
