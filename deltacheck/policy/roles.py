@@ -236,11 +236,10 @@ def _optax_states(specs: Mapping[str, LeafSpec]) -> list[_State]:
         "/".join(parts[:i])
         for parts in (path.split("/") for path in specs)
         for i, part in enumerate(parts)
-        if part == "mu" and ("/".join([*parts[:i], "count"]) in specs or "/".join([*parts[:i], "nu", *parts[i + 1 :]]) in specs)
+        if part == "mu" and ("/".join([*parts[:i], "count"]) in specs or any("opt" in above for above in parts[:i]))
     }
-    prefixes = {
-        p for p in prefixes if not any(p != other and p.startswith(_below(other)) for other in prefixes)
-    }  # a layer called "mu"
+    # A layer called "mu" is below a state, and no state.
+    prefixes = {p for p in prefixes if not any(p != other and p.startswith(_below(other)) for other in prefixes)}
     for path in specs:
         for prefix in prefixes:
             if path.startswith(_below(prefix)):
