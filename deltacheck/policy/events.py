@@ -119,7 +119,7 @@ class Detector:
             events.append(Event(step, "gradient", z_norm))
         if events:  # what was before is no measure of what comes
             loss, norm = Series(), Series()
-        seen = self.rates if rates is None else (*(() if jump is not None else self.rates[-1:]), (step, rates))
+        seen = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
         kept = replace(
             observation,
