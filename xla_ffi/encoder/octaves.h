@@ -34,6 +34,9 @@ DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
 
 constexpr uint32_t kLeastNormal = 1u << 23, kBias = 127u << 23, kSubnormalBias = 276u << 23;
 
+// Without a branch, which compilers would not make vectors of.
+DELTACHECK_HD uint32_t either(bool first, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & (0 - uint32_t{first})); }
+
 // L of a positive finite float, as two's complement. REQUIRES: magnitude > 0.
 DELTACHECK_HD uint32_t octave_of(uint32_t magnitude) {
   const uint32_t whole = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)));  // a subnormal is an integer
@@ -93,10 +96,10 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
       if (kBase) {
         const uint32_t old = before[start + i], old_size = old & sizes;
         const bool valid = (old_size - 1 < form.most) & (((old ^ minus) & form.sign) == 0);
-        const uint32_t apart = octave_of(middle_of(valid ? old_size : 1, form)) - octave;
-        size = valid & (apart + band <= 2 * band) ? old_size : nearest;
+        const uint32_t apart = octave_of(middle_of(either(valid, old_size, 1), form)) - octave;
+        size = either(valid & (apart + band <= 2 * band), old_size, nearest);
       }
-      const uint32_t there = middle_of(coded ? size : 1, form), here = coded ? magnitude : there;
+      const uint32_t there = middle_of(either(coded, size, 1), form), here = either(coded, magnitude, there);
       const uint32_t more = there > here ? there : here, less = there > here ? here : there;
       const float ratio = float_of(more) / float_of(less);
       largest = ratio > largest ? ratio : largest;
@@ -105,7 +108,7 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
       low += away & 0xffffu;
       block_refused += !zero & !below & !coded;
       block_zeroed += below;
-      to[start + i] = static_cast<typename Word<W>::type>(coded ? size | (minus & form.sign) : 0);
+      to[start + i] = static_cast<typename Word<W>::type>(either(coded, size | (minus & form.sign), 0));
     }
     refused += block_refused;
     zeroed += block_zeroed;
