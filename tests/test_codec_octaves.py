@@ -79,7 +79,8 @@ def test_zero_stays_zero_and_no_other_value_becomes_it_unless_that_is_said(fract
 
 
 @pytest.mark.parametrize(
-    ("fraction_bits", "signed", "end"), [(0, False, 2.0**106), (0, True, 2.0**27), (1, False, math.inf), (7, False, math.inf), (6, True, math.inf)]
+    ("fraction_bits", "signed", "end"),
+    [(0, False, 2.0**106), (0, True, 2.0**27), (1, False, math.inf), (7, False, math.inf), (6, True, math.inf)],
 )
 def test_values_without_a_code_are_counted(fraction_bits, signed, end):
     nan, most = float("nan"), float(np.finfo(np.float32).max)
@@ -152,7 +153,11 @@ def test_bits_are_those_of_the_plain_telling(fraction_bits, signed, kernels):
     for count in (0, 1, 33, 3000):
         anything = random.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
         near = np.clip(live(random, count), 0, 1)
-        for x, base in ((anything, None), (anything, random.integers(0, 1 << 8 * np.dtype(form.dtype).itemsize, count, form.dtype)), (near, 0)):
+        for x, base in (
+            (anything, None),
+            (anything, random.integers(0, 1 << 8 * np.dtype(form.dtype).itemsize, count, form.dtype)),
+            (near, 0),
+        ):
             if base is not None and np.isscalar(base):
                 base = octaves.codes(x * np.float32(1.2), fraction_bits=fraction_bits, signed=signed).codes
             coded = octaves.codes(x, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=0.7)
@@ -208,7 +213,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name(arguments, says):
         octaves.codes(**{"values": X} | arguments)
 
 
-@pytest.mark.parametrize(("fraction_bits", "signed", "code"), [(0, True, 0x80), (1, False, 600), (3, True, 0x8000), (6, True, 20000)])
+@pytest.mark.parametrize(
+    ("fraction_bits", "signed", "code"), [(0, True, 0x80), (1, False, 600), (3, True, 0x8000), (6, True, 20000)]
+)
 def test_codes_that_no_value_has_are_refused(fraction_bits, signed, code):
     bad = np.array([0, 1, code], octaves.code_dtype(fraction_bits))
     with pytest.raises(ValueError, match="1 of 3 codes are no octave codes"):

@@ -66,7 +66,9 @@ def checked_out(out: NDArray[Any] | None, like: NDArray[np.generic], dtype: type
     if out is None:
         return np.empty(like.shape, dtype)
     if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != like.shape or not out.flags.c_contiguous:
-        raise ValueError(f"out must be a C-contiguous numpy array of {np.dtype(dtype).name}, shape {like.shape}, not {_described(out)}")
+        raise ValueError(
+            f"out must be a C-contiguous numpy array of {np.dtype(dtype).name}, shape {like.shape}, not {_described(out)}"
+        )
     if not out.flags.writeable:
         raise ValueError("out must be writable")
     return out
