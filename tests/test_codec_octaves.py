@@ -90,7 +90,8 @@ def test_values_without_a_code_are_counted(fraction_bits, signed, end):
     expected = [False, False, False, True, False, signed, True, end == math.inf]
     assert (coded.codes != 0).tolist() == (back != 0).tolist() == expected
     assert coded.refused == expected.count(False)
-    assert math.isfinite(coded.largest_error_octaves) and coded.zeroed == 0
+    assert math.isfinite(coded.largest_error_octaves)
+    assert coded.zeroed == 0
 
 
 def test_codes_without_fraction_bits_take_a_byte():
@@ -178,7 +179,8 @@ def test_bits_depend_neither_on_threads_nor_on_where_a_tensor_is_cut(count, frac
         _native.set_threads(threads)
         found.append(octaves.codes(x, fraction_bits=fraction_bits, base=base))
         back = octaves.values(found[-1].codes, fraction_bits=fraction_bits)
-    assert np.array_equal(found[0].codes, found[1].codes) and found[0][1:] == found[1][1:]
+    assert np.array_equal(found[0].codes, found[1].codes)
+    assert found[0][1:] == found[1][1:]
     cut = count // 3
     rest = octaves.codes(x[cut:], fraction_bits=fraction_bits, base=base[cut:])
     assert np.array_equal(rest.codes, found[0].codes[cut:])
