@@ -151,6 +151,7 @@ class Work:
         commit: Callable[[Manifest], int],
         terms: Callable[[], Terms],
         effort: Effort,
+        due: frozenset[str],
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
@@ -164,6 +165,7 @@ class Work:
         self.metrics = metrics
         self.commit = commit
         self.terms = terms
+        self.due = due
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
         self.begin = time.perf_counter()
@@ -207,7 +209,7 @@ class Work:
                 leaf = known
             if current is None:
                 pass
-            elif needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
+            elif spec.path in self.due or needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
                 leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
             elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):
