@@ -66,8 +66,8 @@ class Series:
         widen = math.sqrt(count / (count - 1)) if count > 1 else 1.0
         residuals = self.residuals + (tuple(widen * (v - mean) for v in pending) if count > 1 else ())
         z = 0.0
-        if len(self.changes) >= _LEAST:
-            noise = _MAD_TO_SD * median(map(abs, self.residuals)) / math.sqrt(count) if self.residuals else 0.0
+        if self.means and len(self.changes) >= _LEAST:
+            noise = math.sqrt(fmean(r * r for r in self.residuals) / count) if self.residuals else 0.0
             scale = max(_deviation(self.changes[-_RECENT:]), _deviation(self.changes), noise, 1e-9 * abs(mean))
             level = median(self.means) + (len(self.means) + 1) / 2 * median(self.changes)
             z = (mean - level) / scale if scale > 0 else 0.0
@@ -117,8 +117,8 @@ class Detector:
             events.append(Event(step, "loss", z_loss))
         if abs(z_norm) > Z_LIMIT:
             events.append(Event(step, "gradient", z_norm))
-        if events:  # what was before is no measure of what comes
-            loss, norm = Series(), Series()
+        if events:  # the level is a new one, the noise most likely not
+            loss, norm = (replace(series, pending=(), pending_steps=0, means=()) for series in (loss, norm))
         seen = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
         kept = replace(
