@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from deltacheck import tree
@@ -43,7 +43,7 @@ class Observer(ABC):
     def observe(
         self,
         step: int,
-        state: object,
+        state: object | Callable[[], object],
         *,
         loss: float | None = None,
         gradient_norm: float | None = None,
@@ -51,8 +51,9 @@ class Observer(ABC):
     ) -> bool:
         """Take note of a step; where one is due, look at the state. Says whether it did.
 
-        ``state``: what a checkpoint would hold, with the optimizer's state. ``loss``, ``gradient_norm``: of this step, the norm before clipping.
-        ``learning_rate``: where the state does not hold it. Raises ``UnsupportedLeaf`` as a save would.
+        ``state``: what a checkpoint would hold, with the optimizer's state, or a function that gives it, called where a look is due. ``loss``,
+        ``gradient_norm``: of this step, the norm before clipping. ``learning_rate``: where the state does not hold it. Raises
+        ``UnsupportedLeaf`` as a save would.
         """
         resumed = self._last_step is not None and step <= self._last_step
         self._last_step = step
@@ -63,7 +64,7 @@ class Observer(ABC):
         rates: tuple[float, ...] = () if learning_rate is None else (learning_rate,)
         optimizer: object = None
         if due:
-            rates, optimizer = self._look(step, state, rates, resumed)
+            rates, optimizer = self._look(step, state() if callable(state) else state, rates, resumed)
         seen = Observation(step, loss, gradient_norm, rates or None, optimizer)
         self._detector, events = self._detector.advance(seen)
         self._events += events
