@@ -101,6 +101,21 @@ def test_what_happens_to_a_run_ends_its_stage_and_begins_another(name: str, even
     assert analyse(before).stable_start == pytest.approx(profile("plain").stable_start, rel=0.25)
 
 
+def test_a_memory_too_short_for_any_reuse_is_never_stable_however_little_v_drifts() -> None:
+    """Law 7: what is permitted follows from beta2. Steady gradients hardly move v while they last."""
+    steady = history("plain")
+    leaves = {
+        path: msgspec.structs.replace(facts, rule=facts.rule and AdamRule(0.9, 0.95)) for path, facts in steady.leaves.items()
+    }
+    assert analyse(msgspec.structs.replace(steady, leaves=leaves)).stable_start is None
+
+
+def test_confidence_grows_with_the_windows_that_confirm_it() -> None:
+    whole = history("plain")
+    part = msgspec.structs.replace(whole, observed=tuple(o for o in whole.observed if o.step <= 121))
+    assert 0 < analyse(part).confidence < 0.7 < analyse(whole).confidence < 1
+
+
 def test_a_short_memory_is_never_stable() -> None:
     found = profile("short-memory")
     assert found.stable_start is None
@@ -287,6 +302,43 @@ def test_another_layout_is_an_event_and_begins_anew() -> None:
     found = run(adam, 21, profiler).profile()
     assert [(event.step, event.what) for event in found.events] == [(51, "optimizer")]
     assert found.leaves["master/a"].density.steps == (11, 21, 31, 41, 61)
+
+
+def test_a_resume_forgets_the_steps_that_are_done_again() -> None:
+    adam = Adam()
+    profiler = run(adam, 41)
+    adam.step = 25
+    found = run(adam, 26, profiler).profile()
+    assert [(event.step, event.what) for event in found.events] == [(26, "resume")]
+    assert found.leaves["master/a"].density.steps == (11, 21, 36, 46)
+    assert found.loss.steps == (1, 11, 21, 26, 36, 46)
+
+
+def test_an_exact_code_takes_what_its_entropy_says() -> None:
+    """Changed elements alone: where they are, and two bytes of each; noise: all its bytes, though a small sample repeats none of them."""
+    random = np.random.default_rng(0)
+    tree = {"noise": np.float32(0), "sparse": random.integers(0, 1 << 16, (64, 64), np.uint16)}
+    profiler = Profiler(interval_steps=1)
+    for step in range(2):
+        tree["noise"] = random.integers(0, 1 << 32, (64, 16), np.uint32)
+        moved = tree["sparse"].copy()
+        moved.reshape(-1)[random.choice(4096, 204, replace=False)] += random.integers(1, 1 << 16, 204, np.uint16)
+        tree["sparse"] = moved
+        profiler.observe(step, tree)
+    leaves = profiler.profile().leaves
+    share = leaves["sparse"].density.values[0]
+    where = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / 8
+    assert leaves["sparse"].exact_bytes == pytest.approx(where + 2 * share, rel=0.1)
+    assert leaves["sparse"].kind == "sparse"
+    assert leaves["noise"].exact_bytes == pytest.approx(4, abs=0.05)
+
+
+def test_an_embedding_is_a_class_of_its_own() -> None:
+    """Beside much larger matrices it would get a block or two, and its rows are touched at very different rates."""
+    profiler = Profiler()
+    profiler.observe(0, {"embed": np.zeros((100, 64), np.float32), "other": np.zeros((4000, 100), np.float32)})
+    assert profiler._plan is not None
+    assert {path: len(starts) for path, starts in profiler._plan.starts.items()} == {"embed": 64, "other": 64}
 
 
 def test_samples_of_a_wide_state_are_few() -> None:

@@ -113,7 +113,7 @@ class _Stage(msgspec.Struct, frozen=True):
 
     @property
     def confidence(self) -> float:
-        return self.good / self.windows * self.windows / (self.windows + QUIET_WINDOWS)
+        return self.good / (self.windows + QUIET_WINDOWS)
 
 
 def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
