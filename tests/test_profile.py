@@ -295,6 +295,33 @@ def test_between_intervals_the_state_is_not_looked_at() -> None:
         Profiler(interval_steps=0)
 
 
+def test_a_master_that_is_as_wide_as_its_weight_proves_it_too() -> None:
+    """torch's numbered states: a weight that is equal to its master is the same leaf twice."""
+    random = np.random.default_rng(0)
+    masters = [random.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
+
+    def state() -> dict[str, Any]:
+        moments = {i: {"master": m, "exp_avg": 0 * m, "exp_avg_sq": 0 * m} for i, m in enumerate(masters)}
+        groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1]}]
+        weights = {"x": masters[1].copy(), "y": masters[0].copy()}  # not in the order of the optimizer
+        return {"model": weights, "optimizer": {"state": moments, "param_groups": groups}}
+
+    profiler = Profiler(interval_steps=1)
+    for step in range(3):
+        profiler.observe(step, state())
+        for master in masters:
+            master += np.float32(1e-3)
+    leaves = profiler.profile().leaves
+    assert {path: leaf.role for path, leaf in leaves.items() if path.startswith("model")} == {
+        "model/x": "weight",
+        "model/y": "weight",
+    }
+    assert {(path, leaf.derived_from, leaf.how) for path, leaf in leaves.items() if leaf.kind == "derived"} == {
+        ("optimizer/state/1/master", "model/x", "same"),
+        ("optimizer/state/0/master", "model/y", "same"),
+    }
+
+
 def test_another_layout_is_an_event_and_begins_anew() -> None:
     adam = Adam()
     profiler = run(adam, 41)
@@ -380,8 +407,13 @@ def test_torch_and_numpy_give_the_same_profile() -> None:
     assert theirs.profile() == ours.profile()
 
 
-def test_jax_and_numpy_give_the_same_profile() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_jax_and_numpy_give_the_same_profile(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``on_host=False``: as arrays on a device are read, by a gather for each of its shards."""
     jax = pytest.importorskip("jax")
+    from deltacheck.backends.orbax import profiler as adapter
+
+    monkeypatch.setattr(adapter, "_on_host", lambda shard: on_host)
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices("cpu")[:4])
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
 

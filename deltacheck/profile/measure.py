@@ -73,7 +73,9 @@ def rules(
 
 def proven(found: Roles, samples: Samples) -> Roles:
     """The roles, with unproven weights settled by the sample."""
-    return prove(found, lambda weight, master: is_cast(samples[weight], samples[master]))
+    return prove(
+        found, lambda weight, master: is_cast(samples[weight], samples[master]) or equal(samples[weight], samples[master])
+    )
 
 
 def is_cast(weight: NDArray[np.generic], master: NDArray[np.generic]) -> bool:

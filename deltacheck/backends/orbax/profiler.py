@@ -39,7 +39,7 @@ def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]
                 for index, size in zip(local, shard.data.shape, strict=True):
                     inside &= (index >= 0) & (index < size)
                 local = tuple(index[inside] for index in local)
-                if shard.device.platform == "cpu":
+                if _on_host(shard):
                     found[path][inside] = np.asarray(shard.data)[local]
                 elif inside.any():
                     name = f"{len(holes.setdefault(path, []))}:{path}"
@@ -52,6 +52,10 @@ def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]
                 number, _, path = name.partition(":")
                 found[path][holes[path][int(number)]] = np.asarray(picked).reshape(-1)
     return found
+
+
+def _on_host(shard: Any) -> bool:
+    return bool(shard.device.platform == "cpu")
 
 
 @cache
