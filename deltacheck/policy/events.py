@@ -18,6 +18,7 @@ Numbers: TypeAlias = tuple[float, ...]
 
 Z_LIMIT = 4.5  # found a domain shift in real fine-tuning within 10 steps, with no false alarm in 4 runs
 RATE_FACTOR = 2.0  # from one observation to the next, beyond what the trend says
+_FROM_ZERO = 1e300  # a factor that JSON can hold
 _MAD_TO_SD = 1.4826  # of a normal distribution
 _RECENT, _LONG, _LEAST = 8, 32, 12  # changes between windows: of the present, of the run, before which nothing is judged
 _LEVEL = 4  # windows
@@ -168,5 +169,5 @@ def _jump(seen: tuple[tuple[int, Numbers], ...], step: int, rates: Numbers | Non
             trend = last + (last - seen[0][1][group]) * (step - last_step) / (last_step - seen[0][0])
         high, low = RATE_FACTOR * max(last, trend), min(last, trend) / RATE_FACTOR
         if not low <= rate <= high and abs(rate - min(max(rate, low), high)) > peak / 20:
-            return rate / last if last else math.inf
+            return rate / last if last else _FROM_ZERO
     return None
