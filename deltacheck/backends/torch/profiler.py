@@ -41,7 +41,7 @@ def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]
             if plain.is_contiguous():
                 at = torch.from_numpy(elements.reshape(-1)).to(plain.device)
                 picked = plain.reshape(-1)[at]
-            else:
+            else:  # a reshape would copy the whole tensor
                 where = (
                     torch.from_numpy(i.reshape(-1)).to(plain.device) for i in np.unravel_index(elements, tuple(plain.shape))
                 )
