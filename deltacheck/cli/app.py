@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing
+from deltacheck.cli import check, compare, demo, export, listing, profile
 
 app = typer.Typer(
     name="deltacheck",
@@ -38,6 +38,7 @@ for name, command in (
     ("export", export.export),
     ("gc", check.gc),
     ("compact", check.compact),
+    ("profile", profile.profile),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)
