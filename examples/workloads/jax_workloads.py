@@ -25,22 +25,12 @@ State = dict[str, Any]
 
 def pretrained(recipe: Recipe) -> Tree:
     """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of plain training."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, recipe.pretrain_rate, max(1, recipe.pretrain_steps // 10), max(2, recipe.pretrain_steps), 0.1 * recipe.pretrain_rate
-    )
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
     params = _initial(recipe, jax.random.key(recipe.seed))
-    training = {"params": _rounded(params), "master": params, "optimizer": optimizer.init(params)}
-
-    @jax.jit
-    def step(training: State, tokens: jax.Array, graded: jax.Array) -> State:
-        gradients = jax.grad(lambda params: _loss(recipe, params, tokens, graded))(training["params"])
-        return _updated(optimizer, training, gradients)
-
+    training = {"params": _rounded(params), "master": params, "optimizer": _pretraining_optimizer(recipe).init(params)}
     batches = data.pretraining_batches(recipe)
     for _ in range(recipe.pretrain_steps):
         rows = next(batches)
-        training = step(training, rows.tokens.astype(np.int32), rows.graded)
+        training = _pretraining_step(recipe, training, rows.tokens.astype(np.int32), rows.graded)
     return training["params"]
 
 
@@ -67,9 +57,9 @@ class Workload:
         self.held_out = held_out.tokens.astype(np.int32), held_out.graded
         self.step = 0
 
-    def train_step(self) -> float:
-        """One step of training; its loss (under "rl": 1 - mean reward)."""
-        rows = next(self.batches)
+    def train_step(self, rows: Rows | None = None) -> float:
+        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean reward)."""
+        rows = next(self.batches) if rows is None else rows
         self.key, drawn = jax.random.split(self.key)
         if self.recipe.task == "rl":
             told, tokens, weight = self._completed(rows, drawn)
@@ -173,7 +163,9 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
         qkv = normal @ layer["qkv"]
         if "qkv_down" in layer:
             qkv += normal @ layer["qkv_down"] @ layer["qkv_up"]
-        query, attended, value = (part.reshape(*part.shape[:2], recipe.heads, head_width) for part in jnp.split(qkv, 3, axis=-1))
+        query, attended, value = (
+            part.reshape(*part.shape[:2], recipe.heads, head_width) for part in jnp.split(qkv, 3, axis=-1)
+        )
         scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(query), rotated(attended)) * head_width**-0.5
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value)
         x += dropped(mixed.reshape(x.shape) @ layer["out"], 2 * number)
@@ -196,10 +188,18 @@ def _loss(recipe: Recipe, weights: Tree, tokens: Any, graded: Any, key: jax.Arra
 
 
 @functools.cache
+def _pretraining_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    warmup, steps = max(1, recipe.pretrain_steps // 10), max(2, recipe.pretrain_steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.pretrain_rate, warmup, steps, 0.1 * recipe.pretrain_rate)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+@functools.cache
 def _post_training_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     beta1, beta2 = recipe.betas
     schedule = optax.linear_schedule(recipe.rate / max(1, recipe.warmup_steps), recipe.rate, max(1, recipe.warmup_steps - 1))
-    adamw = optax.adamw(schedule, beta1, beta2, recipe.eps, weight_decay=recipe.weight_decay)
+    # Injected, so that the state tells the rate and the betas, as PyTorch's parameter groups do.
+    adamw = optax.inject_hyperparams(optax.adamw)(schedule, beta1, beta2, recipe.eps, weight_decay=recipe.weight_decay)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
@@ -212,6 +212,12 @@ def _updated(optimizer: optax.GradientTransformation, training: State, gradients
 
 def _rounded(weights: Tree) -> Tree:
     return jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), weights)
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _pretraining_step(recipe: Recipe, training: State, tokens: jax.Array, graded: jax.Array) -> State:
+    gradients = jax.grad(lambda params: _loss(recipe, params, tokens, graded))(training["params"])
+    return _updated(_pretraining_optimizer(recipe), training, gradients)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")

@@ -29,7 +29,9 @@ class Recipe:
     warmup_steps: int = 10
 
     pretrain_steps: int = 300
-    pretrain_rate: float = 3e-3  # lets the weights grow to their natural size: hardly trained ones are small, and change many times faster
+    pretrain_rate: float = (
+        3e-3  # lets the weights grow to their natural size: hardly trained ones are small, and change many times faster
+    )
     pretrain_batch: int = 4
 
     rank: int = 4  # of the adapters on the attention's input, under "lora"

@@ -45,7 +45,8 @@ class Workload:
     """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts it back.
 
     ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first step. ``order_seed``: another
-    order of the data than the recipe's.
+    order of the data than the recipe's. Dropout and sampling draw from torch's own generator, of which a process has one: where two
+    runs take turns, each must ``load`` its state first.
     """
 
     def __init__(self, recipe: Recipe, weights: State | None = None, order_seed: int | None = None) -> None:
@@ -69,10 +70,10 @@ class Workload:
         self.held_out = data.evaluation_rows(recipe)
         self.step = 0
 
-    def train_step(self) -> float:
-        """One step of training; its loss (under "rl": 1 - mean reward)."""
+    def train_step(self, rows: Rows | None = None) -> float:
+        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean reward)."""
         self.model.train()
-        rows = next(self.batches)
+        rows = next(self.batches) if rows is None else rows
         if self.recipe.task == "rl":
             loss, told = self._policy_gradient(rows)
         else:
