@@ -38,10 +38,10 @@ class Workload:
     """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts it back.
 
     The state is a pytree: ``training`` (``params`` bfloat16, ``master`` float32, ``optimizer`` of Optax), ``base`` (frozen weights,
-    under "lora"), ``data``, ``key`` and ``step``. ``weights`` and ``order_seed``: as in the PyTorch runs.
+    under "lora"), ``data``, ``key`` and ``step``. ``weights``: as in the PyTorch runs.
     """
 
-    def __init__(self, recipe: Recipe, weights: Tree | None = None, order_seed: int | None = None) -> None:
+    def __init__(self, recipe: Recipe, weights: Tree | None = None) -> None:
         self.recipe = recipe
         key, drawn = jax.random.split(jax.random.key(recipe.seed))
         weights = _rounded(_initial(recipe, drawn)) if weights is None else weights
@@ -52,7 +52,7 @@ class Workload:
         master = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
         self.training = {"params": params, "master": master, "optimizer": self.optimizer.init(master)}
         self.key = key
-        self.batches = data.training_batches(replace(recipe, seed=recipe.seed if order_seed is None else order_seed))
+        self.batches = data.training_batches(recipe)
         held_out = data.evaluation_rows(recipe)
         self.held_out = held_out.tokens.astype(np.int32), held_out.graded
         self.step = 0
@@ -79,6 +79,11 @@ class Workload:
     def logits(self) -> jax.Array:
         """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits mean equal weights."""
         return _logits(self.recipe, self._weights(), self.held_out[0][:, :-1])
+
+    def reorder(self, seed: int) -> None:
+        """Go on with other batches, and other draws of dropout and sampling."""
+        self.batches = data.training_batches(replace(self.recipe, seed=seed))
+        self.key = jax.random.key(seed)
 
     def state(self) -> State:
         return {

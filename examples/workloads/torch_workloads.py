@@ -44,12 +44,11 @@ def pretrained(recipe: Recipe) -> State:
 class Workload:
     """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts it back.
 
-    ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first step. ``order_seed``: another
-    order of the data than the recipe's. Dropout and sampling draw from torch's own generator, of which a process has one: where two
-    runs take turns, each must ``load`` its state first.
+    ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first step. Dropout and sampling draw from
+    torch's own generator, of which a process has one: where two runs take turns, each must ``load`` its state first.
     """
 
-    def __init__(self, recipe: Recipe, weights: State | None = None, order_seed: int | None = None) -> None:
+    def __init__(self, recipe: Recipe, weights: State | None = None) -> None:
         be_deterministic(1)
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
@@ -66,7 +65,7 @@ class Workload:
             weight_decay=recipe.weight_decay,
         )
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup_steps)))
-        self.batches = data.training_batches(replace(recipe, seed=recipe.seed if order_seed is None else order_seed))
+        self.batches = data.training_batches(recipe)
         self.held_out = data.evaluation_rows(recipe)
         self.step = 0
 
@@ -95,6 +94,11 @@ class Workload:
         """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits mean equal weights."""
         self.model.eval()
         return self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))  # type: ignore[no-any-return]
+
+    def reorder(self, seed: int) -> None:
+        """Go on with other batches, and other draws of dropout and sampling."""
+        self.batches = data.training_batches(replace(self.recipe, seed=seed))
+        torch.manual_seed(seed)
 
     def state(self) -> State:
         return {
