@@ -63,12 +63,15 @@ class Run:
             loss = self.workload.train_step()
         return loss
 
-    def arrays(self, state: State | None = None) -> dict[str, Any]:
-        """Path -> array, ties once, of the four classes; not copied."""
-        state = self.workload.state() if state is None else state
+    def flat(self, state: State | None = None) -> tree.Flat:
+        """A state (default: the live one) taken apart, nothing copied."""
         leaves = importlib.import_module(f"deltacheck.backends.{_BACKENDS[self.framework]}.leaves")
-        flat = tree.flatten(state, leaves.describe, *([leaves.expand] if hasattr(leaves, "expand") else []))
-        return {path: array for path, array in flat.arrays.items() if class_of(path) != OTHER}
+        expand = (leaves.expand,) if hasattr(leaves, "expand") else ()
+        return tree.flatten(self.workload.state() if state is None else state, leaves.describe, *expand)
+
+    def arrays(self, state: State | None = None) -> dict[str, Any]:
+        """Path -> array of the four classes, ties once, not copied."""
+        return {path: array for path, array in self.flat(state).arrays.items() if class_of(path) != OTHER}
 
     def words(self) -> dict[str, dict[str, NDArray[Any]]]:
         """Class -> path -> the bits of the live state, copied."""

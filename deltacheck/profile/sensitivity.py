@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from deltacheck.policy import adam
 from deltacheck.profile.record import AdamRule
+from deltacheck.tree import escape_key
 
 Weights: TypeAlias = Mapping[str, NDArray[np.float32]]
 Moments: TypeAlias = Iterable[tuple[str, NDArray[np.float32], NDArray[np.float32]]]
@@ -81,11 +82,12 @@ def measure(
 ) -> tuple[Verdict, ...]:
     """Train on from ``state``, from ``state`` in ``orders`` other orders, and from each candidate; a verdict for each candidate.
 
-    ``run(state, order)``: restore ``state``, train 10 to 20 steps on recorded batches, return the outcome; 0: in their recorded order, other
-    numbers: shuffled with that seed. It must change neither the state that it is given nor what a later call gives. ``candidates``: by
-    name; ``rolled_back``, ``rounded`` and ``changed`` make them. ``lr``: the learning rate of these steps. ``weights(state)``: as in
-    ``Outcome``. ``moments(state)``: (path, m, v) of each parameter, as the run would take them, after any repair. ``rule``: of the optimizer,
-    ``None`` where it is not Adam: no law is checked then. More ``orders``: a better noise estimate, more steps to train.
+    ``run(state, order)``: restore ``state``, train 10 to 20 steps, return the outcome; order 0: on recorded batches, always the same; other
+    numbers: with the data in another order, drawn with that seed. Shuffling the recorded batches alone makes a stricter judge than going on
+    with others, which is the noise that a run has anyway. It must change neither the state that it is given nor what a later call gives.
+    ``candidates``: by name; ``rolled_back``, ``rounded`` and ``changed`` make them. ``lr``: the learning rate of these steps.
+    ``weights(state)``: as in ``Outcome``. ``moments(state)``: (path, m, v) of each parameter, as the run would take them, after any repair.
+    ``rule``: of the optimizer, ``None`` where it is not Adam: no law is checked then. More ``orders``: a better noise estimate, more steps.
 
     Raises ``ValueError`` for fewer than two orders, for a rate that is not positive, and where two runs disagree about their weights.
     """
@@ -174,7 +176,7 @@ def _differences(left: Weights, right: Weights) -> Iterable[NDArray[np.float64]]
 
 
 def changed(state: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A copy of a nested state, each leaf replaced by ``change(path, leaf)``; paths as in checkpoints, but for escapes.
+    """A copy of a nested state, each leaf replaced by ``change(path, leaf)``; paths as in checkpoints.
 
     Containers: dicts, lists, tuples and named tuples; all else is a leaf. In JAX, ``jax.tree.map_with_path`` does the same for any pytree.
     """
@@ -204,9 +206,9 @@ def rounded(state: Any, chosen: Callable[[str], bool], spacing: float) -> Any:
 
 def _changed(node: Any, keys: tuple[str, ...], change: Callable[[str, Any], Any]) -> Any:
     if isinstance(node, Mapping):
-        return {key: _changed(child, (*keys, str(key)), change) for key, child in node.items()}
+        return {key: _changed(child, (*keys, escape_key(key)), change) for key, child in node.items()}
     if isinstance(node, list | tuple):
         names = getattr(node, "_fields", range(len(node)))
-        children = [_changed(child, (*keys, str(name)), change) for name, child in zip(names, node, strict=True)]
+        children = [_changed(child, (*keys, escape_key(name)), change) for name, child in zip(names, node, strict=True)]
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
     return change("/".join(keys), node)

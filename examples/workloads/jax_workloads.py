@@ -124,7 +124,7 @@ def _initial(recipe: Recipe, key: jax.Array) -> Tree:
         return matrices | {"attn_norm": jnp.ones(width), "mlp_norm": jnp.ones(width)}
 
     embedding = jax.random.normal(next(keys), (VOCABULARY, width)) * 0.02
-    return {"embed": embedding, "layers": {str(n): layer() for n in range(recipe.layers)}, "norm": jnp.ones(width)}
+    return {"embed": embedding, "layers": {f"layer_{n}": layer() for n in range(recipe.layers)}, "norm": jnp.ones(width)}
 
 
 def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
@@ -132,7 +132,7 @@ def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
     layers = {}
     for number, drawn in enumerate(jax.random.split(key, recipe.layers)):
         down = jax.random.normal(drawn, (recipe.width, recipe.rank)) * recipe.width**-0.5
-        layers[str(number)] = {"qkv_down": down, "qkv_up": jnp.zeros((recipe.rank, 3 * recipe.width))}
+        layers[f"layer_{number}"] = {"qkv_down": down, "qkv_up": jnp.zeros((recipe.rank, 3 * recipe.width))}
     return _rounded({"layers": layers})
 
 
@@ -163,7 +163,7 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
 
     x = weights["embed"][tokens]
     for number in range(recipe.layers):
-        layer = weights["layers"][str(number)]
+        layer = weights["layers"][f"layer_{number}"]
         normal = _normed(x, layer["attn_norm"])
         qkv = normal @ layer["qkv"]
         if "qkv_down" in layer:
