@@ -13,7 +13,7 @@ from benchmarks import entropy
 from benchmarks.record import Cell, Unit
 from benchmarks.ways import FIRST, MASTER, SECOND, WEIGHTS, Run, State, class_of
 from deltacheck import tree
-from deltacheck.codec.lattice import quantise
+from deltacheck.codec import lattice
 from deltacheck.policy import adam
 from deltacheck.profile.sensitivity import Outcome, Weights, changed, measure
 
@@ -122,7 +122,8 @@ def _cut(master: F32) -> F32:
 def _on_lattice(master: F32, spacing: float) -> F32:
     import ml_dtypes
 
-    return quantise(master, spacing, 0, master.astype(ml_dtypes.bfloat16)).values
+    weights = master.astype(ml_dtypes.bfloat16)
+    return lattice.values(lattice.codes(master, spacing, 0).codes, spacing, 0, weights=weights)
 
 
 def _octaves(second: F32) -> F32:

@@ -17,7 +17,7 @@ from benchmarks import candidates, entropy, quality
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
 from deltacheck import Policy
-from deltacheck.policy import needs_keyframe
+from deltacheck.policy.chain import needs_keyframe
 from examples.workloads.recipe import Recipe, recipe, small, tiny
 
 DEPTH = 32  # of chains, in the amortised figures: the default of the presets
@@ -53,12 +53,13 @@ QUICK_KILLS = quality.Plan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2
 
 def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
     return [
-        Configuration("torch", make("rl"), {}),
-        Configuration("torch", make("sft"), {}),
-        Configuration("torch", make("lora"), {}),
-        Configuration("jax", make("rl"), {}),
-        Configuration("jax", make("sft"), {}),
-        Configuration("jax", make("lora"), {}),
+        Configuration(framework, make(task), limits)
+        for framework in ("torch", "jax")
+        for task, limits in (
+            ("rl", {("v bounded, no m", 10): 0.0075, ("m and v reused", 10): 0.005, ("m and v reused", 1): 0.002}),
+            ("sft", {("m and v reused", 10): 0.022, ("weights bounded too", 10): 0.0075}),
+            ("lora", {("m and v reused", 10): 0.001}),
+        )
     ]
 
 
@@ -222,8 +223,7 @@ def amortised(steady: float, keyframes: float, depths: Sequence[tuple[int, int]]
 
 
 def _depths(arrays: Mapping[str, Any], max_chain_depth: int) -> list[tuple[int, int]]:
-    policy = Policy.exact(max_chain_depth)
-    return [(a.nbytes, next(n for n in count() if needs_keyframe(policy, path, n))) for path, a in arrays.items()]
+    return [(a.nbytes, next(n for n in count() if needs_keyframe(max_chain_depth, path, n))) for path, a in arrays.items()]
 
 
 def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]) -> list[Figure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,21 @@ class Way:
     forward_exact: bool = True
 
 
+def _weights_bounded(max_chain_depth: int) -> Policy:
+    """What ``Policy.post_training`` gives for a profile in which everything is stable."""
+    hidden = Policy.model_exact(moments="reused").hidden
+    assert hidden is not None
+    return Policy(max_chain_depth, replace(hidden, weights="bounded"), derive=True)
+
+
 EXACT = Way("exact", lambda depth: Policy.exact(depth), lossless=True)
-WAYS = (EXACT,)
+WAYS = (
+    EXACT,
+    Way("m and v bounded", lambda depth: Policy.model_exact(moments="bounded", max_chain_depth=depth)),
+    Way("v bounded, no m", lambda depth: Policy.model_exact(moments="dropped", max_chain_depth=depth)),
+    Way("m and v reused", lambda depth: Policy.model_exact(moments="reused", max_chain_depth=depth)),
+    Way("weights bounded too", _weights_bounded, forward_exact=False),
+)
 
 WEIGHTS, MASTER, FIRST, SECOND, OTHER = "bf16 weights", "fp32 master", "m", "v", "other"
 CLASSES = (WEIGHTS, MASTER, FIRST, SECOND)

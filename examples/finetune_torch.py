@@ -17,12 +17,14 @@ from workloads.recipe import TASKS, recipe, tiny
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 
-POLICIES = {"exact": Policy.exact}
+POLICIES = {"exact": Policy.exact, "model-exact": Policy.model_exact}
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="of the checkpoints (default: a new temporary one)")
 arguments.add_argument("--task", choices=TASKS, default="sft")
-arguments.add_argument("--policy", choices=POLICIES, default="exact", help="what the checkpoints promise")
+arguments.add_argument(
+    "--policy", choices=POLICIES, default="exact", help="what they promise: everything bit for bit, or the weights"
+)
 arguments.add_argument("--steps", type=int, default=30)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
 arguments.add_argument("--pretrain-steps", type=int, help="before post-training; fewer: sooner, from weights nearer to noise")
