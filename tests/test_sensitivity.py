@@ -169,7 +169,9 @@ def test_candidates_leave_the_state_that_they_are_made_of_alone(states: tuple[St
     coarse = rounded(live, lambda path: path == "table", 0.25)
     assert set(np.unique(coarse["table"] / 0.25 % 1)) == {0.0}
     assert np.max(np.abs(coarse["table"] - live["table"])) <= 0.125
-    rolled_back(live, older, is_second, 0.5)["adam"][0] = None
+    stale = rolled_back(live, older, is_second, 0.5)
+    assert np.array_equal(stale["adam"][1], older["adam"][1] * 0.5)
+    stale["adam"][0] = None
     assert np.array_equal(live["table"], before["table"])
     assert np.array_equal(live["adam"][1], before["adam"][1])
     assert coarse["adam"][0] is live["adam"][0]

@@ -53,6 +53,9 @@ def test_a_step_back_costs_as_much_as_a_step_forward_and_a_new_value_no_more_tha
     up[::2] += 1
     down[::2] -= 1  # its high bytes borrow, and cost nothing
     assert entropy.leaf_bytes(before, up) == entropy.leaf_bytes(before, down) == 4096 / 8
+    either = np.where(np.arange(4096) % 2, 1, -1).astype(np.int32).view(np.uint32)
+    values = np.random.default_rng(1).integers(1, 1 << 31, 4096).astype(np.uint32)
+    assert entropy.leaf_bytes(values, values + either) == 4096 / 8
     noise = np.random.default_rng(1).integers(0, 1 << 32, 1 << 16).astype(np.uint32)
     assert entropy.leaf_bytes(noise, np.full_like(noise, 7)) == 0
     assert entropy.leaf_bytes(noise, noise[::-1].copy()) == pytest.approx(noise.nbytes, rel=0.01)
