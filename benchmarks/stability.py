@@ -39,14 +39,18 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How sizes are measured: ``saves`` by steps between saves, after ``settle_steps``."""
+    """How sizes are measured: ``saves`` by steps between saves, after ``settle_steps``.
+
+    ``few``: saves of what costs much and changes little: keyframes, and the exact classes alone.
+    """
 
     settle_steps: int
     saves: Mapping[int, int]
+    few: int
 
 
-FULL = Sizes(settle_steps=600, saves={10: 30, 1: 30})
-QUICK = Sizes(settle_steps=2, saves={2: 3})
+FULL = Sizes(settle_steps=600, saves={10: 30, 1: 30}, few=8)
+QUICK = Sizes(settle_steps=2, saves={2: 3}, few=3)
 KILLS = quality.Plan(seeds=(1, 2, 3), settle_steps=200, saves=20, every=10, kills=10, horizon=20)
 QUICK_KILLS = quality.Plan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
 
@@ -138,8 +142,9 @@ def measured(
     work = Run(configuration.framework, configuration.recipe)
     loss = work.train(sizes.settle_steps)
     baseline = work.torch_save(_made(folder) / "torch_save.pt")
+    keyframes: dict[str, float] = {}
     for every, saves in sizes.saves.items():
-        chains = _chains(configuration.framework, saves, folder / str(every))
+        chains = _chains(configuration.framework, saves, not keyframes, folder / str(every))
         try:
             bounds: list[dict[str, float]] = []
             before = work.words()
@@ -148,6 +153,8 @@ def measured(
                     loss = work.train(every)
                 state, now = work.workload.state(), work.words()
                 for (_, part), chain in chains.items():
+                    if part != WHOLE and number >= sizes.few:
+                        continue
                     leaves = work.arrays(state) if part in CLASSES else {}
                     kept = {path: array for path, array in leaves.items() if path in now[part]} if leaves else state
                     chain.save(work.workload.step, kept, work.metrics(loss))
@@ -157,13 +164,15 @@ def measured(
         finally:
             for chain in chains.values():
                 chain.close()
+        whole = {name: chain.settled() for (name, part), chain in chains.items() if part == KEYFRAMES}
+        keyframes |= {name: mean(found) for name, found in whole.items() if found}
         bound = {name: mean(found[name] for found in bounds) for name in CLASSES}
         raw = {name: sum(words.nbytes for words in now[name].values()) for name in CLASSES}
         for way in WAYS:
-            chain, whole = chains[way.name, WHOLE], chains[way.name, KEYFRAMES]
-            settled = chain.settled()
-            steady = mean(settled) if settled else None
-            long_run = None if steady is None else amortised(steady, mean(whole.settled()), _depths(work.arrays(), DEPTH))
+            settled = chains[way.name, WHOLE].settled()
+            steady, whole_bytes = mean(settled) if settled else None, keyframes.get(way.name)
+            depths = _depths(work.arrays(), DEPTH)
+            long_run = None if steady is None or whole_bytes is None else amortised(steady, whole_bytes, depths)
             rows.append(
                 [
                     configuration.name,
@@ -202,11 +211,13 @@ def measured(
 WHOLE, KEYFRAMES = "whole state", "whole state, keyframes only"
 
 
-def _chains(framework: str, saves: int, folder: Path) -> dict[tuple[str, str], Chain]:
-    """(policy, part of the state) -> chain. Chains are longer than the run, so that no save holds keyframes; with ``KEYFRAMES`` every one does."""
+def _chains(framework: str, saves: int, keyframes: bool, folder: Path) -> dict[tuple[str, str], Chain]:
+    """(policy, part of the state) -> chain. Chains are longer than the run, so that no save holds keyframes; with ``keyframes``,
+    there is one beside each of which every save does.
+    """
     parts: list[tuple[Way, str, Policy]] = []
     for way in WAYS:
-        parts += [(way, WHOLE, way.policy(4 * saves)), (way, KEYFRAMES, way.policy(0))]
+        parts += [(way, WHOLE, way.policy(4 * saves)), *([(way, KEYFRAMES, way.policy(0))] if keyframes else [])]
     parts += [(EXACT, name, EXACT.policy(4 * saves)) for name in CLASSES]
     return {
         (way.name, part): Chain(framework, folder / str(number), policy) for number, (way, part, policy) in enumerate(parts)
