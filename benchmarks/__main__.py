@@ -28,6 +28,7 @@ BENCHMARKS = {
     "restoring": "benchmarks.restoring",
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",
+    "stability": "benchmarks.stability",
     "device": "benchmarks.device",
 }
 

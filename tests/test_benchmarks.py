@@ -25,10 +25,10 @@ from benchmarks.record import Figure, Result, Settings, Table, written  # noqa: 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Every benchmark but the encoder's, once, as its JSON."""
+    """Every benchmark but those that are tested elsewhere, once, as its JSON."""
     found = {}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    for name in BENCHMARKS.keys() - {"encode"}:
+    for name in BENCHMARKS.keys() - {"encode", "stability"}:  # that has a file of its own
         result: Result = importlib.import_module(BENCHMARKS[name]).run(
             Settings(quick=True, folder=tmp_path_factory.mktemp(name))
         )
