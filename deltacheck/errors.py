@@ -49,6 +49,14 @@ class SnapshotTorn(SaveFailed):
     """A tensor was written to before its capture had finished."""
 
 
+class ReplayNeeded(DeltacheckError):
+    """The step is kept as gradients: it is restored by replaying the optimizer, which this reader was not given."""
+
+
+class ReplayDiffers(DeltacheckError):
+    """Replaying the optimizer did not give the state that was saved."""
+
+
 class BudgetExceeded(DeltacheckError, MemoryError):
     """A restore would allocate more than the caller allows."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltacheck import grid
+from deltacheck import grid, replay
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
@@ -31,12 +31,20 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end."""
+    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
+
+    A keyframe is an array, or rows like those of a delta, for every chunk.
+    """
 
     spec: LeafSpec
     key: tuple[Segment, LeafEntry]
     deltas: tuple[tuple[Segment, LeafEntry], ...]
     digests: U64
+
+    @property
+    def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
+        """What of it is rows, in order."""
+        return ((self.key,) if self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
@@ -51,10 +59,13 @@ class Loaded(NamedTuple):
     data: U8
 
 
-def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) -> dict[str, Chain]:
+def resolve(
+    root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False
+) -> dict[str, Chain]:
     """The chain of every asked leaf, each link checked by the digests that the tables carry.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
+    ``stored``: also of leaves that the step does not have as they are stored, but after a replay. Else such a leaf is refused
+    (``ReplayNeeded``). Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
     have.
     """
     segments = open_segments(root, manifest)
@@ -63,6 +74,8 @@ def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) 
         if path not in manifest.leaves:
             near = sorted(manifest.leaves, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
+    if manifest.replay is not None and not stored:
+        replay.refuse(root, manifest, wanted)
     return {path: _resolve_leaf(path, manifest.leaves[path], segments, manifest) for path in wanted}
 
 
@@ -70,7 +83,7 @@ def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], ma
     spec = record.spec(path)
     at = f"step {manifest.step}, leaf {path!r}"
     holding = [(segment, segment.table.leaves[path]) for segment in segments if path in segment.table.leaves]
-    keys = [number for number, (_, entry) in enumerate(holding) if entry.key is not None]
+    keys = [number for number, (_, entry) in enumerate(holding) if entry.is_whole]
     if not keys:
         raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
     key, *deltas = holding[keys[-1] :]
@@ -91,15 +104,23 @@ def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], ma
 def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Sequence[tuple[Segment, LeafEntry]]) -> U64:
     count = spec.chunk_count
     segment, entry = key
-    digests = segment.digests[entry.digests : entry.digests + count].copy()
+    if entry.key is not None:
+        digests = segment.digests[entry.digests : entry.digests + count].copy()
+    else:
+        digests = np.zeros((count, 2), np.uint64)
+        deltas = [key, *deltas]
     for segment, entry in deltas:
         row = entry.digests
+        covered = np.zeros(count, np.bool_)
         for part, first, rows in entry.delta:
             chunks = segment.part(part).index[first : first + rows, columns.CHUNK]
             if digests.shape[0] != count or (chunks.size and int(chunks.max()) >= count):
                 raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {count} chunks")
             digests[chunks] = segment.digests[row : row + rows]
+            covered[chunks] = True
             row += rows
+        if entry.is_whole and not covered.all():
+            raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has no row for chunk {int(np.argmin(covered))}")
     return digests
 
 
@@ -141,8 +162,7 @@ def _read_keyframes(loaded: Mapping[str, Loaded]) -> None:
     for item in loaded.values():
         segment, entry = item.chain.key
         spec, at = item.chain.spec, entry.key
-        assert at is not None  # resolve() starts every chain at a keyframe
-        if not item.chunks:
+        if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
             packed.append((item, segment.start_packed(spec, at)))
@@ -177,7 +197,7 @@ def _apply_deltas(loaded: Mapping[str, Loaded], codec: Codec[Any]) -> None:
     """Apply the deltas segment by segment, part by part: a part is read once, whatever number of leaves it serves."""
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
     for item in loaded.values():
-        for segment, entry in item.chain.deltas:
+        for segment, entry in item.chain.encoded:
             for part, first, rows in entry.delta:
                 runs = by_part.setdefault((segment.id, part), (segment, []))[1]
                 runs += [_Run(item, a, b) for a, b in _wanted_rows(segment.part(part).index, first, rows, item.chunks)]

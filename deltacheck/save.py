@@ -27,7 +27,7 @@ from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.records import LeafSpec
 from deltacheck.store.root import Store
-from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.tree import Node
 from deltacheck.work import Leaf, LeafSource, Setup, Work
 
@@ -88,11 +88,15 @@ class Saver:
         *,
         metrics: Mapping[str, float] | None = None,
         on_busy: str = "wait",
+        replay: Replay | None = None,
+        note: str = "",
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
         ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``:
         what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
+        ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored. ``note``: for
+        the report.
         Raises ``SaveFailed`` for an earlier save's failure that nobody has been told of yet (this step is then not saved),
         ``ValueError`` for a wrong ``on_busy``.
         """
@@ -114,7 +118,7 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
-            work = Work(self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit)
+            work = Work(self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit, replay, note)
             self._next_seq += 1
             self._handles.append(handle)
         try:
@@ -125,6 +129,15 @@ class Saver:
             self._to_encode.put(work)
         handle._add_blocking(time.perf_counter() - begin)
         return handle
+
+    @property
+    def contract(self) -> str:
+        return self._setup.policy.contract
+
+    def standing(self) -> tuple[int, int]:
+        """What changes with every save that is begun and whenever the shadow is dropped or replaced."""
+        with self._lock:
+            return self.epoch, self._next_seq
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least this sequence number: savers that share a store must not use one twice."""

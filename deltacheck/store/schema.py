@@ -23,6 +23,8 @@ from deltacheck.store import layout
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 _MAX_ELEMENTS = 1 << 56
+REPLAY = "replay"  # permanent: the feature of a manifest whose leaves are the input of a replay
+_KNOWN_FEATURES = frozenset({REPLAY})
 
 
 class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,7 +40,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row of its first chunk digest
     in the segment's digest table; a keyframe has one for every chunk, a delta one for every row. ``delta``: runs of rows,
-    ``(part, first row, rows)``.
+    ``(part, first row, rows)``; without a ``base`` they are the whole leaf, encoded.
     """
 
     dtype: str
@@ -49,6 +51,11 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str = ""
     key: KeyframeAt | None = None
     delta: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the entry needs nothing before it."""
+        return self.key is not None or not self.base
 
     def spec(self, path: str) -> LeafSpec:
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
@@ -101,6 +108,35 @@ class LeafRecord(msgspec.Struct, frozen=True):
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
+class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One update to replay. ``inputs``: name -> leaf path of what it consumes. ``options``: skeleton of the numbers that it depends on."""
+
+    inputs: dict[str, str]
+    options: dict[str, Any]
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """How the leaves of a tree are computed from what is stored: an optimizer's updates, one after the other.
+
+    ``base_seq``, ``base_step``: the checkpoint whose content the stored leaves have, for people (all that is needed of it is
+    among this manifest's own segments). ``update``: what computed it, for people. ``memory``: skeleton of what the update works
+    on; ``places``: array path in it -> leaf path. ``digests``: leaf path -> the digest that the leaf has after the last update.
+    """
+
+    base_seq: int
+    base_step: int
+    update: str
+    memory: dict[str, Any]
+    places: dict[str, str]
+    steps: tuple[ReplayStep, ...]
+    digests: dict[str, str]
+
+    @property
+    def inputs(self) -> set[str]:
+        """Leaf paths of what the updates consume; no tree has them."""
+        return {path for step in self.steps for path in step.inputs.values()}
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
@@ -121,11 +157,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     leaves: dict[str, LeafRecord]
     metrics: dict[str, float | str] = {}  # NaN and infinities as text: JSON has none
     must_understand: tuple[str, ...] = ()
+    replay: Replay | None = None  # None: every leaf is stored as it was
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all leaves in memory."""
-        return sum(record.spec(path).raw_bytes for path, record in self.leaves.items())
+        """Bytes of all leaves of the tree in memory."""
+        inputs = set() if self.replay is None else self.replay.inputs
+        return sum(record.spec(path).raw_bytes for path, record in self.leaves.items() if path not in inputs)
+
+    def digest_of(self, path: str) -> str:
+        """The digest that a leaf has in this step, be it stored or replayed."""
+        replayed = {} if self.replay is None else self.replay.digests
+        return replayed.get(path, self.leaves[path].digest)
 
 
 Document = TypeVar("Document", SegmentTable, Manifest)
@@ -173,7 +216,7 @@ def check_version(body: Mapping[str, Any], where: str) -> None:
         raise UnsupportedFormat(
             f"{where} has format version {version!r}; this deltacheck reads version {layout.VERSION}. Install the deltacheck that wrote it"
         )
-    unknown = body.get("must_understand", [])
+    unknown = [feature for feature in body.get("must_understand", []) if feature not in _KNOWN_FEATURES]
     if unknown:
         raise UnsupportedFormat(
             f"{where} needs the features {unknown!r}, which this deltacheck does not know. Install a newer one"
@@ -209,8 +252,23 @@ def _check_manifest(manifest: Manifest) -> None:
     if any(a >= b for a, b in zip([-1, *seqs], seqs, strict=False)) or any(seq > manifest.seq for seq in seqs):
         raise ValueError("its segments are not in ascending order")
     owners = set(tree.array_paths(manifest.tree).values())
-    if owners != set(manifest.leaves):
+    inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
+    if owners | inputs != set(manifest.leaves):
         raise ValueError("its tree and its leaves do not match")
+    if (manifest.replay is None) == (REPLAY in manifest.must_understand):
+        raise ValueError("it must ask for the feature 'replay' where it has a replay, and only there")
+
+
+def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
+    """The leaves that a replay consumes, once everything that it names is known to be there."""
+    if not replay.steps or owners & replay.inputs:
+        raise ValueError("its replay has no step, or consumes leaves of the tree")
+    if set(replay.places.values()) != set(replay.digests) or not set(replay.digests) <= owners:
+        raise ValueError("its replay gives other leaves than it promises")
+    memory = {path for path, owner in tree.array_paths(replay.memory).items() if path == owner}
+    if memory != set(replay.places) or len(set(replay.places.values())) != len(replay.places):
+        raise ValueError("its replay works on other arrays than it names")
+    return replay.inputs
 
 
 def _check_segment(table: SegmentTable) -> None:
@@ -229,7 +287,7 @@ def _check_segment(table: SegmentTable) -> None:
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
         chunks = spec.chunk_count
         stored = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
-        if stored > chunks:
+        if stored > chunks or (entry.is_whole and stored != chunks):
             raise ValueError(f"leaf {path!r} has {stored} rows for {chunks} chunks")
         digests.append((entry.digests, stored))
         for part, first, count in entry.delta:

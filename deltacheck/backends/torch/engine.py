@@ -18,18 +18,18 @@ import torch
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
-from deltacheck.backends.torch import leaves
+from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
 from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
-from deltacheck.save import Saver
+from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit
-from deltacheck.store.schema import Manifest
+from deltacheck.store.schema import Manifest, Replay
 
 log = logging.getLogger("deltacheck")
 
@@ -110,6 +110,11 @@ class Engine:
     def root(self) -> Path:
         return self._root.path
 
+    @property
+    def contract(self) -> str:
+        """What the engine's policy promises."""
+        return self._saver.contract
+
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Save ``state`` as of this call as checkpoint ``step``, and return while it is written.
 
@@ -121,15 +126,40 @@ class Engine:
         failure that nobody has seen yet (this step is then not saved). A failure of this save is on the handle, in the log, and
         raised by the next call.
         """
+        begin = time.perf_counter()
+        flat = tree.flatten(state, leaves.describe)
+        flattened = time.perf_counter() - begin
+        handle = self._save(step, flat, metrics)
+        handle._add_blocking(flattened)
+        return handle
+
+    def _save(
+        self,
+        step: int,
+        flat: tree.Flat,
+        metrics: Mapping[str, float] | None,
+        *,
+        more: Mapping[str, LeafSource] | None = None,
+        replay: Replay | None = None,
+        note: str = "",
+    ) -> SaveHandle:
+        """Save a flattened state. ``more``: leaves beside those of ``flat``; ``replay``: how the tree's leaves come from all these."""
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        flat = tree.flatten(state, leaves.describe)
-        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned())
-        flattened = time.perf_counter() - begin
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        handle = self._saver.save(step, flat.skeleton, sources, self._commit, metrics=numbers, on_busy=self._on_busy)
-        handle._add_blocking(flattened)
+        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+        planned = time.perf_counter() - begin
+        handle = self._saver.save(
+            step,
+            flat.skeleton,
+            {path: sources[path] for path in sorted(sources)},
+            self._commit,
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            on_busy=self._on_busy,
+            replay=replay,
+            note=note,
+        )
+        handle._add_blocking(planned)
         return handle
 
     def before_update(self) -> None:
@@ -155,14 +185,23 @@ class Engine:
         """The committed steps, ascending."""
         return self._root.steps()
 
-    def restore(self, step: int | None = None, into: object = None, *, max_bytes: int | None = None) -> Any:
+    def restore(
+        self,
+        step: int | None = None,
+        into: object = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_bytes: int | None = None,
+    ) -> Any:
         """Restore a committed step (by default the newest), verified bit for bit; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
-        ``max_bytes``: refuse before allocating more than this.
+        ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its own tensors are neither
+        read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the state).
 
-        Raises ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
+        Raises ``ReplayNeeded`` for such a step without an optimizer, ``ReplayDiffers`` (naming leaf, both digests and way out)
+        where the replay does not give what was saved, ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
         segment and way out).
         """
         self._saver.check_usable()
@@ -170,8 +209,11 @@ class Engine:
         manifest = self._root.manifest(step)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        chains = restore.resolve(self._root, manifest)
-        loaded = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
+        chains = restore.resolve(self._root, manifest, stored=optimizer is not None)
+        stored = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
+        loaded = stored
+        if manifest.replay is not None and optimizer is not None:
+            loaded = stored | replica.replayed(self._root, manifest, manifest.replay, stored, optimizer)
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
         else:
@@ -181,8 +223,9 @@ class Engine:
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
         self._saver.adopt(
             {
-                path: (chain.spec, loaded[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
+                path: (chain.spec, stored[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
                 for path, chain in chains.items()
+                if manifest.replay is None or path not in manifest.replay.inputs
             },
             manifest.segments,
         )
