@@ -76,8 +76,9 @@ class Checkpoints:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
         cut. Only the chunks that are needed are read. ``max_bytes``: refuse before allocating more than this.
 
-        Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
-        for a wrong slice.
+        A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
+        (``manifest(step).replay.steps`` names those of the gradients, too). Raises ``StepNotFound``, ``Damaged`` or
+        ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError`` for a wrong slice.
         """
         manifest = self.manifest(step)
         if leaves is None and slices is None:
@@ -86,6 +87,7 @@ class Checkpoints:
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         chains = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
         loaded: dict[str, NDArray[Any]] = {}
+        owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: chains[owners[p]] for p in wanted if p not in (slices or {})}
         boxes = {p: restore.bounded(p, chains[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
         budget = max_bytes

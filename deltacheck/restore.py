@@ -59,9 +59,7 @@ class Loaded(NamedTuple):
     data: U8
 
 
-def resolve(
-    root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False
-) -> dict[str, Chain]:
+def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False) -> dict[str, Chain]:
     """The chain of every asked leaf, each link checked by the digests that the tables carry.
 
     ``stored``: also of leaves that the step does not have as they are stored, but after a replay. Else such a leaf is refused

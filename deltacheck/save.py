@@ -118,7 +118,9 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
-            work = Work(self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit, replay, note)
+            work = Work(
+                self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit, replay, note
+            )
             self._next_seq += 1
             self._handles.append(handle)
         try:

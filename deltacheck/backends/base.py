@@ -70,7 +70,7 @@ def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
                 f"leaf {path!r} is {record.dtype}{list(record.shape)} in step {manifest.step}, {leaf.dtype}{list(leaf.shape)} in the target"
             )
         other = chosen.setdefault(owner, stored[path])
-        if manifest.leaves[other].digest != record.digest:
+        if manifest.digest_of(other) != manifest.digest_of(stored[path]):
             problems.append(f"leaves {owner!r} and {path!r} are tied in the target, but were saved with different content")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, Leaves, RootTwoSteps
 from deltacheck.cli.output import Column, Row
@@ -25,7 +27,10 @@ class _Side:
     owners: dict[str, str]
 
     def record(self, path: str) -> LeafRecord | None:
-        return self.manifest.leaves[self.owners[path]] if path in self.owners else None
+        if path not in self.owners:
+            return None
+        record = self.manifest.leaves[self.owners[path]]
+        return msgspec.structs.replace(record, digest=self.manifest.digest_of(self.owners[path]))
 
     def chains(self, root: Root, paths: list[str]) -> dict[str, Chain]:
         from deltacheck import export

@@ -14,7 +14,7 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.cli.history import Change, LeafState, Step
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest
+    from deltacheck.store.schema import Manifest, Replay
 
 _STEP = (
     Column("STEP", "step"),
@@ -29,6 +29,7 @@ _CHANGE = (
     Column("UNCHANGED", "unchanged"),
     Column("DENSITY", "density", output.share),
 )
+_REPLAYS = Column("REPLAYS", "replayed_steps")
 
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
@@ -42,10 +43,16 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     for step in history.steps(root, unreadable):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
+        more_of_it = {
+            "chain_depth": depth,
+            "replayed_steps": _replayed_steps(step.manifest),
+            "metrics": dict(step.manifest.metrics),
+        }
+        rows.append(_row(root, step) | sizes | more_of_it)
     more = (
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
+        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
     _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)
@@ -91,6 +98,11 @@ def log(
     else:
         columns = (*_STEP, since_column, _RAW, Column("WRITTEN", "written_bytes", output.size), *_CHANGE)
     _print_steps(root, rows, columns, as_json, unreadable)
+
+
+def _replayed_steps(manifest: Manifest) -> int:
+    """Updates that a restore of the step replays; 0 where its state itself is stored."""
+    return 0 if manifest.replay is None else len(manifest.replay.steps)
 
 
 def _row(root: Root, step: Step) -> Row:
@@ -172,12 +184,25 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
+        "replay": None if manifest.replay is None else _replay(manifest.replay),
     }
     output.print_json(about | tables)
 
 
+def _replay(replay: Replay) -> Row:
+    return {
+        "base_step": replay.base_step,
+        "base_seq": replay.base_seq,
+        "update": replay.update,
+        "steps": len(replay.steps),
+        "leaves": sorted(replay.digests),
+        "inputs": sorted(replay.inputs),
+    }
+
+
 def _leaf_row(path: str, owner: str, state: LeafState, manifest: Manifest) -> Row:
-    changed = state.changed_words()
+    replayed = manifest.replay is not None and owner in manifest.replay.digests
+    changed = None if replayed else state.changed_words()
     return {
         "path": path,
         "tied_to": None if path == owner else owner,
@@ -185,7 +210,7 @@ def _leaf_row(path: str, owner: str, state: LeafState, manifest: Manifest) -> Ro
         "shape": list(state.spec.shape),
         "raw_bytes": state.spec.raw_bytes,
         "contract": manifest.contract,
-        "kind": str(state.kind),
+        "kind": "replayed" if replayed else str(state.kind),
         "chain_depth": state.depth,
         "words": state.words,
         "changed_words": changed,
@@ -203,6 +228,11 @@ def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
         f"{len(manifest.leaves)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
         f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
     )
+    if manifest.replay is not None:
+        output.print_line(
+            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of {manifest.replay.update} "
+            f"from step {manifest.replay.base_step}, and proves each leaf by its digest"
+        )
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),

@@ -201,8 +201,8 @@ class Engine:
         read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the state).
 
         Raises ``ReplayNeeded`` for such a step without an optimizer, ``ReplayDiffers`` (naming leaf, both digests and way out)
-        where the replay does not give what was saved, ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
-        segment and way out).
+        where the replay does not give what was saved, ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged``
+        or ``ChainBroken`` (naming leaf, segment and way out).
         """
         self._saver.check_usable()
         self._saver.wait()

@@ -73,7 +73,9 @@ class GradientLog:
     ``deltacheck.replay.Limits``. Raises ``ValueError`` for an engine whose policy is not exact.
     """
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, *, max_replay_steps: int = 16, max_steps_per_save: int = 4) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: Optimizer, *, max_replay_steps: int = 16, max_steps_per_save: int = 4
+    ) -> None:
         if engine.contract != "exact":
             raise ValueError(f"a gradient log needs an engine with Policy.exact(); this one promises {engine.contract!r}")
         self._engine = engine
@@ -198,13 +200,12 @@ class GradientLog:
                 if update.gradients is None:
                     sources[spec.path] = LeafSource(spec, _nothing, held=True)
                 else:
-                    # The gradient is the log's own copy, which nobody writes to: it is read behind the training loop.
-                    sources[spec.path] = LeafSource(
-                        spec, partial(leaves.bytes_of, update.gradients[parameter]), lazy=True, whole=True
-                    )
-        plan = Replay(
-            base.seq, base.step, replica.name_of(self._optimizer), base.memory, base.places, tuple(steps), promised
-        )
+                    # The gradient is the log's own copy, which nobody writes to: it can be read behind the training loop, but
+                    # for the copy from a device, which must follow this thread's stream.
+                    own = update.gradients[parameter]
+                    read = partial(leaves.bytes_of, own)
+                    sources[spec.path] = LeafSource(spec, read, lazy=own.device.type == "cpu", whole=True)
+        plan = Replay(base.seq, base.step, replica.name_of(self._optimizer), base.memory, base.places, tuple(steps), promised)
         rest = Flat(
             flat.skeleton,
             {path: value for path, value in flat.arrays.items() if path not in promised},
@@ -219,9 +220,8 @@ class GradientLog:
 
     def _save_direct(self, step: int, flat: Flat, metrics: Mapping[str, float] | None, reason: str) -> SaveHandle:
         log.info("step %d stores the state itself: %s", step, reason)
-        if self._differed == replay.GIVE_UP_AFTER:
+        if self._differed == replay.GIVE_UP_AFTER and self._base is not None:
             log.warning("step %d: %s. The gradient log gives up: every save stores the state itself", step, reason)
-            self._differed += 1
         handle = self._engine._save(step, flat, metrics, note=f"the state itself is stored: {reason}")
         if handle.state != "skipped":
             self._base = self._based(handle, flat) if self._differed < replay.GIVE_UP_AFTER else None
@@ -275,9 +275,7 @@ def _places(memory: Flat, state: Flat) -> dict[str, str] | None:
 def _attributes(optimizer: Optimizer) -> dict[str, object]:
     """The optimizer's own numbers and texts outside groups and state: a fresh optimizer has them as they were at first."""
     return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, int | float | str) and name not in _NOT_OURS
+        name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str) and name not in _NOT_OURS
     }
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from deltacheck import replay, tree
 from deltacheck.backends.torch import leaves
+from deltacheck.codec.base import U8
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import ReplayDiffers, TreeMismatch, UnsupportedLeaf
 from deltacheck.records import LeafSpec
@@ -52,7 +53,9 @@ def options_of(optimizer: Optimizer) -> Node:
     """The options of the groups as they are now. Raises ``UnsupportedLeaf`` where one is a tensor or cannot be kept exactly."""
     flat = tree.flatten(_options(optimizer), leaves.describe)
     if flat.arrays:
-        raise UnsupportedLeaf(f"option {next(iter(flat.arrays))!r} of the optimizer's groups is a tensor, which may change outside its steps")
+        raise UnsupportedLeaf(
+            f"option {next(iter(flat.arrays))!r} of the optimizer's groups is a tensor, which may change outside its steps"
+        )
     return flat.skeleton
 
 
@@ -88,7 +91,9 @@ class Replica:
 
         content: Any = tree.unflatten(memory, put)
         if content["sizes"] != [len(group["params"]) for group in like.param_groups]:
-            raise TreeMismatch(f"the step was logged with parameter groups of {content['sizes']} parameters, the optimizer has others")
+            raise TreeMismatch(
+                f"the step was logged with parameter groups of {content['sizes']} parameters, the optimizer has others"
+            )
         for number, (weight, their) in enumerate(zip(content["weights"], theirs, strict=True)):
             if (weight.shape, weight.dtype) != (their.shape, their.dtype):
                 raise TreeMismatch(
@@ -142,17 +147,18 @@ def replayed(
 
 
 def digests(arrays: Mapping[str, object]) -> dict[str, str]:
-    """The leaf digest of every tensor."""
+    """The leaf digest of every tensor. What lies on a device is copied to the host one by one, in the order of this thread's stream."""
 
-    def one(value: object) -> str:
-        described = leaves.describe(value)
+    def one(path: str, host: U8) -> str:
+        described = leaves.describe(arrays[path])
         assert described is not None
-        spec = LeafSpec.of("", described.shape, described.dtype)
-        host = leaves.bytes_of(value)
-        return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count if spec.raw_bytes else 0)))
+        spec = LeafSpec.of(path, described.shape, described.dtype)
+        return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.bounds().size - 1)))
 
+    here = [path for path, value in arrays.items() if not _is_on_device(value)]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return dict(zip(arrays, pool.map(one, arrays.values()), strict=True))
+        found = dict(zip(here, pool.map(one, here, [leaves.bytes_of(arrays[path]) for path in here]), strict=True))
+        return {path: found.get(path) or one(path, leaves.bytes_of(value)) for path, value in arrays.items()}
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -161,9 +167,11 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _describe(value: object) -> ArrayLeaf | None:
     described = leaves.describe(value)
-    if described is None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-        return described
-    return described._replace(tag=_DEVICE)
+    return described._replace(tag=_DEVICE) if described is not None and _is_on_device(value) else described
+
+
+def _is_on_device(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
