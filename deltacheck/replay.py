@@ -40,15 +40,18 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is known before a save. ``replayed``: updates since the base that earlier saves have logged; ``fresh``: those since the last save.
+    """What is known before a save.
 
-    ``has_base``: the last save, which the saver still has, was of the same log. ``differed``: saves in a row whose replay gave other bits.
+    ``replayed``: updates since the base that earlier saves have logged; ``fresh``: those since the last save. ``has_base``: the
+    last save, which the saver still has, was of the same log. ``differed``: saves in a row whose replay gave other bits.
+    ``spoiled``: why an update since the last save cannot be stored.
     """
 
     has_base: bool
     replayed: int
     fresh: int
     differed: int = 0
+    spoiled: str | None = None
 
 
 def why_direct(situation: Situation, limits: Limits) -> str | None:
@@ -57,6 +60,8 @@ def why_direct(situation: Situation, limits: Limits) -> str | None:
         return f"the last {situation.differed} replays gave other bits than the optimizer; make a new log to try again"
     if not situation.has_base:
         return "there is no checkpoint of this log yet to replay from"
+    if situation.spoiled is not None:
+        return situation.spoiled
     if situation.fresh == 0:
         return "the optimizer has made no step since the last checkpoint"
     if situation.fresh > limits.max_steps_per_save:

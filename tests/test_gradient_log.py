@@ -33,7 +33,9 @@ from deltacheck.store.schema import ReplayStep
 class Run:
     """A small training: two parameter groups, a frozen weight, one that never has a gradient, a buffer, a schedule, clipping."""
 
-    def __init__(self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.ModuleDict(
             {"first": torch.nn.Linear(48, 160), "second": torch.nn.Linear(160, 8), "unused": torch.nn.Linear(4, 4)}
@@ -50,11 +52,14 @@ class Run:
         self.step = 0
         self.saved: dict[int, Any] = {}
 
-    def train_step(self) -> None:
+    def backward(self) -> None:
         x = torch.randn(16, 48).to(self.model["first"].weight.dtype)
         loss = self.model["second"](torch.tanh(self.model["first"](x))).float().square().mean()
         loss.backward()
         clip_grad_norm_(self.model.parameters(), 0.01)
+
+    def train_step(self) -> None:
+        self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
@@ -207,14 +212,16 @@ def test_a_log_gives_up_after_three_saves_that_it_could_not_replay(
         assert_same(run.saved[6], log.restore())
 
 
+def sparse_gradient(run: Run) -> None:
+    run.optimizer.param_groups[1]["momentum"] = 0.0  # a momentum would be sparse too
+    run.model["unused"].weight.grad = torch.ones(4, 4).bfloat16().to_sparse()
+
+
 Spoil = Callable[[Run], object]
 SPOILERS: dict[str, tuple[Spoil, str]] = {
     "a closure": (lambda run: run.optimizer.step(lambda: 0.0), "closure"),
     "an option that is a tensor": (lambda run: run.optimizer.param_groups[0].update(lr=torch.tensor(1e-3)), "option '0/lr'"),
-    "a sparse gradient": (
-        lambda run: setattr(run.model["unused"].weight, "grad", torch.ones(4, 4).bfloat16().to_sparse()),
-        "not a dense array",
-    ),
+    "a sparse gradient": (lambda run: sparse_gradient(run), "not a dense array"),
     "an attribute of the optimizer": (lambda run: setattr(run.optimizer, "warmth", 3), "attributes that change"),
     "a new parameter": (
         lambda run: run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}),
@@ -229,8 +236,9 @@ def test_what_cannot_be_logged_exactly_is_stored_itself(name: str, tmp_path: Pat
     run = Run(lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.5), torch.bfloat16)
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)
+        run.backward()
         spoil(run)
-        run.train_step()
+        run.optimizer.step()
         report = log.save(3, run.state()).result(60)
         assert report.replayed_steps == 0
         assert note in report.note
@@ -350,8 +358,8 @@ def test_segments_of_gradients_go_with_the_last_step_that_needs_them(run: Run, t
 def test_a_damaged_gradient_is_refused(run: Run, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
-    newest = sorted((tmp_path / "segments").iterdir())[-1]
-    stream = max((path for path in newest.rglob("c/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    newest = sorted(path for path in (tmp_path / "segments").iterdir() if path.is_dir())[-1]
+    stream = max((path for path in newest.rglob("c*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(stream.read_bytes())
     content[len(content) // 3] ^= 4
     stream.write_bytes(content)
@@ -529,7 +537,7 @@ def test_a_manifest_whose_replay_does_not_fit_is_refused(run: Run, tmp_path: Pat
         change(manifest, replay=change(plan, steps=(ReplayStep({"0": path}, {}),))),
         change(manifest, replay=change(plan, digests={k: v for k, v in plan.digests.items() if k != path})),
         change(manifest, replay=change(plan, places={k: path for k in plan.places})),
-        change(manifest, leaves={k: v for k, v in manifest.leaves.items() if not k.startswith("%gradient/0/1")}),
+        change(manifest, leaves={k: v for k, v in manifest.leaves.items() if not k.startswith("%gradient/0/0")}),
     ):
         with pytest.raises(errors.Damaged):
             encode_manifest(wrong)

@@ -150,12 +150,10 @@ class GradientLog:
         has_base = base is not None and base.standing == self._engine._saver.standing()
         fresh = len(base.fresh) if base is not None else 0
         logged = len(base.updates) - fresh if base is not None else 0
-        reason = replay.why_direct(Situation(has_base, logged, fresh, self._differed), self._limits)
-        if reason is None and self._spoiled is not None:
-            return self._spoiled
-        if reason is None and _attributes(self._optimizer) != self._attributes:
-            return "the optimizer has attributes that change and belong to no state of it"
-        return reason
+        spoiled = self._spoiled
+        if spoiled is None and _attributes(self._optimizer) != self._attributes:
+            spoiled = "the optimizer has attributes that change and belong to no state of it"
+        return replay.why_direct(Situation(has_base, logged, fresh, self._differed, spoiled), self._limits)
 
     def _replay(self, base: _Base, flat: Flat) -> tuple[dict[str, str], str | None]:
         """Do the fresh updates on the replica: the digest of each leaf that the optimizer owns, or why they cannot be replayed."""
