@@ -462,7 +462,7 @@ def test_what_a_logged_step_stores_can_be_read_without_the_optimizer(run: Run, t
     assert [bits(arrays[path]) for path in paths] == [bits(seen[2]), bits(seen[3])]
     row = found.restore(3, slices={paths[1]: (slice(5, 6),)})[paths[1]]
     assert bits(row) == bits(seen[3][5:6])
-    with pytest.raises(errors.ReplayNeeded, match="'model/first.weight'"):
+    with pytest.raises(errors.ReplayNeeded, match=r"'model/first\.weight'"):
         found.restore(3, leaves=["model/first.weight"])
 
 
