@@ -172,7 +172,7 @@ class GradientLog:
         except Exception as error:  # noqa: BLE001 - an optimizer that cannot be copied is no reason to lose the checkpoint
             self._differed += 1
             return {}, f"{type(self._optimizer).__name__} cannot be replayed: {type(error).__name__}: {error}"
-        found, wanted = replica.digests(twin.arrays), replica.digests(live.arrays)
+        found, wanted = replica.digests(twin), replica.digests(live)
         for path, digest in wanted.items():
             if found.get(path) != digest:
                 self._differed += 1

@@ -54,7 +54,7 @@ def options_of(optimizer: Optimizer) -> Node:
     flat = tree.flatten(_options(optimizer), leaves.describe)
     if flat.arrays:
         raise UnsupportedLeaf(
-            f"option {next(iter(flat.arrays))!r} of the optimizer's groups is a tensor, which may change outside its steps"
+            f"option {next(iter(flat.arrays))!r} of the optimizer's groups is an array, which may change outside its steps"
         )
     return flat.skeleton
 
@@ -136,29 +136,34 @@ def replayed(
         for step in plan.steps:
             inputs = {int(number): leaves.tensor_of(stored[path]) for number, path in step.inputs.items()}
             twin.update(step.options, inputs)
-        arrays = {plan.places[path]: value for path, value in twin.memory().arrays.items()}
+        memory = twin.memory()
     except Exception as error:
         raise ReplayDiffers(
             f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed with {name_of(optimizer)}: "
             f"{type(error).__name__}: {error}. {replay.way_out(root, manifest)}"
         ) from error
-    replay.check(root, manifest, digests(arrays), name_of(optimizer))
-    return {path: stored[path]._replace(data=leaves.bytes_of(value)) for path, value in arrays.items()}
+    found = {plan.places.get(path, path): digest for path, digest in digests(memory).items()}
+    replay.check(root, manifest, found, name_of(optimizer))
+    return {
+        plan.places[path]: stored[plan.places[path]]._replace(data=leaves.bytes_of(value))
+        for path, value in memory.arrays.items()
+        if path in plan.places
+    }
 
 
-def digests(arrays: Mapping[str, object]) -> dict[str, str]:
-    """The leaf digest of every tensor. What lies on a device is copied to the host one by one, in the order of this thread's stream."""
+def digests(flat: Flat) -> dict[str, str]:
+    """The leaf digest of every array. What lies on a device is copied to the host one by one, in the order of this thread's stream."""
 
     def one(path: str, host: U8) -> str:
-        described = leaves.describe(arrays[path])
-        assert described is not None
-        spec = LeafSpec.of(path, described.shape, described.dtype)
-        return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.bounds().size - 1)))
+        leaf = flat.leaves[path]
+        spec = LeafSpec.of(path, leaf.shape, leaf.dtype)
+        bounds = spec.bounds()
+        return leaf_digest(chunk_digests(host, bounds, spec.word_bytes, range(bounds.size - 1)))
 
-    here = [path for path, value in arrays.items() if not _is_on_device(value)]
+    here = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        found = dict(zip(here, pool.map(one, here, [leaves.bytes_of(arrays[path]) for path in here]), strict=True))
-        return {path: found.get(path) or one(path, leaves.bytes_of(value)) for path, value in arrays.items()}
+        found = dict(zip(here, pool.map(one, here, [leaves.bytes_of(flat.arrays[path]) for path in here]), strict=True))
+        return {path: found.get(path) or one(path, leaves.bytes_of(value)) for path, value in flat.arrays.items()}
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
