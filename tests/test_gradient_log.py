@@ -225,7 +225,7 @@ SPOILERS: dict[str, tuple[Spoil, str]] = {
     "an attribute of the optimizer": (lambda run: setattr(run.optimizer, "warmth", 3), "attributes that change"),
     "a new parameter": (
         lambda run: run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}),
-        "other tensors",
+        "other arrays",
     ),
 }
 

@@ -103,13 +103,13 @@ class Replica:
         self.optimizer = _twin(like, content)
         self._step = _plain_step(type(like))
 
-    def update(self, options: Node, gradients: Mapping[int, torch.Tensor]) -> None:
-        """One step. ``gradients``: by the parameter's number; those of the others are ``None``."""
+    def update(self, options: Node, inputs: Mapping[str, torch.Tensor]) -> None:
+        """One step. ``inputs``: gradients by the parameter's number; those of the others are ``None``."""
         restored: Any = tree.unflatten(options, _no_array)
         for group, own in zip(self.optimizer.param_groups, restored, strict=True):
             group.update(own)
         for number, weight in enumerate(parameters(self.optimizer)):
-            gradient = gradients.get(number)
+            gradient = inputs.get(str(number))
             # A copy: an optimizer may change the gradients that it is given.
             weight.grad = None if gradient is None else gradient.to(weight.device, copy=True).reshape(weight.shape)
         self._step(self.optimizer)
@@ -134,7 +134,7 @@ def replayed(
     twin = Replica(optimizer, plan.memory, place)
     try:
         for step in plan.steps:
-            inputs = {int(number): leaves.tensor_of(stored[path]) for number, path in step.inputs.items()}
+            inputs = {name: leaves.tensor_of(stored[path]) for name, path in step.inputs.items()}
             twin.update(step.options, inputs)
         memory = twin.memory()
     except Exception as error:
