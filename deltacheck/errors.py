@@ -49,6 +49,10 @@ class SnapshotTorn(SaveFailed):
     """A tensor was written to before its capture had finished."""
 
 
+class ContractNotMet(DeltacheckError):
+    """A step cannot give what the restore asks for: some of its leaves were saved under a weaker contract."""
+
+
 class ReplayNeeded(DeltacheckError):
     """The step is kept as gradients: it is restored by replaying the optimizer, which this reader was not given."""
 

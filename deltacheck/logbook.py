@@ -13,7 +13,7 @@ from deltacheck.records import LeafSpec
 from deltacheck.replay import Limits, Situation
 from deltacheck.store.schema import Replay, ReplayStep
 from deltacheck.tree import Flat, Node
-from deltacheck.work import LeafSource
+from deltacheck.work import Coded, LeafSource
 
 log = logging.getLogger("deltacheck")
 
@@ -180,14 +180,12 @@ class Logbook:
 
     def _logged(self, base: Base, state: Flat, promised: dict[str, str]) -> Plan:
         sources = {
-            path: LeafSource(LeafSpec.of(path, leaf.shape, leaf.dtype), _nothing, held=True)
-            for path, leaf in state.leaves.items()
-            if path in promised
+            path: _held(LeafSpec.of(path, leaf.shape, leaf.dtype)) for path, leaf in state.leaves.items() if path in promised
         }
         for update in base.updates:
             for name, spec in update.specs.items():
                 if update.inputs is None:
-                    sources[spec.path] = LeafSource(spec, _nothing, held=True)
+                    sources[spec.path] = _held(spec)
                 else:
                     current, lazy = self._read(update.inputs[name])
                     sources[spec.path] = LeafSource(spec, current, lazy=lazy, whole=True)
@@ -210,5 +208,6 @@ def places(memory: Flat, state: Flat) -> dict[str, str] | None:
     return found if len(found) == len(all_of_it) and len(set(found.values())) == len(found) else None
 
 
-def _nothing() -> object:
-    raise AssertionError("a held leaf is not read")
+def _held(spec: LeafSpec) -> LeafSource:
+    """What is stored of the leaf already stays."""
+    return LeafSource(spec, lambda: Coded(spec, None))

@@ -78,9 +78,8 @@ def input_path(update: int, name: str) -> str:
 
 def refuse(root: Root, manifest: Manifest, paths: Iterable[str]) -> None:
     """Raise ``ReplayNeeded`` where one of the leaves is stored only as what a replay begins with."""
-    assert manifest.replay is not None
-    wanted = [path for path in paths if path in manifest.replay.digests]
-    if wanted:
+    wanted = [] if manifest.replay is None else [path for path in paths if path in manifest.replay.digests]
+    if manifest.replay is not None and wanted:
         raise ReplayNeeded(
             f"step {manifest.step} keeps leaf {wanted[0]!r} and {len(wanted) - 1} others as gradients: restoring it replays "
             f"{len(manifest.replay.steps)} updates of {manifest.replay.update}. Restore it with that optimizer "

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
@@ -85,7 +86,8 @@ class Engine:
         self._lease = Lease(path)
         self._root = Root(path, store)
         self._on_busy = on_busy
-        self._capture = Capture(shadow, host_cache_bytes)
+        policy = policy or Policy.exact()
+        self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._keep_last = keep_last
         self._grace_seconds = grace_seconds
@@ -93,7 +95,7 @@ class Engine:
             self._saver = Saver(
                 store,
                 TorchCodec(),
-                policy or Policy.exact(),
+                policy,
                 next_seq=self._root.next_seq(),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
@@ -109,11 +111,6 @@ class Engine:
     @property
     def root(self) -> Path:
         return self._root.path
-
-    @property
-    def contract(self) -> str:
-        """What the engine's policy promises."""
-        return self._saver.contract
 
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Save ``state`` as of this call as checkpoint ``step``, and return while it is written.
@@ -190,30 +187,36 @@ class Engine:
         step: int | None = None,
         into: object = None,
         *,
+        contract: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
     ) -> Any:
-        """Restore a committed step (by default the newest), verified bit for bit; the next save continues its chain.
+        """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
-        ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its own tensors are neither
-        read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the state).
+        ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
+        comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
+        own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
+        state beside it).
 
-        Raises ``ReplayNeeded`` for such a step without an optimizer, ``ReplayDiffers`` (naming leaf, both digests and way out)
-        where the replay does not give what was saved, ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged``
-        or ``ChainBroken`` (naming leaf, segment and way out).
+        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
+        ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
+        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
         """
         self._saver.check_usable()
         self._saver.wait()
         manifest = self._root.manifest(step)
+        restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        chains = restore.resolve(self._root, manifest, stored=optimizer is not None)
-        stored = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
-        loaded = stored
+        found = restore.resolve(self._root, manifest, stored=optimizer is not None)
+        stored: dict[str, NDArray[np.uint8]] = {}
+        loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
+        inputs: set[str] = set()
         if manifest.replay is not None and optimizer is not None:
-            loaded = stored | replica.replayed(self._root, manifest, manifest.replay, stored, optimizer)
+            loaded |= replica.replayed(self._root, manifest, manifest.replay, loaded, optimizer)
+            inputs = manifest.replay.inputs
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
         else:
@@ -221,14 +224,8 @@ class Engine:
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
-        self._saver.adopt(
-            {
-                path: (chain.spec, stored[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
-                for path, chain in chains.items()
-                if manifest.replay is None or path not in manifest.replay.inputs
-            },
-            manifest.segments,
-        )
+        chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
+        self._saver.adopt(chains, stored, manifest)
         return state
 
     def close(self, timeout: float | None = None) -> None:

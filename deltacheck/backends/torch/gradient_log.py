@@ -43,8 +43,8 @@ class GradientLog:
     def __init__(
         self, engine: Engine, optimizer: Optimizer, *, max_replay_steps: int = 16, max_steps_per_save: int = 4
     ) -> None:
-        if engine.contract != "exact":
-            raise ValueError(f"a gradient log needs an engine with Policy.exact(); this one promises {engine.contract!r}")
+        if not engine._saver.is_exact:
+            raise ValueError("a gradient log needs an engine with Policy.exact(): a replay must begin with the state itself")
         self._engine = engine
         self._optimizer = optimizer
         self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
