@@ -6,6 +6,7 @@ the digests that were taken of the live state beside the save.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ class Turn:
     """One way's saves, one after the other."""
 
     reports: list[SaveReport] = field(default_factory=list)
+    durable: dict[int, float] = field(default_factory=dict)  # by sequence number, in seconds, by our own clock
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def logged(self) -> list[SaveReport]:
@@ -66,14 +68,14 @@ def run(settings: Settings) -> Result:
             delta = median(report.stored_bytes for report in direct.deltas())
             cycle = mean(report.stored_bytes for report in (*log.logged(), *log.deltas()))
             sizes.append([f"{rate:g}", every, file, logged / file, delta / file, cycle / file])
-            for name, reports in (
-                ("logged", log.logged()),
-                ("state itself, by the log", log.deltas()),
-                ("direct delta", direct.deltas()),
-            ):
-                times.append(
-                    [f"{rate:g}", every, name, median(r.blocking_seconds for r in reports), median(r.durable_seconds for r in reports)]
-                )  # fmt: skip
+            ways = (
+                ("logged", log, log.logged()),
+                ("state itself, by the log", log, log.deltas()),
+                ("direct delta", direct, direct.deltas()),
+            )
+            for name, turn, reports in ways:
+                durable = median(turn.durable[report.seq] for report in reports)
+                times.append([f"{rate:g}", every, name, median(report.blocking_seconds for report in reports), durable])
             bad = _not_exact(folder / "log", log, training)
             wrong, checked = wrong + bad, checked + len(log.reports)
             if every == 1:
@@ -114,8 +116,10 @@ def _logged(training: Training, every: int, saves: int, folder: Path, replays: i
         for number in range(saves):
             for _ in range(every if number else 0):
                 training.train_step()
-            report = log.save(training.step, training.state()).result()
+            state, began = training.state(), time.perf_counter()
+            report = log.save(training.step, state).result()
             assert report is not None  # nothing is skipped
+            turn.durable[report.seq] = time.perf_counter() - began
             turn.reports.append(report)
             turn.digests[training.step] = _digests(training.state())
     return turn
@@ -127,10 +131,12 @@ def _direct(training: Training, every: int, saves: int, folder: Path) -> Turn:
         for number in range(saves):
             for _ in range(every if number else 0):
                 training.train_step()
-            handle = engine.save(training.step, training.state())
+            state, began = training.state(), time.perf_counter()
+            handle = engine.save(training.step, state)
             engine.before_update()  # what the next optimizer step would wait for counts as blocking
             report = handle.result()
             assert report is not None
+            turn.durable[report.seq] = time.perf_counter() - began
             turn.reports.append(report)
             turn.digests[training.step] = _digests(training.state())
     return turn

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import deltacheck
-from deltacheck import errors, replay, restore
+from deltacheck import Policy, errors, replay, restore
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.demo.optimizer import MixedPrecisionAdamW
@@ -543,11 +543,9 @@ def test_a_manifest_whose_replay_does_not_fit_is_refused(run: Run, tmp_path: Pat
             encode_manifest(wrong)
 
 
-def test_a_log_refuses_an_engine_that_promises_less(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine(tmp_path) as engine:
-        monkeypatch.setattr(type(engine), "contract", "bounded")
-        with pytest.raises(ValueError, match="bounded"):
-            GradientLog(engine, run.optimizer)
+def test_a_log_refuses_an_engine_that_does_not_store_every_leaf_as_it_is(run: Run, tmp_path: Path) -> None:
+    with Engine(tmp_path, policy=Policy.exact(derive=True)) as engine, pytest.raises(ValueError, match="the state itself"):
+        GradientLog(engine, run.optimizer)
 
 
 def test_a_closed_log_keeps_out_of_the_optimizers_steps(run: Run, tmp_path: Path) -> None:

@@ -216,8 +216,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     def specs(self) -> dict[str, LeafSpec]:
         """What every leaf of the tree is, by path, ties once."""
         inputs = set() if self.replay is None else self.replay.inputs
-        found = [*self.leaves, *(self.derived.keys() - self.leaves.keys())]
-        return {path: self.spec(path) for path in found if path not in inputs}
+        return {path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived]) if path not in inputs}
 
     def digest_of(self, path: str) -> str:
         """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves."""

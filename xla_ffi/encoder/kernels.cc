@@ -78,6 +78,9 @@ const Kernels DELTACHECK_KERNELS = {DELTACHECK_INSTRUCTION_SET,
                                     check_chunk_any,
                                     apply_chunk_any,
                                     span_statistics_any,
-                                    quantise_part};
+                                    lattice_codes_part,
+                                    lattice_values_part,
+                                    octave_codes_part,
+                                    octave_values_part};
 
 }  // namespace deltacheck
