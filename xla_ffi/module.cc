@@ -264,7 +264,8 @@ NB_MODULE(_native, m) {
         nb::arg("bounds").noconvert(), nb::arg("elements"),
         "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
   m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
-        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(), "(refused, largest error, sum of their squares).");
+        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(),
+        "(refused, largest error, sum of their squares).");
   m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(), nb::arg("weights").noconvert().none(),
         nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert());
   m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(), nb::arg("base").noconvert().none(),

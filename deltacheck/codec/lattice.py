@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from deltacheck import _native
 from deltacheck.codec import memory
 
-F32, I32 = NDArray[np.float32], NDArray[np.int32]
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 
 LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-F32, F64 = NDArray[np.float32], NDArray[np.float64]
-I32, I64, U16, U32 = NDArray[np.int32], NDArray[np.int64], NDArray[np.uint16], NDArray[np.uint32]
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
 Codes = NDArray[Any]  # uint8 or uint16
 
 MOST = float(np.finfo(np.float32).max)
@@ -117,7 +121,7 @@ def octave_values(codes: Codes, form: OctaveForm) -> F32:
     """``x'``; of a code that no value has, 0."""
     code = codes.astype(np.int64)
     size = code & ~form.sign
-    valid = (1 <= size) & (size <= form.most)
+    valid = (size >= 1) & (size <= form.most)
     cell = np.where(valid, size - 1 + form.lowest, 0)
     magnitude = magnitude_of((cell << form.shift) + (1 << (form.shift - 1)))
     sign = np.where(code & form.sign, np.uint32(1 << 31), np.uint32(0))

@@ -61,8 +61,8 @@ struct Refusal {
   uint64_t found = 0, said = 0;
 };
 
-// Functions are described in segment.h, statistics.h, lattice.h and octaves.h, where they take `word_bytes` or `elements` as their
-// template argument.
+// Functions are described in segment.h, statistics.h, lattice.h and octaves.h, where they take `word_bytes` or
+// `elements` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words);

@@ -136,8 +136,9 @@ inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
 #pragma omp simd
   for (uint64_t i = 0; i < count; ++i) {
-    const uint32_t moved = bits_of(middle_of(static_cast<int32_t>(code[i]), step, phase(seed, i)));
-    to[i] = kCells ? in_cell(moved, w[i]) : moved;
+    uint32_t moved = bits_of(middle_of(static_cast<int32_t>(code[i]), step, phase(seed, i)));
+    if (kCells) moved = in_cell(moved, w[i]);
+    to[i] = moved;
   }
 }
 

@@ -34,18 +34,21 @@ DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
 
 constexpr uint32_t kLeastNormal = 1u << 23, kBias = 127u << 23, kSubnormalBias = 276u << 23;
 
+// Conditions as words, and choices without branches, which compilers would not make vectors of.
+DELTACHECK_HD uint32_t mask_of(bool holds) { return 0 - uint32_t{holds}; }
+DELTACHECK_HD uint32_t either(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
+
 // L of a positive finite float, as two's complement. REQUIRES: magnitude > 0.
 DELTACHECK_HD uint32_t octave_of(uint32_t magnitude) {
   const uint32_t whole = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)));  // a subnormal is an integer
-  return magnitude < kLeastNormal ? whole - kSubnormalBias : magnitude - kBias;
+  return either(mask_of(magnitude < kLeastNormal), whole - kSubnormalBias, magnitude - kBias);
 }
 
 // The bits of the largest float whose L is not above `octave`.
 DELTACHECK_HD uint32_t magnitude_of(uint32_t octave) {
-  const bool subnormal = static_cast<int32_t>(octave) < -126 * (1 << 23);
-  const uint32_t whole =
-      static_cast<uint32_t>(static_cast<int32_t>(float_of(subnormal ? octave + kSubnormalBias : 0)));
-  return subnormal ? whole : octave + kBias;
+  const uint32_t subnormal = mask_of(static_cast<int32_t>(octave) < -126 * (1 << 23));
+  const float whole = float_of(subnormal & (octave + kSubnormalBias));
+  return either(subnormal, static_cast<uint32_t>(static_cast<int32_t>(whole)), octave + kBias);
 }
 
 // The bits of what a code without its sign stands for. REQUIRES: 1 <= size <= form.most.
@@ -78,36 +81,36 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
   // In blocks, so that counts need no 64 bits in each step.
   for (uint64_t start = 0; start < count; start += kBlockOctaves) {
     const uint32_t size_of_block = static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
-    uint32_t block_refused = 0, block_zeroed = 0, high = 0, low = 0;
-#pragma omp simd reduction(+ : block_refused, block_zeroed, high, low) reduction(max : largest)
+    uint32_t block_coded = 0, block_zeroed = 0, zeros = 0, high = 0, low = 0;
+#pragma omp simd reduction(+ : block_coded, block_zeroed, zeros, high, low) reduction(max : largest)
     for (uint32_t i = 0; i < size_of_block; ++i) {
       const uint32_t bits = x[start + i], magnitude = bits & kMagnitude;
       const uint32_t minus = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
       const uint32_t octave = octave_of(magnitude);
       const int32_t ahead = (static_cast<int32_t>(octave) >> form.shift) - form.lowest;
-      const bool zero = magnitude == 0, wrong = (minus & negatives) != 0;
-      const bool below = !zero & !wrong & (ahead < 0);
-      const bool coded = !zero & !wrong & (static_cast<uint32_t>(ahead) < form.most);
+      const uint32_t right = mask_of(magnitude != 0) & ~(minus & negatives), below = right & mask_of(ahead < 0),
+                     coded = right & mask_of(static_cast<uint32_t>(ahead) < form.most);
       const uint32_t nearest = static_cast<uint32_t>(ahead) + 1;
       uint32_t size = nearest;
       if (kBase) {
         const uint32_t old = before[start + i], old_size = old & sizes;
-        const bool valid = (old_size - 1 < form.most) & (((old ^ minus) & form.sign) == 0);
-        const uint32_t apart = octave_of(middle_of(valid ? old_size : 1, form)) - octave;
-        size = valid & (apart + band <= 2 * band) ? old_size : nearest;
+        const uint32_t valid = mask_of(old_size - 1 < form.most) & mask_of(((old ^ minus) & form.sign) == 0);
+        const uint32_t apart = octave_of(middle_of(either(valid, old_size, 1), form)) - octave;
+        size = either(valid & mask_of(apart + band <= 2 * band), old_size, nearest);
       }
-      const uint32_t there = middle_of(coded ? size : 1, form), here = coded ? magnitude : there;
+      const uint32_t there = middle_of(either(coded, size, 1), form), here = either(coded, magnitude, there);
       const uint32_t more = there > here ? there : here, less = there > here ? here : there;
       const float ratio = float_of(more) / float_of(less);
       largest = ratio > largest ? ratio : largest;
       const uint32_t away = octave_of(more) - octave_of(less);
       high += away >> 16;
       low += away & 0xffffu;
-      block_refused += !zero & !below & !coded;
-      block_zeroed += below;
-      to[start + i] = static_cast<typename Word<W>::type>(coded ? size | (minus & form.sign) : 0);
+      block_coded += coded & 1;
+      block_zeroed += below & 1;
+      zeros += mask_of(magnitude == 0) & 1;
+      to[start + i] = static_cast<typename Word<W>::type>(coded & (size | (minus & form.sign)));
     }
-    refused += block_refused;
+    refused += size_of_block - block_coded - block_zeroed - zeros;
     zeroed += block_zeroed;
     distance += (uint64_t{high} << 16) + low;
   }
