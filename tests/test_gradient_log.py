@@ -26,6 +26,7 @@ from deltacheck.cli import main
 from deltacheck.demo.optimizer import MixedPrecisionAdamW
 from deltacheck.records import LeafKind
 from deltacheck.replay import Limits, Situation
+from deltacheck.store import schema
 from deltacheck.store.root import encode_manifest, open_root
 from deltacheck.store.schema import ReplayStep
 
@@ -160,7 +161,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(run: Run, tmp_path: 
     with Engine(tmp_path) as engine, GradientLog(engine, resumed.optimizer) as log:
         resumed.load(log.restore())
         reports = resumed.train_and_save(log, 5)
-    assert_same(run.state(), resumed.state())
+        assert_same(run.state(), resumed.state())
+        for step, state in resumed.saved.items():
+            assert_same(state, log.restore(step))
     assert [report.replayed_steps for report in reports] == [0, 1, 2, 3, 4]
     assert "no checkpoint of this log yet" in reports[0].note
 
@@ -601,3 +604,29 @@ def test_a_gradient_of_many_chunks_is_encoded_whole_and_read_in_part(tmp_path: P
         found = deltacheck.open(tmp_path).restore(1, slices={"%gradient/0/0": (slice(700, 710), slice(3, 5))})
         assert np.array_equal(found["%gradient/0/0"].view(np.uint16), weight.grad[700:710, 3:5].view(torch.uint16).numpy())
         assert bits(log.restore(1)["w"]) == bits(weight)
+
+
+def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(900, 1000).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with Engine(tmp_path) as engine, GradientLog(engine, optimizer) as log:
+        log.save(0, {"w": weight})
+        weight.grad = torch.randn(900, 1000).bfloat16()
+        optimizer.step()
+        log.save(1, {"w": weight})
+    root = open_root(tmp_path)
+    segment = root.store.segment(root.manifest(1).segments[-1])
+    table, entry = segment.table, segment.table.leaves["%gradient/0/0"]
+    rows = sum(count for _, _, count in entry.delta)
+    assert rows == entry.spec("").chunk_count > 1
+    fewer = msgspec.structs.replace(entry, delta=((0, 0, rows - 1),))
+    parts = (msgspec.structs.replace(table.parts[0], rows=rows - 1),)
+    wrong = msgspec.structs.replace(table, leaves={"%gradient/0/0": fewer}, packed={}, parts=parts, digests=rows - 1)
+    content = json.dumps({"attributes": schema.to_attributes(wrong)}).encode()
+    with pytest.raises(errors.Damaged, match=f"has {rows - 1} rows for {rows} chunks"):
+        schema.from_zarr_json(content, schema.SegmentTable, "x")
+    twice = segment.part(0).index.copy()
+    twice[:, 1] = 0  # the column of chunk numbers
+    monkeypatch.setattr(type(segment.part(0)), "index", twice)
+    with pytest.raises(errors.Damaged, match="no row for chunk 1"):
+        restore.resolve(root, root.manifest(1), ["%gradient/0/0"])
