@@ -265,6 +265,20 @@ def test_what_cannot_be_logged_exactly_is_stored_itself(name: str, tmp_path: Pat
         assert_same(run.state(), log.restore(3))
 
 
+def test_where_there_is_no_memory_for_a_replica_the_state_itself_is_stored(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltacheck.backends.torch import replica
+
+    def full(*arguments: object) -> object:
+        raise torch.OutOfMemoryError("not enough memory")
+
+    monkeypatch.setattr(replica, "Replica", full)
+    with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
+        assert [report.replayed_steps for report in run.train_and_save(log, 3)] == [0, 0, 0]
+        assert_same(run.saved[3], log.restore())
+
+
 def test_a_save_of_the_engine_itself_between_is_no_harm(run: Run, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)

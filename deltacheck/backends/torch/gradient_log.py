@@ -108,7 +108,11 @@ class GradientLog:
             assert isinstance(value, torch.Tensor)
             return value.detach().clone()
 
-        twin = replica.Replica(self._optimizer, memory.skeleton, clone)
+        try:
+            twin = replica.Replica(self._optimizer, memory.skeleton, clone)
+        except (RuntimeError, MemoryError) as error:  # a device that has no memory left says so with a RuntimeError
+            log.warning("step %d: there is no replica to replay on, and the next save stores the state itself: %s", step, error)
+            return None
         return Base(standing[1] - 1, step, replica.name_of(self._optimizer), memory.skeleton, places, twin, standing)
 
 
