@@ -50,13 +50,15 @@ class GradientLog:
         self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
         self._seconds = 0.0  # that the hook has taken since the last save
         self._attributes = _attributes(optimizer)
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._depth = 0  # of steps in steps: where a class calls that of its base, torch calls the hooks for both
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         engine.guard(optimizer)
 
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Save ``state`` as of this call as checkpoint ``step``; arguments, result and errors as ``Engine.save`` has them."""
         begin = time.perf_counter()
         engine, book = self._engine, self._book
+        self._depth = 0  # a step that raised has not come to its end
         flat = tree.flatten(state, leaves.describe)
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
@@ -78,7 +80,8 @@ class GradientLog:
 
     def close(self) -> None:
         """Take no part in the optimizer's steps any more. The engine stays open."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._book.forget()
 
     def __enter__(self) -> Self:
@@ -88,9 +91,15 @@ class GradientLog:
         self.close()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         begin = time.perf_counter()
         self._book.record(lambda number: _recorded(optimizer, number, args, kwargs))
         self._seconds += time.perf_counter() - begin
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._depth -= 1
 
     def _based(self, step: int, state: Flat, standing: tuple[int, int]) -> Base | None:
         """The save just begun as the base of the next ones; ``None`` where they cannot be replayed from it."""
