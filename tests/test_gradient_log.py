@@ -304,6 +304,21 @@ def test_a_step_that_raised_does_not_end_the_log(run: Run, tmp_path: Path, monke
             assert_same(state, log.restore(step))
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_pending": 3}, {"shadow": "none"}, {"capture": "eager", "host_cache_bytes": 4096}], ids=str
+)
+def test_saves_that_nobody_waits_for_are_all_restored(options: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    with Engine(tmp_path, **options) as engine, GradientLog(engine, run.optimizer, max_replay_steps=3) as log:
+        handles = []
+        for _ in range(9):
+            run.train_step()
+            handles.append(run.save(log))
+        assert [handle.result(60).replayed_steps for handle in handles] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+        for step, state in run.saved.items():
+            assert_same(state, log.restore(step))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
 def test_a_save_of_the_engine_itself_between_is_no_harm(run: Run, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)
