@@ -26,6 +26,8 @@ from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
+from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
@@ -43,7 +45,9 @@ class Saver:
     ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
     training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
     storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
-    written whole, and only leaves that did not change at all (by their digests) are left out.
+    written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
+    ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
+    before has waited; equal states then no longer give equal files.
     """
 
     def __init__(
@@ -57,9 +61,15 @@ class Saver:
         max_pending: int = 1,
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
+        effort: str = "normal",
     ) -> None:
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
+        if effort not in EFFORTS:
+            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
+        self._adapts = effort == "auto"
+        self._effort = Effort.NORMAL if self._adapts else Effort(effort)
+        self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
         self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
@@ -121,17 +131,19 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
+            number, shadow = self._next_seq, self.leaves
             work = Work(
                 self._setup,
                 self.epoch,
-                self.leaves,
+                shadow,
                 handle,
-                self._next_seq,
+                number,
                 tree,
                 sources,
                 metrics or {},
                 commit,
                 terms,
+                self._effort,
                 replay,
                 note,
             )
@@ -269,6 +281,7 @@ class Saver:
                         f"the save of step {work.handle.step} stands on an earlier one that failed; the next writes whole leaves"
                     )
                 ref = work.finish_segment()
+                self._adapt(work)
                 if ref is not None:
                     self._refs[ref.id] = ref
                 work.handle._advance("durable")
@@ -279,6 +292,13 @@ class Saver:
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work
+
+    def _adapt(self, work: Work) -> None:
+        """Choose the effort of the next save by what this one took."""
+        spent, before = self._setup.store.take_spent(), self._last_begin
+        self._last_begin = work.begin
+        if self._adapts and before is not None:
+            self._effort = next_effort(self._effort, Timing(work.begin - before, *spent))
 
     def _fail(self, work: Work, error: BaseException) -> None:
         with self._lock:

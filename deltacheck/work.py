@@ -25,6 +25,7 @@ from deltacheck.policy.chain import needs_keyframe
 from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
 from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
+from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import (
     DERIVED,
@@ -163,6 +164,7 @@ class Work:
         metrics: Mapping[str, float],
         commit: Callable[[Manifest], int],
         terms: Callable[[], Terms],
+        effort: Effort,
         replay: Replay | None = None,
         note: str = "",
     ) -> None:
@@ -182,7 +184,7 @@ class Work:
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
         self.begin = time.perf_counter()
-        self.writer: SegmentWriter = setup.store.writer(seq)
+        self.writer: SegmentWriter = setup.store.writer(seq, effort)
         self.keyframes: list[str] = []
         self.pieces: list[_Piece] = []
         self.unsealed_bytes = 0
