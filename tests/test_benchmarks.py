@@ -117,6 +117,16 @@ def test_restores_are_told_for_each_depth(results: dict[str, dict[str, Any]]) ->
     )
 
 
+def test_a_logged_step_is_smaller_than_a_delta_and_exact(results: dict[str, dict[str, Any]]) -> None:
+    for row in rows(results["gradient_log"]):
+        assert row["a logged step"] < row["cycle"] < row["a direct delta"] < 1
+    ways = rows(results["gradient_log"], 1)
+    assert [row["way"] for row in ways] == ["logged", "state itself, by the log", "direct delta"]
+    assert all(0 < row["blocking"] <= row["durable"] for row in ways)
+    assert [row["steps replayed"] for row in rows(results["gradient_log"], 2)] == [0, 1, 4]
+    assert all(figure["holds"] for figure in results["gradient_log"]["figures"])  # sizes and exactness, no times
+
+
 def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
     pytest.importorskip("deltacheck._native")
     encode = importlib.import_module("benchmarks.encode")

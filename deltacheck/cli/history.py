@@ -32,7 +32,7 @@ class LeafState:
         if self.kind is LeafKind.UNCHANGED:
             return 0
         segment, entry = self.stored_in
-        if entry.key is not None:
+        if entry.is_whole:
             return None
         rows = [segment.part(part).index[first : first + count, columns.CHANGED] for part, first, count in entry.delta]
         return sum(int(row.sum(dtype="uint64")) for row in rows)
@@ -79,7 +79,7 @@ def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> L
             continue
         if depth == 0:
             last = segments[number], entry
-        if entry.key is not None:
+        if entry.is_whole:
             own = layout.seq_of(last[0].id) == manifest.seq
             kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if depth else LeafKind.KEYFRAME
             return LeafState(manifest.leaves[path].spec(path), kind, depth, last)

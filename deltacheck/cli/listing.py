@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deltacheck.cli.history import Change, LeafState, Step
     from deltacheck.contracts import Promise
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest
+    from deltacheck.store.schema import Manifest, Replay
 
 _STEP = (
     Column("STEP", "step"),
@@ -30,6 +30,7 @@ _CHANGE = (
     Column("UNCHANGED", "unchanged"),
     Column("DENSITY", "density", output.share),
 )
+_REPLAYS = Column("REPLAYS", "replayed_steps")
 
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
@@ -43,10 +44,12 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     for step in history.steps(root, unreadable):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
+        replayed = {"replayed_steps": _replayed_steps(step.manifest)}
+        rows.append(_row(root, step) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)})
     more = (
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
+        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
     _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)
@@ -92,6 +95,11 @@ def log(
     else:
         columns = (*_STEP, since_column, _RAW, Column("WRITTEN", "written_bytes", output.size), *_CHANGE)
     _print_steps(root, rows, columns, as_json, unreadable)
+
+
+def _replayed_steps(manifest: Manifest) -> int:
+    """Updates that a restore of the step replays; 0 where its state itself is stored."""
+    return 0 if manifest.replay is None else len(manifest.replay.steps)
 
 
 def _row(root: Root, step: Step) -> Row:
@@ -174,8 +182,20 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
+        "replay": None if manifest.replay is None else _replay(manifest.replay),
     }
     output.print_json(about | tables)
+
+
+def _replay(replay: Replay) -> Row:
+    return {
+        "base_step": replay.base_step,
+        "base_seq": replay.base_seq,
+        "update": replay.update,
+        "steps": len(replay.steps),
+        "leaves": sorted(replay.digests),
+        "inputs": sorted(replay.inputs),
+    }
 
 
 def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest) -> Row:
@@ -183,7 +203,8 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     from deltacheck.contracts import name_of
 
     spec, derived, promise = manifest.spec(owner), manifest.derived.get(owner), manifest.contracts.get(owner)
-    changed = None if state is None else state.changed_words()
+    replayed = manifest.replay is not None and owner in manifest.replay.digests
+    changed = None if state is None or replayed else state.changed_words()
     words = None if state is None else state.words
     return {
         "path": path,
@@ -196,7 +217,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "limit": None if promise is None else _limit(promise),
         "from_step": None if promise is None else promise.from_step,
         "derived": None if derived is None else derived.how,
-        "kind": "derived" if state is None else str(state.kind),
+        "kind": "replayed" if replayed else "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
         "words": words,
         "changed_words": changed,
@@ -224,6 +245,11 @@ def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
         f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
         f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
     )
+    if manifest.replay is not None:
+        output.print_line(
+            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of {manifest.replay.update} "
+            f"from step {manifest.replay.base_step}, and proves each leaf by its digest"
+        )
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),
