@@ -12,7 +12,7 @@ from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.cli.history import Change, LeafState, Step
+    from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest
 
@@ -33,7 +33,8 @@ _CHANGE = (
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
     """List the committed steps of a root."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root, item)
@@ -61,7 +62,8 @@ def log(
     as_json: Json = False,
 ) -> None:
     """Show what each save wrote: bytes, changed fraction, time."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.errors import DeltacheckError
     from deltacheck.store.root import open_root
 
@@ -110,7 +112,7 @@ def _change(change: Change | None) -> Row:
 
 
 def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     rows: list[Row] = []
     for (prefix, dtype), states in groups.items():
@@ -146,8 +148,8 @@ def _one_a_class(rows: list[Row]) -> list[Row]:
 
 def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
     """Show what a step is made of: leaves, numbers and texts, segments."""
-    from deltacheck import export, tree
-    from deltacheck.cli import history, where
+    from deltacheck import export, history, tree
+    from deltacheck.cli import where
     from deltacheck.store.root import open_segments
 
     root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
@@ -194,7 +196,7 @@ def _leaf_row(path: str, owner: str, state: LeafState, manifest: Manifest) -> Ro
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     closure = sum(ref.stored_bytes for ref in manifest.segments)
