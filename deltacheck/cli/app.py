@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing
+from deltacheck.cli import check, compare, demo, export, listing, plan, report
 
 app = typer.Typer(
     name="deltacheck",
@@ -37,6 +37,8 @@ for name, command in (
     ("restore", export.export),
     ("export", export.export),
     ("gc", check.gc),
+    ("report", report.report),
+    ("plan", plan.plan),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)
