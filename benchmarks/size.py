@@ -23,7 +23,7 @@ from deltacheck import Policy, SaveReport
 from deltacheck.backends.torch import Engine
 from deltacheck.demo.classes import CLASSES
 from deltacheck.demo.train import Training
-from deltacheck.policy import needs_keyframe
+from deltacheck.policy.chain import needs_keyframe
 from deltacheck.records import LeafKind
 from deltacheck.store.arrays import bytes_on_disk
 
@@ -64,7 +64,10 @@ class Root:
     def long_run(self) -> float:
         """Mean bytes of a save in a run without end: the first save has every keyframe, and each leaf's comes again at its chain's limit."""
         policy = Policy.exact()
-        deltas = {leaf: next(n for n in count() if needs_keyframe(policy, leaf.path, n)) for leaf in self.reports[0].leaves}
+        deltas = {
+            leaf: next(n for n in count() if needs_keyframe(policy.max_chain_depth, leaf.path, n))
+            for leaf in self.reports[0].leaves
+        }
         share = sum(leaf.raw_bytes / (deltas[leaf] + 1) for leaf in deltas) / self.raw
         return (1 - share) * self.steady() + share * self.reports[0].stored_bytes
 

@@ -49,6 +49,10 @@ class SnapshotTorn(SaveFailed):
     """A tensor was written to before its capture had finished."""
 
 
+class ContractNotMet(DeltacheckError):
+    """A step cannot give what the restore asks for: some of its leaves were saved under a weaker contract."""
+
+
 class BudgetExceeded(DeltacheckError, MemoryError):
     """A restore would allocate more than the caller allows."""
 

@@ -24,7 +24,7 @@ from deltacheck import restore, tree
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.records import LeafSpec
-from deltacheck.restore import Chain
+from deltacheck.restore import Leaf
 from deltacheck.store.root import Root
 from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import sync_directory
@@ -78,12 +78,12 @@ def matches(path: str, pattern: str) -> bool:
     return path == pattern or fnmatchcase(path, pattern)
 
 
-def batches(chains: Mapping[str, Chain], batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, list[int]]]:
+def batches(leaves: Mapping[str, Leaf], batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, list[int]]]:
     """All chunks of all leaves in order, in groups of at most ``batch_bytes`` decoded bytes, or of one chunk: leaf -> chunk numbers."""
     batch: dict[str, list[int]] = {}
     size = 0
-    for path, chain in chains.items():
-        chunk_bytes = np.diff(chain.spec.bounds()) * np.uint64(chain.spec.word_bytes)
+    for path, leaf in leaves.items():
+        chunk_bytes = np.diff(leaf.spec.bounds()) * np.uint64(leaf.spec.word_bytes)
         for chunk, more in enumerate(chunk_bytes.tolist()):
             if batch and size + more > batch_bytes:
                 yield batch
@@ -94,34 +94,34 @@ def batches(chains: Mapping[str, Chain], batch_bytes: int = BATCH_BYTES) -> Iter
         yield batch
 
 
-def stream(chains: Mapping[str, Chain], progress: Progress | None = None) -> Iterator[tuple[str, U8]]:
+def stream(leaves: Mapping[str, Leaf], progress: Progress | None = None) -> Iterator[tuple[str, U8]]:
     """The verified bytes of every leaf in order, piece by piece; an empty leaf has no piece."""
-    for batch in batches(chains):
-        for key, item in restore.load({key: chains[key] for key in batch}, batch).items():
+    for batch in batches(leaves):
+        for key, item in restore.load({key: leaves[key] for key in batch}, batch).items():
             if progress is not None:
                 progress(item.data.size)
             yield key, item.data
 
 
-def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str, Chain]:
-    """The chain of every key that ``select`` gave. Raises ``ChainBroken`` or ``Damaged``."""
-    chains = restore.resolve(root, manifest, list(keys.values()))
-    return {key: chains[owner] for key, owner in keys.items()}
+def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str, Leaf]:
+    """The leaf of every key that ``select`` gave. Raises ``ChainBroken`` or ``Damaged``."""
+    leaves = restore.resolve(root, manifest, list(keys.values()))
+    return {key: leaves[owner] for key, owner in keys.items()}
 
 
 def write_safetensors(
-    file: BinaryIO, chains: Mapping[str, Chain], about: Mapping[str, str], progress: Progress | None = None
+    file: BinaryIO, leaves: Mapping[str, Leaf], about: Mapping[str, str], progress: Progress | None = None
 ) -> None:
     """Write a safetensors file. ``about``: its metadata.
 
     Raises ``UnsupportedLeaf``, before anything is written, for an element type that the format does not have.
     """
     # Wide elements first: every tensor is then aligned to its element, as the format's own writer does it.
-    ordered = dict(sorted(chains.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0])))
+    ordered = dict(sorted(leaves.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0])))
     header: dict[str, object] = {"__metadata__": dict(about)}
     begin = 0
-    for key, chain in ordered.items():
-        spec = chain.spec
+    for key, leaf in ordered.items():
+        spec = leaf.spec
         if spec.dtype not in _SAFETENSORS or key == "__metadata__":
             raise UnsupportedLeaf(
                 f"leaf {spec.path!r} of type {spec.dtype} cannot be put into a safetensors file; leave it out, or choose npz"
@@ -132,27 +132,27 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _SAFETENSORS_HEADER_BYTES:
-        raise UnsupportedLeaf(f"a safetensors file cannot name {len(chains)} leaves; export them in groups")
+        raise UnsupportedLeaf(f"a safetensors file cannot name {len(leaves)} leaves; export them in groups")
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for _, piece in stream(ordered, progress):
         file.write(piece.data)
 
 
-def write_npz(file: BinaryIO, chains: Mapping[str, Chain], progress: Progress | None = None) -> None:
+def write_npz(file: BinaryIO, leaves: Mapping[str, Leaf], progress: Progress | None = None) -> None:
     """Write an uncompressed npz file, which ``numpy.load`` opens without pickle.
 
     A leaf of a type that NumPy alone does not have (bfloat16, float8, int4, ...) is stored as the unsigned integers of its
     bits, and the entry ``<key>.dtype`` beside it names the type: ``z[key].view(getattr(ml_dtypes, str(z[key + ".dtype"])))``.
     Raises ``UnsupportedLeaf`` where a leaf already has the name of such an entry.
     """
-    noted = {key + _DTYPE_NOTE for key, chain in chains.items() if _needs_note(chain.spec)}
-    if taken := noted & chains.keys():
+    noted = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
+    if taken := noted & leaves.keys():
         raise UnsupportedLeaf(f"leaf {min(taken)!r} has the name that npz needs for the type of another; leave it out")
-    pieces = stream(chains, progress)
+    pieces = stream(leaves, progress)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for key, chain in chains.items():
-            spec = chain.spec
+        for key, leaf in leaves.items():
+            spec = leaf.spec
             with _entry(archive, key) as entry:
                 _write_npy_header(entry, spec.shape, np.dtype(spec.element.storage))
                 left = spec.raw_bytes

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 from numpy.typing import NDArray
 
 from deltacheck import grid, restore, tree, verify
-from deltacheck.restore import Chain, Loaded
+from deltacheck.restore import Leaf, Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
 
@@ -48,6 +48,7 @@ class Checkpoints:
         leaves: None = None,
         slices: None = None,
         *,
+        contract: str | None = None,
         max_bytes: int | None = None,
     ) -> Any: ...
 
@@ -58,6 +59,7 @@ class Checkpoints:
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
+        contract: str | None = None,
         max_bytes: int | None = None,
     ) -> dict[str, NDArray[Any]]: ...
 
@@ -67,6 +69,7 @@ class Checkpoints:
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
+        contract: str | None = None,
         max_bytes: int | None = None,
     ) -> Any:
         """Restore a step (by default the newest) and verify every byte of it.
@@ -74,28 +77,32 @@ class Checkpoints:
         Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from
         ml_dtypes), tied leaves as one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
-        cut. Only the chunks that are needed are read. ``max_bytes``: refuse before allocating more than this.
+        cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
+        ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
 
-        Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
+        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
+        ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
         for a wrong slice.
         """
         manifest = self.manifest(step)
         if leaves is None and slices is None:
+            restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
         owners = tree.array_paths(manifest.tree)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
-        chains = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
+        restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
+        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
         loaded: dict[str, NDArray[Any]] = {}
-        whole = {owners[p]: chains[owners[p]] for p in wanted if p not in (slices or {})}
-        boxes = {p: restore.bounded(p, chains[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
+        whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
+        boxes = {p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
         budget = max_bytes
         for path, item in restore.load(whole, max_bytes=budget).items():
             loaded |= {p: restore.as_array(item) for p in wanted if owners[p] == path and p not in boxes}
         for path, box in boxes.items():
-            chain = chains[owners[path]]
+            leaf = found[owners[path]]
             if budget is not None:
                 budget = max(0, budget - sum(array.nbytes for array in loaded.values()))
-            loaded[path] = restore.cut(_load_box(chain, box, budget), box)
+            loaded[path] = restore.cut(_load_box(leaf, box, budget), box)
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
@@ -114,10 +121,10 @@ class Checkpoints:
         return verify.verify(self._root, step, deep=deep)
 
 
-def _load_box(chain: Chain, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
-    chunks = grid.chunks_of_slices(chain.spec.shape, chain.spec.chunk, box)
-    path = chain.spec.path
-    return restore.load({path: chain}, {path: chunks}, max_bytes=max_bytes)[path]
+def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
+    chunks = grid.chunks_of_slices(leaf.spec.shape, leaf.spec.chunk, box)
+    path = leaf.spec.path
+    return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:

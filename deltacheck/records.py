@@ -51,6 +51,10 @@ class LeafSpec:
             return np.zeros(1, np.uint64)
         return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)
 
+    def element_bounds(self) -> NDArray[np.uint64]:
+        """Offsets of the leaf's chunks in elements, as ``bounds`` gives them in words."""
+        return self.bounds() // np.uint64(self.element.item_bytes // self.word_bytes)
+
 
 class LeafKind(StrEnum):
     """How one save stored a leaf."""
@@ -58,6 +62,7 @@ class LeafKind(StrEnum):
     KEYFRAME = "keyframe"
     DELTA = "delta"
     UNCHANGED = "unchanged"
+    DERIVED = "derived"  # nothing is stored of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,302 +1,252 @@
-"""Carry out a restore: resolve the chain -> read -> apply -> verify. Returns host bytes; backends place them.
-
-Every byte that is handed out has been compared with a digest that the step's manifest names: manifest -> digest of each
-segment's table -> digest of each leaf -> digests of its chunks -> bytes.
-"""
+"""Carry out a restore: which chains a leaf stands on -> read them -> compute what is derived. Returns host bytes; backends place them."""
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from deltacheck import grid
-from deltacheck.codec import default_codec
-from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
+from deltacheck import chain, derive, grid
+from deltacheck.chain import Chain
+from deltacheck.codec.base import U8, Codec
+from deltacheck.contracts import RANK, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged, DamagedStream, StepNotFound
+from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFound
 from deltacheck.records import LeafSpec
-from deltacheck.store import segment as columns
-from deltacheck.store.arrays import Reading
-from deltacheck.store.root import Root, open_segments
-from deltacheck.store.schema import LeafEntry, LeafRecord, Manifest
-from deltacheck.store.segment import Segment
-
-_HASH_THREADS = 4
+from deltacheck.store.root import Root
+from deltacheck.store.schema import Derived, Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end."""
+class Formula:
+    """A leaf that is computed: from what is stored under its own path (``codes``), and from other leaves of the step."""
 
     spec: LeafSpec
-    key: tuple[Segment, LeafEntry]
-    deltas: tuple[tuple[Segment, LeafEntry], ...]
-    digests: U64
+    derived: Derived
+    codes: Chain | None
+    sources: Mapping[str, Leaf]
 
-    @property
-    def delta_segments(self) -> list[str]:
-        return [segment.id for segment, _ in self.deltas]
+
+Leaf: TypeAlias = Chain | Formula
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class Loaded(NamedTuple):
     """The verified bytes of some chunks of a leaf, one after the other."""
 
-    chain: Chain
+    spec: LeafSpec
     chunks: list[int]
     data: U8
 
 
-def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) -> dict[str, Chain]:
-    """The chain of every asked leaf, each link checked by the digests that the tables carry.
+def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) -> dict[str, Leaf]:
+    """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
     have.
     """
-    segments = open_segments(root, manifest)
-    wanted = list(manifest.leaves) if paths is None else list(dict.fromkeys(paths))
+    specs = manifest.specs
+    wanted = list(specs) if paths is None else list(dict.fromkeys(paths))
     for path in wanted:
-        if path not in manifest.leaves:
-            near = sorted(manifest.leaves, key=lambda p: (-_common_prefix(p, path), p))[:3]
+        if path not in specs:
+            near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
-    return {path: _resolve_leaf(path, manifest.leaves[path], segments, manifest) for path in wanted}
+    needed = dict.fromkeys(wanted)
+    for path in needed_by(manifest, wanted):
+        needed.setdefault(path)
+    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves])
+    made: dict[str, Leaf] = {}
+
+    def make(path: str) -> Leaf:
+        if path not in made:
+            derived = manifest.derived.get(path)
+            if derived is None:
+                made[path] = chains[path]
+            else:
+                made[path] = Formula(specs[path], derived, chains.get(path), {p: make(p) for p in derived.sources})
+        return made[path]
+
+    return {path: make(path) for path in wanted}
 
 
-def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> Chain:
-    spec = record.spec(path)
-    at = f"step {manifest.step}, leaf {path!r}"
-    holding = [(segment, segment.table.leaves[path]) for segment in segments if path in segment.table.leaves]
-    keys = [number for number, (_, entry) in enumerate(holding) if entry.key is not None]
-    if not keys:
-        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
-    key, *deltas = holding[keys[-1] :]
-    for (_, before), (segment, entry) in zip([key, *deltas], deltas, strict=False):
-        if entry.base != before.digest:
-            raise ChainBroken(f"{at}: segment {segment.id} is a delta to {entry.base}, but the leaf is {before.digest} there")
-    last = (deltas or [key])[-1][1]
-    if last.digest != record.digest or any(entry.spec(path) != spec for _, entry in [key, *deltas]):
-        raise ChainBroken(f"{at}: its segments give digest {last.digest}, the manifest promises {record.digest}")
-    chain = Chain(spec, key, tuple(deltas), _expected_digests(spec, key, deltas))
-    if leaf_digest(chain.digests) != record.digest:
-        raise Damaged(
-            f"{at}: the chunk digests of its segments give {leaf_digest(chain.digests)}, the manifest promises {record.digest}"
+def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
+    """The leaves of the tree that ``paths`` are computed from, themselves included."""
+    found: dict[str, None] = {}
+    way = list(paths)
+    while way:
+        path = way.pop()
+        if path not in found:
+            found[path] = None
+            way += manifest.derived[path].sources if path in manifest.derived else ()
+    return list(found)
+
+
+def require(manifest: Manifest, contract: str | None, paths: Iterable[str] | None = None) -> None:
+    """Refuse a step that cannot give leaves (by default all) under a contract at least as strong as ``contract``.
+
+    ``contract``: ``"exact"``, ``"bounded"``, ``"reused"``; ``None`` takes whatever was saved. Raises ``ContractNotMet`` naming leaves, both
+    contracts and the way out; ``ValueError`` for another word.
+    """
+    if contract is None:
+        return
+    if contract not in RANK:
+        raise ValueError(f"contract must be one of {', '.join(RANK)}, not {contract!r}")
+    wanted = manifest.contracts.keys() if paths is None else set(paths)
+    weak = {
+        path: promise
+        for path, promise in sorted(manifest.contracts.items())
+        if path in wanted and RANK.index(name_of(promise.terms)) > RANK.index(contract)
+    }
+    if weak:
+        named = [
+            f"leaf {path!r} is {name_of(promise.terms)} (measured {promise.measured:.3g})" for path, promise in weak.items()
+        ]
+        more = f"; and {len(named) - 3} more" if len(named) > 3 else ""
+        raise ContractNotMet(
+            f"step {manifest.step} cannot be restored as {contract}: {'; '.join(named[:3])}{more}. Restore it without "
+            f"contract={contract!r}, or save with a policy that keeps these leaves {contract}"
         )
-    return chain
 
 
-def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Sequence[tuple[Segment, LeafEntry]]) -> U64:
-    count = spec.chunk_count
-    segment, entry = key
-    digests = segment.digests[entry.digests : entry.digests + count].copy()
-    for segment, entry in deltas:
-        row = entry.digests
-        for part, first, rows in entry.delta:
-            chunks = segment.part(part).index[first : first + rows, columns.CHUNK]
-            if digests.shape[0] != count or (chunks.size and int(chunks.max()) >= count):
-                raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {count} chunks")
-            digests[chunks] = segment.digests[row : row + rows]
-            row += rows
-    return digests
+def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
+    """The chains that leaves stand on, by the path that they are stored under."""
+    found: dict[str, Chain] = {}
+    way = list(leaves)
+    while way:
+        leaf = way.pop()
+        if isinstance(leaf, Chain):
+            found[leaf.spec.path] = leaf
+            continue
+        if leaf.codes is not None:
+            found[leaf.codes.spec.path] = leaf.codes
+        way += leaf.sources.values()
+    return found
 
 
 def load(
-    chains: Mapping[str, Chain],
+    leaves: Mapping[str, Leaf],
     chunks: Mapping[str, list[int]] | None = None,
     *,
     max_bytes: int | None = None,
     codec: Codec[Any] | None = None,
+    stored: dict[str, U8] | None = None,
 ) -> dict[str, Loaded]:
-    """Read, decode and verify leaves, or the named chunks of each.
+    """Read, decode, verify and compute leaves, or the named chunks of each.
 
     ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the
-    machine's memory). Raises ``Damaged`` naming the leaf and file.
+    machine's memory). ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. Raises ``Damaged`` naming the leaf
+    and file.
     """
-    wanted = {path: (chunks or {}).get(path, list(range(chain.spec.chunk_count))) for path, chain in chains.items()}
-    total = sum(_bytes_of(chains[path].spec, numbers) for path, numbers in wanted.items())
+    wanted = {path: (chunks or {}).get(path, list(range(leaf.spec.chunk_count))) for path, leaf in leaves.items()}
+    chains = stored_chains(leaves.values())
+    needed: dict[str, set[int]] = {path: set() for path in chains}
+    for path, leaf in leaves.items():
+        for first, stop in _runs(leaf.spec, wanted[path]):
+            _need(leaf, first, stop, needed)
+    reads = {path: sorted(numbers) for path, numbers in needed.items()}
+    total = sum(chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items())
+    total += sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if isinstance(leaf, Formula))
     budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if max_bytes is None else max_bytes
     if total > budget:
         raise BudgetExceeded(
             f"the restore would allocate {total} bytes, more than max_bytes={budget}; name fewer leaves or slices"
         )
-    loaded = {
-        p: Loaded(chains[p], numbers, np.empty(_bytes_of(chains[p].spec, numbers), np.uint8)) for p, numbers in wanted.items()
-    }
-    _read_keyframes(loaded)
-    _apply_deltas(loaded, codec or default_codec())
-    _verify(loaded)
-    return loaded
+    data = chain.load(chains, reads, codec)
+    if stored is not None:
+        stored.update(data)
+    values = _Values(reads, data)
+    return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
 
 
-def _bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
-    return int(np.diff(spec.bounds())[list(chunks)].sum()) * spec.word_bytes if chunks else 0
+def _runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """The elements of some chunks, as ranges ``(first, stop)``; those of neighbouring chunks as one."""
+    bounds = spec.element_bounds()
+    runs: list[tuple[int, int]] = []
+    for number in chunks:
+        first, stop = int(bounds[number]), int(bounds[number + 1])
+        if runs and runs[-1][1] == first:
+            first = runs.pop()[0]
+        runs.append((first, stop))
+    return runs
 
 
-def _read_keyframes(loaded: Mapping[str, Loaded]) -> None:
-    natural: list[Reading] = []
-    packed: list[tuple[Loaded, Reading]] = []
-    for item in loaded.values():
-        segment, entry = item.chain.key
-        spec, at = item.chain.spec, entry.key
-        assert at is not None  # resolve() starts every chain at a keyframe
-        if not item.chunks:
-            continue
-        if not at.array:
-            packed.append((item, segment.start_packed(spec, at)))
-        elif len(item.chunks) == spec.chunk_count:
-            natural.append(segment.start_natural(spec, at.array, item.data))
-        else:
-            all_boxes = list(grid.boxes(spec.shape, spec.chunk))
-            for chunk, (begin, end) in zip(item.chunks, _extents(item), strict=True):
-                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], all_boxes[chunk]))
-    for reading in natural:
-        reading.result()
-    for item, reading in packed:
-        item.data[:] = np.ascontiguousarray(reading.result()).view(np.uint8)
+def _covering(spec: LeafSpec, first: int, stop: int) -> range:
+    """The chunks that hold elements ``first`` to ``stop``."""
+    bounds = spec.element_bounds()
+    return range(int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, stop, "left")))
 
 
-def _extents(item: Loaded) -> list[tuple[int, int]]:
-    """Byte range of each loaded chunk in ``item.data``."""
-    sizes = np.diff(item.chain.spec.bounds())[item.chunks] * np.uint64(item.chain.spec.word_bytes)
-    ends = np.cumsum(sizes).astype(np.int64)
-    return list(zip((ends - sizes.astype(np.int64)).tolist(), ends.tolist(), strict=True))
+def _need(leaf: Leaf, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+    """Note which chunks of which chains elements ``first`` to ``stop`` of a leaf stand on."""
+    if isinstance(leaf, Chain):
+        needed[leaf.spec.path].update(_covering(leaf.spec, first, stop))
+        return
+    for part in (leaf.codes, *leaf.sources.values()):
+        if part is not None:
+            _need(part, first, stop, needed)
 
 
-class _Run(NamedTuple):
-    """Rows ``first`` to ``stop`` of a part that belong to one leaf, and that leaf."""
+class _Values:
+    """Leaves from the chunks of chains that were read. ``reads``: their numbers, ascending; ``data``: their bytes; both by path."""
 
-    item: Loaded
-    first: int
-    stop: int
+    def __init__(self, reads: Mapping[str, list[int]], data: Mapping[str, U8]) -> None:
+        self._reads = reads
+        self._data = data
+        self._known: dict[tuple[str, int, int], Array] = {}
 
+    def of(self, leaf: Leaf, chunks: list[int]) -> U8:
+        """The bytes of a leaf's chunks, one after the other."""
+        spec = leaf.spec
+        if isinstance(leaf, Chain) and self._reads[spec.path] == chunks:
+            return self._data[spec.path]
+        runs = [self._range(leaf, first, stop).view(np.uint8) for first, stop in _runs(spec, chunks)]
+        values = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
+        if isinstance(leaf, Formula) and leaf.derived.digest and len(chunks) == spec.chunk_count:
+            _check_digest(leaf, leaf.derived.digest, values)
+        return values
 
-def _apply_deltas(loaded: Mapping[str, Loaded], codec: Codec[Any]) -> None:
-    """Apply the deltas segment by segment, part by part: a part is read once, whatever number of leaves it serves."""
-    by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
-    for item in loaded.values():
-        for segment, entry in item.chain.deltas:
-            for part, first, rows in entry.delta:
-                runs = by_part.setdefault((segment.id, part), (segment, []))[1]
-                runs += [_Run(item, a, b) for a, b in _wanted_rows(segment.part(part).index, first, rows, item.chunks)]
-    ordered = sorted(by_part.items())
-    spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
-    started = _ahead(spans)
-    for span, readings in started:
-        streams = {name: reading.result() for name, reading in readings.items()}
-        _apply_span(span, streams, codec)
-
-
-class _Span(NamedTuple):
-    """Neighbouring runs of one part, read together."""
-
-    segment: Segment
-    part: int
-    runs: list[_Run]
-
-    @property
-    def first(self) -> int:
-        return self.runs[0].first
-
-    @property
-    def stop(self) -> int:
-        return self.runs[-1].stop
+    def _range(self, leaf: Leaf, first: int, stop: int) -> Array:
+        """Elements ``first`` to ``stop`` of a leaf, 1-D."""
+        spec = leaf.spec
+        key = (spec.path, first, stop)
+        if isinstance(leaf, Chain):
+            covering = _covering(spec, first, stop)
+            before = bisect.bisect_left(self._reads[spec.path], covering.start)
+            begin = chain.bytes_of(spec, self._reads[spec.path][:before]) // spec.element.item_bytes
+            begin += first - int(spec.element_bounds()[covering.start])
+            return self._data[spec.path].view(spec.element.numpy)[begin : begin + stop - first]
+        if key not in self._known:
+            codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
+            sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
+            self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first)
+        return self._known[key]
 
 
-def _wanted_rows(index: U32, first: int, rows: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Maximal runs of rows whose chunks are wanted."""
-    wanted = np.isin(index[first : first + rows, columns.CHUNK], chunks)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8)))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        yield first + begin, first + end
+def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
+    spec = leaf.spec
+    found = leaf_digest(chunk_digests(values, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+    if found != recorded:
+        raise Damaged(
+            f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "
+            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind"
+        )
 
 
-def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
-    runs = sorted(runs, key=lambda run: run.first)
-    current: list[_Run] = []
-    for run in runs:
-        if current and run.first != current[-1].stop:
-            yield _Span(segment, part, current)
-            current = []
-        current.append(run)
-    if current:
-        yield _Span(segment, part, current)
-
-
-def _ahead(spans: Sequence[_Span]) -> Iterator[tuple[_Span, dict[str, Reading]]]:
-    """The spans with their reads started one span ahead, so that the disk works while the decoder does."""
-    following = spans[0].segment.part(spans[0].part).start(spans[0].first, spans[0].stop) if spans else {}
-    for number, span in enumerate(spans):
-        readings = following
-        if number + 1 < len(spans):
-            after = spans[number + 1]
-            following = after.segment.part(after.part).start(after.first, after.stop)
-        yield span, readings
-
-
-def _apply_span(span: _Span, streams: Mapping[str, U8], codec: Codec[Any]) -> None:
-    index = span.segment.part(span.part).index
-    taken = dict.fromkeys(streams, 0)
-    for run in span.runs:
-        rows = index[run.first : run.stop]
-        sizes = {name: int(size.sum()) for name, size in columns.stream_sizes(rows).items() if name in streams}
-        mine = {name: streams[name][taken[name] : taken[name] + size] for name, size in sizes.items() if size}
-        for name, size in sizes.items():
-            taken[name] += size
-        _apply_run(span, run, rows, mine, codec)
-
-
-def _apply_run(span: _Span, run: _Run, rows: U32, streams: Mapping[str, U8], codec: Codec[Any]) -> None:
-    item, spec = run.item, run.item.chain.spec
-    at = f"segment {span.segment.id}, part {span.part}, leaf {spec.path!r}"
-    local = np.searchsorted(np.asarray(item.chunks), rows[:, columns.CHUNK])
-    words = np.diff(spec.bounds())[item.chunks]
-    if not np.array_equal(rows[:, columns.WORDS], words[local]) or np.any(rows[:, columns.WORD_BYTES] != spec.word_bytes):
-        raise Damaged(f"{at}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
-    encoded_rows = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
-    encoded_rows[:, CHUNK] = local
-    encoded_rows[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
-    bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
-    try:
-        codec.apply(Encoded(encoded_rows, streams), item.data, bounds, spec.word_bytes)
-    except DamagedStream as error:
-        raise DamagedStream(f"{at}: {error}") from error
-
-
-def _verify(loaded: Mapping[str, Loaded]) -> None:
-    """Compare every loaded chunk with the digest that its manifest leads to."""
-
-    def check(item: Loaded) -> None:
-        spec = item.chain.spec
-        words = np.diff(spec.bounds())[item.chunks]
-        bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
-        found = chunk_digests(item.data, bounds, spec.word_bytes, range(len(item.chunks)))
-        wrong = np.flatnonzero((found != item.chain.digests[item.chunks]).any(axis=1))
-        if wrong.size:
-            chunk = item.chunks[int(wrong[0])]
-            involved = ", ".join([item.chain.key[0].id, *item.chain.delta_segments])
-            raise Damaged(
-                f"leaf {spec.path!r}, chunk {chunk}: the bytes read are not those that were saved (segments {involved})"
-            )
-
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for _ in pool.map(check, loaded.values()):
-            pass
-
-
-def as_array(item: Loaded) -> np.ndarray[Any, np.dtype[Any]]:
+def as_array(item: Loaded) -> Array:
     """A whole leaf as a NumPy array of its own dtype and shape. REQUIRES: all chunks are loaded."""
-    return item.data.view(item.chain.spec.element.numpy).reshape(item.chain.spec.shape)
+    return item.data.view(item.spec.element.numpy).reshape(item.spec.shape)
 
 
-def cut(item: Loaded, slices: Sequence[slice]) -> np.ndarray[Any, np.dtype[Any]]:
+def cut(item: Loaded, slices: Sequence[slice]) -> Array:
     """The box ``slices`` (bounded, step 1) of a leaf, from the loaded chunks that cover it."""
-    spec = item.chain.spec
+    spec = item.spec
     out = np.empty([s.stop - s.start for s in slices], spec.element.numpy)
     boxes = list(grid.boxes(spec.shape, spec.chunk))
-    for chunk, (begin, end) in zip(item.chunks, _extents(item), strict=True):
+    for chunk, (begin, end) in zip(item.chunks, chain.extents(spec, item.chunks), strict=True):
         box = boxes[chunk]
         values = item.data[begin:end].view(spec.element.numpy).reshape([s.stop - s.start for s in box])
         common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, slices, strict=True)]

@@ -17,18 +17,19 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from deltacheck.codec.base import U64, Codec
+from deltacheck.chain import Chain
+from deltacheck.codec.base import Codec
 from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
-from deltacheck.records import LeafSpec
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, SegmentRef
-from deltacheck.tree import Node
+from deltacheck.treatment import Shadow, Treatment
+from deltacheck.tree import Node, scalars
 from deltacheck.work import Leaf, LeafSource, Setup, Work
 
 __all__ = ["LeafSource", "Saver"]
@@ -62,6 +63,7 @@ class Saver:
         self.codec = codec
         self.max_pending = max_pending
         self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
+        self._treatment = Treatment(policy, codec.host, self._shadow)
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
@@ -111,10 +113,13 @@ class Saver:
             pending = self.pending()
         for earlier in pending:
             earlier._settle("encoded")  # the shadow is free from here on
+        sources, terms = self._treatment.plan(step, sources, scalars(tree), metrics or {})
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
-            work = Work(self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit)
+            work = Work(
+                self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit, terms
+            )
             self._next_seq += 1
             self._handles.append(handle)
         try:
@@ -131,19 +136,24 @@ class Saver:
         with self._lock:
             self._next_seq = max(self._next_seq, seq)
 
-    def adopt(self, leaves: Mapping[str, tuple[LeafSpec, Any, U64, str, list[str]]], refs: Iterable[SegmentRef]) -> None:
-        """Take a restored step as the shadow, so that the chain goes on without new keyframes.
+    def adopt(self, chains: Mapping[str, Chain], bases: Mapping[str, Any], manifest: Manifest) -> None:
+        """Take a restored step as the shadow, so that its chains go on without new keyframes.
 
-        Per path: spec, base (the codec's, owned from now on), chunk digests, keyframe segment, delta segments. REQUIRES: no
-        save is pending.
+        ``bases``: what the chains gave, in the codec's form, owned from now on. REQUIRES: no save is pending.
         """
         with self._lock:
             self.epoch += 1
-            self._refs = {ref.id: ref for ref in refs}
-            self.leaves = {}
-            for path, (spec, base, digests, key_segment, delta_segments) in leaves.items():
-                kept = base if self._setup.keep_shadow else None
-                self.leaves[path] = Leaf(spec, spec.bounds(), kept, digests, leaf_digest(digests), key_segment, delta_segments)
+            self._refs = {ref.id: ref for ref in manifest.segments}
+            self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
+        self._treatment.resumed()
+
+    def _adopted(self, chain: Chain, base: Any) -> Leaf:
+        kept, spec, digests = base if self._setup.keep_shadow else None, chain.spec, chain.digests
+        return Leaf(spec, spec.bounds(), kept, digests, leaf_digest(digests), chain.key[0].id, chain.delta_segments)
+
+    def _shadow(self, path: str) -> Shadow | None:
+        leaf = self.leaves.get(path)
+        return None if leaf is None or leaf.base is None else Shadow(leaf.spec, self.codec.host(leaf.base))
 
     def forget(self) -> None:
         """Drop the shadow: the next save writes keyframes."""

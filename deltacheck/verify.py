@@ -52,13 +52,13 @@ def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path,
     except FileNotFoundError:
         return []  # deleted by a running training since it was listed
     try:
-        chains = restore.resolve(root, manifest)
+        leaves = restore.resolve(root, manifest)
     except DeltacheckError as error:
         return [Finding(ref.step, None, str(error))]
     findings = [Finding(ref.step, None, problem) for problem in _metadata_problems(root, manifest, metadata_seen)]
-    for path, chain in chains.items() if deep else ():
+    for path, leaf in leaves.items() if deep else ():
         try:
-            restore.load({path: chain})
+            restore.load({path: leaf})
         except Damaged as error:
             findings.append(Finding(ref.step, path, str(error)))
     return findings

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deltacheck.codec.base import CHUNK, METHOD, U32, U64, Codec, Encoded, GroupCodec, GroupJob
+from deltacheck.contracts import RANK, Promise, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle
-from deltacheck.policy import Policy, needs_keyframe
+from deltacheck.policy import Policy
+from deltacheck.policy.chain import needs_keyframe
 from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
 from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
 from deltacheck.store.root import Store
-from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.schema import DERIVED, Derived, KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 from deltacheck.tree import Node
 
@@ -34,9 +36,28 @@ PARTS_PER_CACHE = 8
 KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
 
 
+class Coded(NamedTuple):
+    """What is stored in place of a leaf's bytes: ``data``, in the form that the codec takes, of which ``spec`` says what it is.
+
+    Without ``data`` what is stored already stays; without ``spec`` nothing is stored.
+    """
+
+    spec: LeafSpec | None
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a manifest says beside what is stored: of leaves that are derived or not exact, and the stage of the policy."""
+
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    contracts: Mapping[str, Promise] = field(default_factory=dict)
+    stage: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSource:
-    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes.
+    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes, or what is stored instead.
 
     ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
     ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
@@ -127,16 +148,20 @@ class Work:
         sources: Mapping[str, LeafSource],
         metrics: Mapping[str, float],
         commit: Callable[[Manifest], int],
+        terms: Callable[[], Terms],
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
         self.handle = handle
         self.seq = seq
         self.tree = tree
-        self.specs = {path: source.spec for path, source in sources.items()}
+        self.paths = list(sources)
+        self.sources = {path: source.spec for path, source in sources.items()}
+        self.specs: dict[str, LeafSpec] = {}  # of what is stored
         self.lazy = [source for source in sources.values() if source.lazy]
         self.metrics = metrics
         self.commit = commit
+        self.terms = terms
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
         self.begin = time.perf_counter()
@@ -164,13 +189,23 @@ class Work:
         codec, policy = self.setup.codec, self.setup.policy
         grouped: list[tuple[Leaf, LeafSource, Any]] = []
         for source in sources:
-            spec = source.spec
-            leaf = self.leaves.get(spec.path)
-            if leaf is None or leaf.spec != spec:
+            known = self.leaves.get(source.spec.path)
+            if known is not None:
+                known.free_base(self.setup.io_timeout_seconds)
+            current, spec = source.current(), source.spec
+            if isinstance(current, Coded):
+                if current.spec is None:
+                    self.leaves.pop(spec.path, None)
+                    continue
+                spec, current = current.spec, current.data
+            self.specs[spec.path] = spec
+            if known is None or known.spec != spec:
                 leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
-            leaf.free_base(self.setup.io_timeout_seconds)
-            current = source.current()
-            if needs_keyframe(policy, spec.path, leaf.depth):
+            else:
+                leaf = known
+            if current is None:
+                pass
+            elif needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
                 leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
             elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):
@@ -269,13 +304,12 @@ class Work:
 
     def _count(self, table: U32) -> None:
         """Add a part's rows to what is told of their leaves."""
-        paths = list(self.specs)
         stored = np.sum(list(stream_sizes(table).values()), axis=0)
         # The rows of a leaf are consecutive.
         starts = np.flatnonzero(np.diff(table[:, segment.LEAF], prepend=np.uint32(0xFFFFFFFF)))
         changed = np.add.reduceat(table[:, segment.CHANGED].astype(np.uint64), starts)
         for start, words, size in zip(starts.tolist(), changed.tolist(), np.add.reduceat(stored, starts).tolist(), strict=True):
-            path = paths[table[start, segment.LEAF]]
+            path = self.paths[table[start, segment.LEAF]]
             self.changed[path] = self.changed.get(path, 0) + words
             self.encoded_bytes[path] = self.encoded_bytes.get(path, 0) + size
 
@@ -321,8 +355,8 @@ class Work:
             leaf.digests[stored] = fresh
             leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
             self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))
-        for path, spec in self.specs.items():
-            leaf = leaves[path]
+        for path in filter(self.specs.__contains__, self.paths):
+            leaf, spec = leaves[path], self.specs[path]
             self.segments |= {leaf.key_segment, *leaf.delta_segments}
             self.records[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf.digest)
 
@@ -346,6 +380,8 @@ class Work:
         return self.writer.finish(self.entries, np.concatenate(self.digest_tables), deadline)
 
     def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
+        terms = self.terms()
+        weakest = max((name_of(promise.terms) for promise in terms.contracts.values()), key=RANK.index, default="exact")
         return Manifest(
             format=layout.FORMAT,
             version=layout.VERSION,
@@ -354,15 +390,19 @@ class Work:
             nonce=secrets.token_hex(8),
             time=time.time(),
             writer=f"process {os.getpid()} on {socket.gethostname()}",
-            contract=self.setup.policy.contract,
+            contract=weakest,
             segments=tuple(refs[name] for name in sorted(self.segments)),
             tree=self.tree,
             leaves=self.records,
             metrics={name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
+            must_understand=(DERIVED,) if terms.derived or terms.contracts else (),
+            derived=dict(terms.derived),
+            contracts=dict(terms.contracts),
+            stage=terms.stage,
         )
 
     def report(self, stored_bytes: int) -> SaveReport:
-        leaves = tuple(self._leaf_report(spec) for spec in self.specs.values())
+        leaves = tuple(self._leaf_report(spec) for spec in self.sources.values())
         return SaveReport(
             step=self.handle.step,
             seq=self.seq,
@@ -377,7 +417,10 @@ class Work:
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:
         entry = self.entries.get(spec.path)
         kind = LeafKind.UNCHANGED if entry is None else LeafKind.DELTA if entry.key is None else LeafKind.KEYFRAME
-        words = spec.raw_bytes // spec.word_bytes
+        stored = self.specs.get(spec.path)
+        if stored is None:
+            kind, stored = LeafKind.DERIVED, spec
+        words = stored.raw_bytes // stored.word_bytes
         return LeafReport(
             spec.path, kind, spec.raw_bytes, self.encoded_bytes.get(spec.path, 0), words, self.changed.get(spec.path, 0)
         )

@@ -47,7 +47,7 @@ def place_numpy(item: Loaded, tag: str | None) -> object | None:
     """A leaf that was saved from NumPy, as what it was; ``None`` for other tags. The result owns its memory."""
     if tag not in (NUMPY_ARRAY, NUMPY_SCALAR):
         return None
-    spec = item.chain.spec
+    spec = item.spec
     array = item.data.copy().view(spec.element.numpy).reshape(spec.shape)
     return array if tag == NUMPY_ARRAY else array[()]
 
@@ -58,21 +58,27 @@ def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
     Raises ``TreeMismatch`` naming the leaves and both values where paths, shapes or dtypes differ, or where leaves that are
     tied in the target were saved with different content.
     """
-    stored, wanted = array_paths(manifest.tree), array_paths(target.skeleton)
+    stored, wanted, specs = array_paths(manifest.tree), array_paths(target.skeleton), manifest.specs
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     problems = [f"leaf {p!r} of the target is not in step {manifest.step}" for p in missing]
     problems += [f"leaf {p!r} of step {manifest.step} is not in the target" for p in unexpected]
     chosen: dict[str, str] = {}
     for path in sorted(wanted.keys() & stored.keys()):
-        owner, leaf, record = wanted[path], target.leaves[wanted[path]], manifest.leaves[stored[path]]
-        if (leaf.shape, leaf.dtype) != (record.shape, record.dtype):
+        owner, leaf, spec = wanted[path], target.leaves[wanted[path]], specs[stored[path]]
+        if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
             problems.append(
-                f"leaf {path!r} is {record.dtype}{list(record.shape)} in step {manifest.step}, {leaf.dtype}{list(leaf.shape)} in the target"
+                f"leaf {path!r} is {spec.dtype}{list(spec.shape)} in step {manifest.step}, {leaf.dtype}{list(leaf.shape)} in the target"
             )
         other = chosen.setdefault(owner, stored[path])
-        if manifest.leaves[other].digest != record.digest:
+        if other != stored[path] and not _equal(manifest, other, stored[path]):
             problems.append(f"leaves {owner!r} and {path!r} are tied in the target, but were saved with different content")
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise TreeMismatch(f"{shown}. Restore without a target to get the tree as it was saved")
     return chosen
+
+
+def _equal(manifest: Manifest, one: str, other: str) -> bool:
+    """Whether two leaves of a step are known to be equal."""
+    digest = manifest.digest_of(one)
+    return bool(digest) and digest == manifest.digest_of(other)

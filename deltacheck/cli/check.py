@@ -13,7 +13,7 @@ from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
 
 if TYPE_CHECKING:
     from deltacheck.export import Progress
-    from deltacheck.restore import Chain
+    from deltacheck.chain import Chain
     from deltacheck.store.root import Root, StepRef
     from deltacheck.verify import Finding
 
@@ -66,7 +66,7 @@ def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], 
 def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
     """What reading every byte shows. Steps share most of their chains: each is read once, and harms every step that stands on it."""
     from deltacheck import restore
-    from deltacheck.errors import DeltacheckError
+    from deltacheck.errors import Damaged, DeltacheckError
     from deltacheck.store.root import read_manifest
     from deltacheck.verify import Finding
 
@@ -79,9 +79,10 @@ def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
     with output.progress("reading", sum(manifest.raw_bytes for manifest in manifests)) as advance:
         for manifest in manifests:
             try:
-                chains = restore.resolve(root, manifest)
+                leaves = restore.resolve(root, manifest)
             except DeltacheckError:
                 continue  # the shallow check has said so
+            chains = restore.stored_chains(leaves.values())
             links = {path: (path, chain.key[0].id, *chain.delta_segments) for path, chain in chains.items()}
             fresh = {path: chain for path, chain in chains.items() if links[path] not in problems}
             advance(sum(chain.spec.raw_bytes for path, chain in chains.items() if path not in fresh))
@@ -91,17 +92,22 @@ def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
                 problem = problems[links[path]]
                 if problem is not None:
                     findings.append(Finding(manifest.step, path, problem))
+            for path, derived in manifest.derived.items():
+                if derived.digest:
+                    try:
+                        restore.load({path: leaves[path]})
+                    except Damaged as error:
+                        findings.append(Finding(manifest.step, path, str(error)))
     return findings
 
 
 def _unreadable(chains: dict[str, Chain], advance: Progress) -> dict[str, str]:
     """Read leaves whole, many at a time; leaf path -> what is wrong with it, where something is."""
-    from deltacheck import export, restore
+    from deltacheck import chain, export
     from deltacheck.errors import Damaged
 
     def load(chunks: dict[str, list[int]]) -> int:
-        loaded = restore.load({path: chains[path] for path in chunks}, chunks)
-        return sum(item.data.size for item in loaded.values())
+        return sum(data.size for data in chain.load({path: chains[path] for path in chunks}, chunks).values())
 
     found: dict[str, str] = {}
     for batch in export.batches(chains):

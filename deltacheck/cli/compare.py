@@ -10,9 +10,10 @@ from deltacheck.cli.options import Item, Json, Leaves, RootTwoSteps
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.restore import Chain
+    from deltacheck.records import LeafSpec
+    from deltacheck.restore import Leaf
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import LeafRecord, Manifest
+    from deltacheck.store.schema import Manifest
 
 _FATES = ("unchanged", "changed", "added", "removed", "reshaped")
 
@@ -24,10 +25,14 @@ class _Side:
     manifest: Manifest
     owners: dict[str, str]
 
-    def record(self, path: str) -> LeafRecord | None:
-        return self.manifest.leaves[self.owners[path]] if path in self.owners else None
+    def spec(self, path: str) -> LeafSpec | None:
+        return self.manifest.spec(self.owners[path]) if path in self.owners else None
 
-    def chains(self, root: Root, paths: list[str]) -> dict[str, Chain]:
+    def digest(self, path: str) -> str:
+        """Of the leaf's bytes; empty where it is not known."""
+        return self.manifest.digest_of(self.owners[path])
+
+    def leaves(self, root: Root, paths: list[str]) -> dict[str, Leaf]:
         from deltacheck import export
 
         return export.resolve(root, self.manifest, {path: self.owners[path] for path in paths})
@@ -43,11 +48,10 @@ def diff(words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, a
     paths = _by_fate(before, after, leaves or [])
     tables: dict[str, list[Row]] = {
         "changed": _drifts(root, before, after, paths["changed"]),
-        "added": [{"path": path, **_what(after.record(path))} for path in paths["added"]],
-        "removed": [{"path": path, **_what(before.record(path))} for path in paths["removed"]],
+        "added": [{"path": path, **_what(after.spec(path))} for path in paths["added"]],
+        "removed": [{"path": path, **_what(before.spec(path))} for path in paths["removed"]],
         "reshaped": [
-            {"path": path, "before": _what(before.record(path)), "after": _what(after.record(path))}
-            for path in paths["reshaped"]
+            {"path": path, "before": _what(before.spec(path)), "after": _what(after.spec(path))} for path in paths["reshaped"]
         ],
         "scalars": [] if leaves else _scalars(before.manifest, after.manifest),
     }
@@ -72,34 +76,35 @@ def _by_fate(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list
     owning = {path for side in (before, after) for path, owner in side.owners.items() if path == owner}
     for path in sorted(owning):
         if not patterns or any(export.matches(path, pattern) for pattern in patterns):
-            paths[_fate(before.record(path), after.record(path))].append(path)
+            paths[_fate(path, before, after)].append(path)
     return paths
 
 
-def _fate(old: LeafRecord | None, new: LeafRecord | None) -> str:
+def _fate(path: str, before: _Side, after: _Side) -> str:
+    old, new = before.spec(path), after.spec(path)
     if old is None or new is None:
         return "added" if old is None else "removed"
-    if (old.dtype, old.shape, old.chunk) != (new.dtype, new.shape, new.chunk):
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
         return "reshaped"
-    return "unchanged" if old.digest == new.digest else "changed"
+    return "unchanged" if "" != before.digest(path) == after.digest(path) else "changed"
 
 
 def _drifts(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[Row]:
     from deltacheck.cli import drift
 
     rows: list[Row] = []
-    old, new = before.chains(root, paths), after.chains(root, paths)
-    with output.progress("comparing", sum(chain.spec.raw_bytes for chain in old.values())) as advance:
+    old, new = before.leaves(root, paths), after.leaves(root, paths)
+    with output.progress("comparing", sum(leaf.spec.raw_bytes for leaf in old.values())) as advance:
         for path in paths:
             found = drift.measure(old[path], new[path])
-            rows.append({"path": path, **_what(before.record(path)), **asdict(found), "density": found.density})
+            rows.append({"path": path, **_what(before.spec(path)), **asdict(found), "density": found.density})
             advance(old[path].spec.raw_bytes)
     return rows
 
 
-def _what(record: LeafRecord | None) -> Row:
-    assert record is not None  # the fate says that it is there
-    return {"dtype": record.dtype, "shape": list(record.shape)}
+def _what(spec: LeafSpec | None) -> Row:
+    assert spec is not None  # the fate says that it is there
+    return {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
 def _scalars(before: Manifest, after: Manifest) -> list[Row]:

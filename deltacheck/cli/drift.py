@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck import export, restore
+from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
 from deltacheck.dtypes import DType
-from deltacheck.restore import Chain
+from deltacheck.restore import Leaf
 
 Numbers = NDArray[Any]
 
@@ -40,13 +41,15 @@ class Drift:
         return self.changed / self.elements if self.elements else 0.0
 
 
-def measure(before: Chain, after: Chain) -> Drift:
-    """Compare a leaf at two steps. Chunks with equal digests are read once, for the norm.
+def measure(before: Leaf, after: Leaf) -> Drift:
+    """Compare a leaf at two steps. Chunks of stored leaves whose digests are equal are read once, for the norm.
 
     REQUIRES: the same shape and dtype. Raises ``Damaged`` naming the leaf.
     """
     element = before.spec.element
-    moved = (before.digests != after.digests).any(axis=1)
+    moved = np.ones(before.spec.chunk_count, np.bool_)
+    if isinstance(before, Chain) and isinstance(after, Chain):
+        moved = (before.digests != after.digests).any(axis=1)
     total = _Total()
     for chunks in _batches(before, np.flatnonzero(~moved).tolist()):
         still = _load(before, chunks)
@@ -56,15 +59,15 @@ def measure(before: Chain, after: Chain) -> Drift:
     return total.drift()
 
 
-def _batches(chain: Chain, chunks: list[int]) -> Iterator[list[int]]:
-    largest = int(np.diff(chain.spec.bounds()).max(initial=np.uint64(1))) * chain.spec.word_bytes
+def _batches(leaf: Leaf, chunks: list[int]) -> Iterator[list[int]]:
+    largest = int(np.diff(leaf.spec.bounds()).max(initial=np.uint64(1))) * leaf.spec.word_bytes
     count = max(1, export.BATCH_BYTES // largest)
     return (chunks[first : first + count] for first in range(0, len(chunks), count))
 
 
-def _load(chain: Chain, chunks: Sequence[int]) -> U8:
-    path = chain.spec.path
-    return restore.load({path: chain}, {path: list(chunks)})[path].data
+def _load(leaf: Leaf, chunks: Sequence[int]) -> U8:
+    path = leaf.spec.path
+    return restore.load({path: leaf}, {path: list(chunks)})[path].data
 
 
 class _Total:

@@ -66,7 +66,7 @@ def export(
     _refuse_inside(root, path)
     job = _Job(root, manifest, keys, nested=not leaves and not strip)
     write = {Format.SAFETENSORS: _safetensors, Format.NPZ: _npz, Format.TORCH: _torch}[form]
-    raw_bytes = sum(manifest.leaves[owner].spec(owner).raw_bytes for owner in keys.values())
+    raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.values())
     with new_file(path, overwrite=force) as file, output.progress("writing", raw_bytes) as advance:
         weights_only = write(file, job, advance)
     file_bytes = path.stat().st_size

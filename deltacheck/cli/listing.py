@@ -12,6 +12,7 @@ from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
+    from deltacheck.contracts import Promise
     from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest
@@ -157,7 +158,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
     states = history.leaf_states(manifest, open_segments(root, manifest))
     scalars = {} if leaves else tree.scalars(manifest.tree)
     tables: dict[str, list[Row]] = {
-        "leaves": [_leaf_row(path, owner, states[owner], manifest) for path, owner in chosen.items()],
+        "leaves": [_leaf_row(path, owner, states.get(owner), manifest) for path, owner in chosen.items()],
         "scalars": [{"path": path, "type": type(value).__name__, "value": value} for path, value in scalars.items()],
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
     }
@@ -171,6 +172,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "time": output.utc(manifest.time),
         "writer": manifest.writer,
         "contract": manifest.contract,
+        "stage": manifest.stage,
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
@@ -178,21 +180,40 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
     output.print_json(about | tables)
 
 
-def _leaf_row(path: str, owner: str, state: LeafState, manifest: Manifest) -> Row:
-    changed = state.changed_words()
+def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest) -> Row:
+    """``state``: of what is stored under the leaf's path, if anything is."""
+    from deltacheck.contracts import name_of
+
+    spec, derived, promise = manifest.spec(owner), manifest.derived.get(owner), manifest.contracts.get(owner)
+    changed = None if state is None else state.changed_words()
+    words = None if state is None else state.words
     return {
         "path": path,
         "tied_to": None if path == owner else owner,
-        "dtype": state.spec.dtype,
-        "shape": list(state.spec.shape),
-        "raw_bytes": state.spec.raw_bytes,
-        "contract": manifest.contract,
-        "kind": str(state.kind),
-        "chain_depth": state.depth,
-        "words": state.words,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "raw_bytes": spec.raw_bytes,
+        "contract": "exact" if promise is None else name_of(promise.terms),
+        "measured": None if promise is None else promise.measured,
+        "limit": None if promise is None else _limit(promise),
+        "from_step": None if promise is None else promise.from_step,
+        "derived": None if derived is None else derived.how,
+        "kind": "derived" if state is None else str(state.kind),
+        "chain_depth": None if state is None else state.depth,
+        "words": words,
         "changed_words": changed,
-        "density": None if changed is None or state.words == 0 else changed / state.words,
+        "density": None if changed is None or not words else changed / words,
     }
+
+
+def _limit(promise: Promise) -> str:
+    """What a contract allows, in words."""
+    from deltacheck.contracts import Bounded
+
+    terms = promise.terms
+    if isinstance(terms, Bounded):
+        return f"{terms.limit:g} {terms.norm}"
+    return f"{terms.max_drift:g} octaves, {terms.max_age_steps} steps"
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
@@ -202,7 +223,7 @@ def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
     closure = sum(ref.stored_bytes for ref in manifest.segments)
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
     output.print_line(
-        f"{len(manifest.leaves)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
+        f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
         f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
     )
     output.print_line("")
@@ -213,11 +234,16 @@ def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
         Column("SHAPE", "shape", output.shape, left=True),
         _RAW,
         Column("CONTRACT", "contract", left=True),
+        Column("DERIVED", "derived", left=True),
+        Column("MEASURED", "measured", output.number),
+        Column("ALLOWED", "limit", left=True),
+        Column("AS OF", "from_step"),
         Column("KIND", "kind", left=True),
         Column("DEPTH", "chain_depth"),
         Column("DENSITY", "density", output.share),
     )
-    output.print_table([c for c in columns if c.key != "tied_to" or any(row["tied_to"] for row in leaves)], leaves)
+    seldom = ("tied_to", "derived", "measured", "limit", "from_step")
+    output.print_table([c for c in columns if c.key not in seldom or any(row[c.key] is not None for row in leaves)], leaves)
     if scalars:
         output.print_line("")
         values = (

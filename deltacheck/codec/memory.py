@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +53,25 @@ def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
     target = as_bytes("out", out)
     np.copyto(target, source)
     return target
+
+
+def checked_array(name: str, array: NDArray[np.generic], dtype: type[np.generic]) -> None:
+    """``ValueError`` naming the argument where it is not C-contiguous or of another dtype."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be a C-contiguous numpy array of {np.dtype(dtype).name}, not {_described(array)}")
+
+
+def checked_out(out: NDArray[Any] | None, like: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[Any]:
+    """Where results of ``dtype`` in the shape of ``like`` go: ``out`` where it fits, else ``ValueError``; where it is None, a new array."""
+    if out is None:
+        return np.empty(like.shape, dtype)
+    if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != like.shape or not out.flags.c_contiguous:
+        raise ValueError(
+            f"out must be a C-contiguous numpy array of {np.dtype(dtype).name}, shape {like.shape}, not {_described(out)}"
+        )
+    if not out.flags.writeable:
+        raise ValueError("out must be writable")
+    return out
 
 
 def _described(array: object) -> str:

@@ -6,6 +6,7 @@ features are refused (``docs/reference/format.md``, sections 2 and 3).
 
 from __future__ import annotations
 
+import graphlib
 import json
 import math
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import xxhash
 
 from deltacheck import grid, tree
 from deltacheck.codec.base import STREAMS
+from deltacheck.contracts import RANK, Promise, name_of
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import Damaged, UnsupportedFormat, UnsupportedLeaf
 from deltacheck.records import LeafSpec
@@ -23,6 +25,10 @@ from deltacheck.store import layout
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 _MAX_ELEMENTS = 1 << 56
+
+DERIVED = "derived"  # permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
+FEATURES = (DERIVED,)
+STAGES = ("", "warm", "stable", "degraded")  # permanent names
 
 
 class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,11 +107,46 @@ class LeafRecord(msgspec.Struct, frozen=True):
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
+class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a leaf of the tree follows from what is stored (``docs/reference/format.md``, section 3).
+
+    ``how``: ``cast`` of the leaf ``of``, rounded to nearest, ties to even; ``same`` as the leaf ``of``; ``zeros``; ``lattice`` and
+    ``octaves``: from the codes that are stored under the leaf's own path; ``reused``: from what is stored there, of an earlier step.
+    ``spacing``, ``seed``: of the lattice, whose values lie in the cells of the leaf ``of`` where one is named. ``fraction_bits``,
+    ``signed``: of the octaves. ``scale``: what second moments are multiplied with, after which none is below ``m^2 / limit`` of the first moment
+    ``first``. ``digest``: of the leaf's bytes, of exact ones.
+    """
+
+    how: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str = ""
+    of: str = ""
+    spacing: float = 0.0
+    seed: int = 0
+    fraction_bits: int = 0
+    signed: bool = False
+    scale: float = 1.0
+    first: str = ""
+    limit: float = 0.0
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether something is stored under the leaf's own path."""
+        return self.how in ("lattice", "octaves", "reused")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The leaves of the tree that this one is computed from."""
+        return tuple(path for path in (self.of, self.first) if path)
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
     ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the
-    epoch, for people only. ``contract``: what a restore gives; version 1 knows ``exact``.
+    epoch, for people only. ``contract``: the weakest that a leaf has. ``derived``: leaves of the tree that are not simply stored.
+    ``contracts``: of leaves that are not exact. ``stage``: of the policy, ``warm``, ``stable`` or ``degraded``; none under the exact one.
     """
 
     format: str
@@ -121,11 +162,29 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     leaves: dict[str, LeafRecord]
     metrics: dict[str, float | str] = {}  # NaN and infinities as text: JSON has none
     must_understand: tuple[str, ...] = ()
+    derived: dict[str, Derived] = {}
+    contracts: dict[str, Promise] = {}
+    stage: str = ""
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of all leaves in memory."""
-        return sum(record.spec(path).raw_bytes for path, record in self.leaves.items())
+        return sum(spec.raw_bytes for spec in self.specs.values())
+
+    def spec(self, path: str) -> LeafSpec:
+        """What a leaf of the tree is."""
+        derived = self.derived.get(path)
+        return self.leaves[path].spec(path) if derived is None else LeafSpec.of(path, derived.shape, derived.dtype)
+
+    @property
+    def specs(self) -> dict[str, LeafSpec]:
+        """What every leaf of the tree is, by path, ties once."""
+        return {path: self.spec(path) for path in [*self.leaves, *(self.derived.keys() - self.leaves.keys())]}
+
+    def digest_of(self, path: str) -> str:
+        """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves."""
+        derived = self.derived.get(path)
+        return self.leaves[path].digest if derived is None else derived.digest
 
 
 Document = TypeVar("Document", SegmentTable, Manifest)
@@ -173,7 +232,8 @@ def check_version(body: Mapping[str, Any], where: str) -> None:
         raise UnsupportedFormat(
             f"{where} has format version {version!r}; this deltacheck reads version {layout.VERSION}. Install the deltacheck that wrote it"
         )
-    unknown = body.get("must_understand", [])
+    wanted = body.get("must_understand", [])
+    unknown = [feature for feature in wanted if feature not in FEATURES] if isinstance(wanted, list) else wanted
     if unknown:
         raise UnsupportedFormat(
             f"{where} needs the features {unknown!r}, which this deltacheck does not know. Install a newer one"
@@ -209,8 +269,47 @@ def _check_manifest(manifest: Manifest) -> None:
     if any(a >= b for a, b in zip([-1, *seqs], seqs, strict=False)) or any(seq > manifest.seq for seq in seqs):
         raise ValueError("its segments are not in ascending order")
     owners = set(tree.array_paths(manifest.tree).values())
-    if owners != set(manifest.leaves):
+    if owners != manifest.leaves.keys() | manifest.derived.keys():
         raise ValueError("its tree and its leaves do not match")
+    specs = manifest.specs
+    for path, derived in manifest.derived.items():
+        _check_derived(path, derived, manifest.leaves.get(path), specs)
+    graphlib.TopologicalSorter({path: derived.sources for path, derived in manifest.derived.items()}).prepare()  # no cycles
+    for path, promise in manifest.contracts.items():
+        if path not in owners or (promise.from_step is None) != (name_of(promise.terms) != "reused"):
+            raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
+    weakest = max((name_of(promise.terms) for promise in manifest.contracts.values()), key=RANK.index, default="exact")
+    if manifest.contract != weakest or manifest.stage not in STAGES:
+        raise ValueError(
+            f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves is {weakest!r}"
+        )
+    if bool(manifest.derived or manifest.contracts) != (DERIVED in manifest.must_understand):
+        raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_derived(path: str, derived: Derived, record: LeafRecord | None, specs: Mapping[str, LeafSpec]) -> None:
+    if any(s < 0 for s in derived.shape) or math.prod(derived.shape) > _MAX_ELEMENTS:
+        raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
+    dtype_named(derived.dtype)
+    stored = None if record is None else record.dtype
+    codes = {"lattice": ("int32",), "octaves": ("uint8", "uint16"), "reused": (derived.dtype,)}.get(derived.how, (None,))
+    shapes = {specs[source].shape for source in derived.sources if source in specs}
+    fits = (
+        derived.how in ("cast", "same", "zeros", "lattice", "octaves", "reused")
+        and stored in codes
+        and (record is None or record.shape == derived.shape)
+        and all(source in specs for source in derived.sources)
+        and shapes <= {derived.shape}
+        and (derived.how not in ("cast", "same") or bool(derived.of))
+        and (derived.how != "lattice" or (derived.dtype == "float32" and 0 < derived.spacing < math.inf))
+        and (derived.how != "octaves" or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7))
+        and 0 <= derived.seed < 1 << 64
+        and 0 < derived.scale < math.inf
+        and (not derived.first or (derived.dtype == "float32" and 0 < derived.limit < math.inf))
+        and (derived.how != "same" or specs[derived.of].dtype == derived.dtype)
+    )
+    if not fits:
+        raise ValueError(f"leaf {path!r} cannot be derived as it says: {derived}")
 
 
 def _check_segment(table: SegmentTable) -> None:

@@ -91,7 +91,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
         restored = restore_tree(
-            root, manifest, args.item, shardings=args.shardings, paths=args.leaves, max_bytes=args.max_bytes
+            root,
+            manifest,
+            args.item,
+            shardings=args.shardings,
+            paths=args.leaves,
+            contract=args.contract,
+            max_bytes=args.max_bytes,
         )
         if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
             self._item(place).adopt(restored, manifest)
@@ -193,12 +199,14 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     on the default device. With ``item``, a tree of arrays or ``jax.ShapeDtypeStruct`` of the same structure: its containers,
     each array in the form (JAX, NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
     ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the target's. ``leaves``: only
-    these leaf paths, as ``{path: array}``. ``max_bytes``: refuse before allocating more than this.
+    these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
+    ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
 
     Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
+    ``ContractNotMet`` naming the leaves,
     ``StepNotFound`` for a leaf that is not there, ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved
     with ``DeltaSaveArgs``.
     """
@@ -206,4 +214,5 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     item: Any = None
     shardings: Any = None
     leaves: Iterable[str] | None = None
+    contract: str | None = None
     max_bytes: int | None = None

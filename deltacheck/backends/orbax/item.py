@@ -20,7 +20,7 @@ from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
 from deltacheck.store.root import encode_manifest
-from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import sync_directory
 from deltacheck.tree import Node
 
@@ -40,7 +40,7 @@ class Item:
         self._io_timeout_seconds = io_timeout_seconds
         self._saver: Saver | None = None
         self._last: Commit | None = None
-        self._adopted: tuple[Restored, tuple[SegmentRef, ...]] | None = None
+        self._adopted: tuple[Restored, Manifest] | None = None
         self.writer: Writer | None = None
         holders.add(self)
 
@@ -72,7 +72,7 @@ class Item:
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Go on from a restored step, so that the next save is a delta to it."""
-        self._adopted = (restored._replace(tree=None), manifest.segments)  # the tree is the caller's, and may be large
+        self._adopted = (restored._replace(tree=None), manifest)  # the tree is the caller's, and may be large
         if self._saver is not None:
             self._settle(self._saver)
             self._go_on(self._saver)
@@ -123,24 +123,20 @@ class Item:
         adopted, self._adopted = self._adopted, None
         if adopted is None or self.writer is None:
             return
-        restored, refs = adopted
+        restored, manifest = adopted
         try:
-            for ref in refs:
+            for ref in manifest.segments:
                 self.writer.store.segment(ref)
         except DeltacheckError as error:
             log.warning("the next save writes whole leaves: the restored step has lost its segments since (%s)", error)
             return
-        bases = {
-            path: (chain.spec, restored.loaded[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
-            for path, chain in restored.chains.items()
-        }
-        saver.adopt(bases, refs)
+        saver.adopt(restored.chains, restored.stored, manifest)
 
     def protected(self) -> set[str]:
         """The segments that the next save may build on."""
         found = set() if self._saver is None else self._saver.protected_segments()
         adopted = self._adopted
-        return found if adopted is None else found | {ref.id for ref in adopted[1]}
+        return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
 
 
 class Gate:

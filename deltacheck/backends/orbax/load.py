@@ -16,7 +16,9 @@ from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets, place_numpy
 from deltacheck.backends.orbax import leaves
 from deltacheck.errors import StepNotFound, TreeMismatch
-from deltacheck.restore import Chain, Loaded
+from deltacheck.chain import Chain
+from deltacheck.codec.base import U8
+from deltacheck.restore import Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
 from deltacheck.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
@@ -32,16 +34,19 @@ def load(
     item: str | None = None,
     shardings: Any = None,
     leaves: Iterable[str] | None = None,
+    contract: str | None = None,
     max_bytes: int | None = None,
 ) -> Any:
     """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or of the torch ``Engine``.
 
-    ``target``, ``shardings``, ``leaves``, ``max_bytes``: as in ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed
+    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``: as in ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed
     only where they have more than one. Takes no lock and writes nothing. Raises what ``DeltaRestoreArgs`` says, and
     ``NotACheckpointRoot``, ``StepNotFound``.
     """
     opened = open_root(root, item)
-    return restore_tree(opened, opened.manifest(step), target, shardings=shardings, paths=leaves, max_bytes=max_bytes).tree
+    manifest = opened.manifest(step)
+    restored = restore_tree(opened, manifest, target, shardings=shardings, paths=leaves, contract=contract, max_bytes=max_bytes)
+    return restored.tree
 
 
 class Restored(NamedTuple):
@@ -49,7 +54,7 @@ class Restored(NamedTuple):
 
     tree: Any
     chains: Mapping[str, Chain]
-    loaded: Mapping[str, Loaded]
+    stored: Mapping[str, U8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,18 @@ class _Wanted:
 
 
 def restore_tree(
-    root: Root, manifest: Manifest, target: Any, *, shardings: Any, paths: Iterable[str] | None, max_bytes: int | None
+    root: Root,
+    manifest: Manifest,
+    target: Any,
+    *,
+    shardings: Any,
+    paths: Iterable[str] | None,
+    contract: str | None,
+    max_bytes: int | None,
 ) -> Restored:
     """Restore a step, or only the leaves ``paths`` of it."""
+    owners = tree.array_paths(manifest.tree)
+    restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
     with leaves.own_rules():
         return _restore_tree(root, manifest, target, shardings, paths, max_bytes)
 
@@ -82,34 +96,36 @@ def _restore_tree(
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
-        chains = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
-        return Restored(_make(some, restore.load(chains, max_bytes=max_bytes)), {}, {})
+        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
+        return Restored(_make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
     else:
         asked, target = target, leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target)
         wanted = _as_targeted(target, stored, manifest, where)
-    chains = restore.resolve(root, manifest)
-    loaded = restore.load(chains, max_bytes=max_bytes)
-    made = _make(wanted, loaded)
+    found = restore.resolve(root, manifest)
+    bases: dict[str, U8] = {}
+    made = _make(wanted, restore.load(found, max_bytes=max_bytes, stored=bases))
+    chains = restore.stored_chains(found.values())
     if target is None:
-        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), chains, loaded)
+        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), chains, bases)
     numbers = tree.scalars(manifest.tree)
 
     def fill(path: str, leaf: Any) -> Any:
         return made[path] if path in made else _number_as(leaf, numbers[path])
 
-    return Restored(leaves.map_leaves(fill, asked), chains, loaded)
+    return Restored(leaves.map_leaves(fill, asked), chains, bases)
 
 
 def abstract_tree(manifest: Manifest) -> Any:
     """The tree of a step with ``jax.ShapeDtypeStruct`` for its arrays."""
+    specs = manifest.specs
 
     def place(path: str, owner: str, tag: str | None) -> Any:
-        record = manifest.leaves[owner]
+        spec = specs[owner]
         if leaves.is_key_tag(tag):
-            return leaves.abstract(record.shape[:-1], leaves.key_dtype(tag))
-        return leaves.abstract(record.shape, record.spec(owner).element.numpy)
+            return leaves.abstract(spec.shape[:-1], leaves.key_dtype(tag))
+        return leaves.abstract(spec.shape, spec.element.numpy)
 
     return tree.unflatten(manifest.tree, place)
 
@@ -128,7 +144,7 @@ def _places(skeleton: Node) -> dict[str, tuple[str, str | None]]:
 def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]) -> _Wanted:
     """An array in the form that it was saved in; as NumPy where JAX would round it to fewer bits."""
     owner, tag = place
-    if tag not in _NUMPY and not leaves.jax_has(manifest.leaves[owner].dtype):
+    if tag not in _NUMPY and not leaves.jax_has(manifest.spec(owner).dtype):
         return _Wanted(owner, NUMPY_ARRAY, None)
     return _Wanted(owner, tag, where.get(path))
 
@@ -174,8 +190,8 @@ def _as_kept(path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]],
     """
     if isinstance(leaf, bool | int | float | complex) and path in stored:
         owner, tag = stored[path]
-        element = manifest.leaves[owner].spec(owner).element.numpy
-        if manifest.leaves[owner].shape == () and not leaves.is_key_tag(tag):
+        element = manifest.spec(owner).element.numpy
+        if manifest.spec(owner).shape == () and not leaves.is_key_tag(tag):
             return (
                 leaves.abstract((), element) if tag not in _NUMPY else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
             )

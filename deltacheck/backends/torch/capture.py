@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltacheck.backends.base import specs_of
 from deltacheck.backends.torch import codec, group, leaves
@@ -21,9 +23,12 @@ _SPARE = 1.1  # of the memory that device shadows and windows need, before they 
 
 
 class Capture:
-    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them."""
+    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them. ``in_order``: whether every leaf is read
+    once, in the order of the sources; only then can leaves be copied from a device ahead of their turn.
+    """
 
-    def __init__(self, shadow: str, host_cache_bytes: int) -> None:
+    def __init__(self, shadow: str, host_cache_bytes: int, in_order: bool) -> None:
+        self._in_order = in_order
         self._shadow = shadow
         self._host_cache_bytes = host_cache_bytes
         self._on_device: dict[Accelerator, bool] = {}  # whether its shadows lie there, decided once
@@ -44,6 +49,7 @@ class Capture:
                 self._on_device[device] = self._decide(device, sum(specs[p].raw_bytes for p, d in there.items() if d is device))
         tensors = {path: _held(flat.arrays[path], owned) for path in there}
         staged = {path: (there[path], tensors[path]) for path in specs if path in there and not self._on_device[there[path]]}
+        staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
         sources = {}
         for path, spec in specs.items():
@@ -54,8 +60,10 @@ class Capture:
                 sources[path] = LeafSource(spec, partial(leaves.bytes_of, value), lazy=guarded, recheck=check)
             elif self._on_device[there[path]]:
                 sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
-            else:
+            elif self._in_order:
                 sources[path] = LeafSource(spec, partial(staging.take, path), lazy=True, recheck=check)
+            else:
+                sources[path] = LeafSource(spec, partial(_copied, there[path], tensors[path]), lazy=True, recheck=check)
         for device in set(there.values()):
             device.begin()
         return sources
@@ -86,6 +94,10 @@ def _held(value: object, owned: set[int]) -> torch.Tensor:
     if flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr() or value.untyped_storage().data_ptr() in owned:
         return flat
     return flat.clone()
+
+
+def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return Staging({"": (device, tensor)}, tensor.numel()).take("")
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
@@ -85,7 +86,8 @@ class Engine:
         self._lease = Lease(path)
         self._root = Root(path, store)
         self._on_busy = on_busy
-        self._capture = Capture(shadow, host_cache_bytes)
+        policy = policy or Policy.exact()
+        self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._keep_last = keep_last
         self._grace_seconds = grace_seconds
@@ -93,7 +95,7 @@ class Engine:
             self._saver = Saver(
                 store,
                 TorchCodec(),
-                policy or Policy.exact(),
+                policy,
                 next_seq=self._root.next_seq(),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
@@ -155,23 +157,29 @@ class Engine:
         """The committed steps, ascending."""
         return self._root.steps()
 
-    def restore(self, step: int | None = None, into: object = None, *, max_bytes: int | None = None) -> Any:
-        """Restore a committed step (by default the newest), verified bit for bit; the next save continues its chain.
+    def restore(
+        self, step: int | None = None, into: object = None, *, contract: str | None = None, max_bytes: int | None = None
+    ) -> Any:
+        """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
-        ``max_bytes``: refuse before allocating more than this.
+        ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
+        comes as it was saved. ``max_bytes``: refuse before allocating more than this.
 
-        Raises ``StepNotFound``, ``TreeMismatch`` (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
+        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``TreeMismatch``
+        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
         segment and way out).
         """
         self._saver.check_usable()
         self._saver.wait()
         manifest = self._root.manifest(step)
+        restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        chains = restore.resolve(self._root, manifest)
-        loaded = restore.load(chains, max_bytes=max_bytes, codec=self._saver.codec)
+        found = restore.resolve(self._root, manifest)
+        stored: dict[str, NDArray[np.uint8]] = {}
+        loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
         else:
@@ -179,13 +187,7 @@ class Engine:
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
-        self._saver.adopt(
-            {
-                path: (chain.spec, loaded[path].data, chain.digests, chain.key[0].id, chain.delta_segments)
-                for path, chain in chains.items()
-            },
-            manifest.segments,
-        )
+        self._saver.adopt(restore.stored_chains(found.values()), stored, manifest)
         return state
 
     def close(self, timeout: float | None = None) -> None:

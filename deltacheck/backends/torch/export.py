@@ -26,12 +26,12 @@ def write_torch(
     of the leaves in memory: the format cannot be streamed.
     """
     owners = tree.array_paths(manifest.tree)
-    chains = resolve(root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()})
+    leaves = resolve(root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()})
     loaded: dict[str, Loaded] = {}
-    for path, chain in chains.items():
-        loaded |= restore.load({path: chain})
+    for path, leaf in leaves.items():
+        loaded |= restore.load({path: leaf})
         if progress is not None:
-            progress(chain.spec.raw_bytes)
+            progress(leaf.spec.raw_bytes)
     if keys is not None:
         tensors = {path: tensor_of(item) for path, item in loaded.items()}
         torch.save({key: tensors[owner] for key, owner in keys.items()}, file)

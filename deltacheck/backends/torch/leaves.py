@@ -66,7 +66,7 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
 
 def tensor_of(item: Loaded) -> torch.Tensor:
     """A loaded leaf as a host tensor that shares its memory."""
-    spec = item.chain.spec
+    spec = item.spec
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
         raise UnsupportedLeaf(

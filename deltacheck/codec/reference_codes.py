@@ -1,0 +1,162 @@
+"""The codes of derived leaves in NumPy: format.md, section 4.5, told a second time.
+
+As in reference.py: to be read beside that document and to be checked against, and nothing is clever for the sake of speed. Arguments
+are one-dimensional and fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32, F64, I32, U16, U32 = (
+    NDArray[np.float32],
+    NDArray[np.float64],
+    NDArray[np.int32],
+    NDArray[np.uint16],
+    NDArray[np.uint32],
+)
+Codes = NDArray[Any]  # uint8 or uint16
+
+MOST = float(np.finfo(np.float32).max)
+MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
+LANES, PART = 32, 65536  # the order in which squared errors are added: as in statistics, but of parts of 65536 elements
+
+
+# --- 4.5.1: lattice codes ------------------------------------------------------------------------------------------------------
+
+
+def phase(seed: int, count: int) -> F64:
+    """``u`` of elements 0 to ``count - 1``."""
+    z = np.arange(count, dtype=np.uint64) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+
+
+def in_cell(values: F32, weights: U16) -> F32:
+    """The values nearest to ``values`` that round, to nearest and ties to even, to the bfloat16 ``weights``."""
+    bits, whole = values.view(np.uint32), weights.astype(np.uint32) << np.uint32(16)
+    center, odd = whole & np.uint32(MAGNITUDE), (whole >> np.uint32(16)) & np.uint32(1)
+    nan = center > INFINITY
+    low = np.where(center == 0, np.uint32(0), center - np.uint32(0x8000) + odd)
+    high = np.minimum(center + np.uint32(0x8000) - odd, np.uint32(INFINITY - 1))
+    inside = np.clip(bits & np.uint32(MAGNITUDE), low, np.maximum(low, high))
+    magnitude = np.where((bits ^ whole) <= MAGNITUDE, inside, low)
+    return np.where(nan, bits, magnitude | (whole & ~np.uint32(MAGNITUDE))).view(np.float32)
+
+
+def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F32:
+    with np.errstate(over="ignore", under="ignore"):
+        middle = (codes.astype(np.float64) - phase(seed, codes.size) + 0.5) * step
+        values = np.clip(middle, -MOST, MOST).astype(np.float32)
+    return values if weights is None else in_cell(values, weights)
+
+
+def lattice_codes(values: F32, weights: U16 | None, step: float, seed: int) -> tuple[I32, int, float, float]:
+    """Codes, refused elements, largest error, sum of squared errors."""
+    finite = np.isfinite(values)
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.where(finite, values, np.float32(0)).astype(np.float64)
+        q = np.floor(x / step + phase(seed, values.size))
+        kept = finite & (q >= -(2.0**31)) & (q < 2.0**31)
+        codes = np.where(kept, q, 0).astype(np.int32)
+        error = np.where(kept, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0)
+        return codes, int(np.count_nonzero(~kept)), float(error.max(initial=0.0)), added(error * error)
+
+
+def added(squares: F64) -> float:
+    """Their sum, in the fixed order."""
+    whole = 0.0
+    for start in range(0, squares.size, PART):
+        lanes = np.zeros(LANES)
+        for first in range(start, min(start + PART, squares.size), LANES):
+            row = squares[first : first + LANES]
+            lanes[: row.size] += row
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        whole += float(lanes[0])
+    return whole
+
+
+# --- 4.5.2: octave codes -------------------------------------------------------------------------------------------------------
+
+
+OCTAVES = 277  # from 2^-149, the least positive float32, to 2^128
+
+
+class OctaveForm(NamedTuple):
+    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first octave that has a code; ``most``: of a magnitude."""
+
+    dtype: type[np.uint8] | type[np.uint16]
+    shift: int
+    lowest: int
+    most: int
+    sign: int
+
+
+def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
+    bits = 8 if fraction_bits == 0 else 16
+    lowest = 49 if signed and fraction_bits == 0 else 0
+    most = min((1 << (bits - signed)) - 1, (OCTAVES - lowest) << fraction_bits)
+    return OctaveForm(np.uint8 if bits == 8 else np.uint16, 23 - fraction_bits, lowest, most, 1 << (bits - 1) if signed else 0)
+
+
+def octave(magnitude: U32) -> U32:
+    """``L``: ``2^23 (149 + log2 x)``, straight between powers of two, of the bits of positive finite floats."""
+    whole = magnitude.astype(np.float32).view(np.uint32) - np.uint32(127 << 23)  # a subnormal as the integer that it is
+    return np.where(magnitude < 1 << 23, whole, magnitude + np.uint32(22 << 23))
+
+
+def magnitude_of(place: U32) -> U32:
+    """The bits of the largest float whose ``L`` is not above ``place``."""
+    low = place < 23 << 23
+    with np.errstate(invalid="ignore"):
+        whole = np.where(low, place + np.uint32(127 << 23), np.uint32(0)).astype(np.uint32).view(np.float32).astype(np.uint32)
+    return np.where(low, whole, place - np.uint32(22 << 23)).astype(np.uint32)
+
+
+def octave_values(codes: Codes, form: OctaveForm) -> F32:
+    sizes = codes.astype(np.uint32) & np.uint32(~form.sign & 0xFFFF)
+    ahead = np.maximum(sizes, 1) - np.uint32(1) + np.uint32(form.lowest << (23 - form.shift))
+    middle = (ahead << np.uint32(form.shift)) + np.uint32(1 << (form.shift - 1))
+    magnitude = np.where(sizes == 0, np.uint32(0), magnitude_of(middle))
+    negative = (codes & codes.dtype.type(form.sign)) != 0
+    return (magnitude | np.where(negative, np.uint32(1 << 31), np.uint32(0))).view(np.float32)
+
+
+def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -> tuple[Codes, int, int, float, int]:
+    """Codes, refused, zeroed, the largest ratio of what is kept to what was or the other way round, and the sum of ``|L(x') - L(x)|``.
+
+    ``band``: the dead band, in units of ``L``.
+    """
+    bits = values.view(np.uint32)
+    magnitude, negative = bits & np.uint32(MAGNITUDE), (bits >> np.uint32(31)) != 0
+    zero = magnitude == 0
+    live = octave(np.where(zero, np.uint32(1), magnitude))
+    ahead = (live >> np.uint32(form.shift)).astype(np.int64) - (form.lowest << (23 - form.shift))
+    refused = ~zero & ((magnitude >= INFINITY) | (ahead >= form.most))
+    if not form.sign:
+        refused |= ~zero & negative
+    zeroed = ~zero & ~refused & (ahead < 0)
+    coded = ~zero & ~refused & ~zeroed
+    codes = np.where(coded, ahead + 1 + np.where(negative & bool(form.sign), form.sign, 0), 0).astype(form.dtype)
+    if base is not None:
+        were = octave_values(base, form).view(np.uint32)
+        distance = _distance(were, np.where(zero, np.uint32(1), magnitude))
+        near = (base != 0) & ((were >> np.uint32(31)) == (bits >> np.uint32(31))) & (distance <= band)
+        codes = np.where(coded & near, base, codes)
+    now = octave_values(codes, form)
+    with np.errstate(all="ignore"):
+        x, y = np.abs(values[coded]), np.abs(now[coded])
+        ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
+    away = _distance(now[coded].view(np.uint32), magnitude[coded])
+    return codes, int(np.count_nonzero(refused)), int(np.count_nonzero(zeroed)), ratio, int(away.sum())
+
+
+def _distance(bits: U32, magnitude: U32) -> NDArray[np.int64]:
+    """Of ``L``. REQUIRES: nothing is zero but what the caller does not look at."""
+    there = octave(np.maximum(bits & np.uint32(MAGNITUDE), np.uint32(1))).astype(np.int64)
+    return np.abs(there - octave(magnitude).astype(np.int64))

@@ -1,0 +1,50 @@
+"""Leaves that are computed at a restore: the formulas behind ``Derived``, element by element, the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from deltacheck.codec import lattice, octaves
+from deltacheck.dtypes import dtype_named
+from deltacheck.policy import adam
+from deltacheck.store.schema import Derived
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+def compute(derived: Derived, codes: Array | None, sources: Mapping[str, Array], first: int, count: int) -> Array:
+    """Elements ``first`` to ``first + count`` of a derived leaf, 1-D, in memory of their own or that of what they equal.
+
+    ``codes``: of what is stored under the leaf's path, ``sources``: of the leaves that it names, the same elements, 1-D.
+    """
+    element = dtype_named(derived.dtype).numpy
+    match derived.how:
+        case "same":
+            values = sources[derived.of]
+        case "cast":
+            values = cast(sources[derived.of], element)
+        case "zeros":
+            values = np.zeros(count, element)
+        case "lattice":
+            assert codes is not None  # the manifest was checked
+            values = lattice.values(codes, derived.spacing, derived.seed, weights=sources.get(derived.of), start=first)
+        case "octaves":
+            assert codes is not None
+            values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed)
+        case _:
+            assert codes is not None
+            values = codes
+    if derived.scale != 1.0:
+        values = (values * np.float32(derived.scale)).astype(element, copy=False)
+    if derived.first:
+        values = adam.repair(values, sources[derived.first], derived.limit)
+    return values
+
+
+def cast(values: Array, element: np.dtype[Any]) -> Array:
+    """Round to another floating type, to nearest, ties to even."""
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN go where they go
+        return values.astype(element)

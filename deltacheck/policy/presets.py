@@ -1,0 +1,157 @@
+"""What a save promises: the presets that users choose from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deltacheck.contracts import Exact
+
+if TYPE_CHECKING:
+    from deltacheck.profile.record import Profile
+
+MOMENTS = ("exact", "bounded", "reused", "dropped")
+WEIGHTS = ("exact", "bounded")
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """How the state behind the weights is kept once a run is stable; see ``Policy.model_exact`` for what the fields mean."""
+
+    weights: str
+    moments: str
+    master_error_lr: float
+    moment_error_octaves: float
+    max_drift_octaves: float
+    max_age_steps: int
+    stable_from: int | None
+    leaves: frozenset[str] | None
+    betas: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a save promises and how long its chains may grow. Make one with a preset.
+
+    ``hidden``: ``None`` where every leaf is restored bit for bit. ``max_chain_depth``: most deltas that a restore applies to a leaf. Larger:
+    fewer keyframes to write, longer restore, more segments that a step depends on. ``derive``: whether weights that are the cast of their
+    master are left out of what is stored, and computed, proven by their digest, at a restore. Fewer bytes; plain zarr finds no weights then.
+    """
+
+    max_chain_depth: int
+    hidden: Hidden | None = None
+    derive: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every leaf is stored as it is, whatever the others are."""
+        return self.hidden is None and not self.derive
+
+    @classmethod
+    def exact(cls, max_chain_depth: int = 32, *, derive: bool = False) -> Policy:
+        """Lossless: every leaf is restored bit for bit. Raises ``ValueError`` for a depth below 0 (0: every save writes keyframes)."""
+        return cls(_checked(max_chain_depth), None, derive)
+
+    @classmethod
+    def model_exact(
+        cls,
+        *,
+        moments: str = "reused",
+        master_error_lr: float = 16.0,
+        moment_error_octaves: float = 0.5,
+        max_drift_octaves: float = 0.1,
+        max_age_steps: int = 200,
+        stable_from: int | None = None,
+        betas: tuple[float, float] | None = None,
+        max_chain_depth: int = 32,
+    ) -> Policy:
+        """What the forward pass sees is restored bit for bit; optimizer state that it does not see is bounded or reused, once it is stable.
+
+        Until then, and after every event that makes the run unstable (a jump of loss, gradient norm or learning rate, a NaN, a resume),
+        everything is exact. So are, always, the weights, step counts, schedules, generators, everything small or of one axis, and all
+        that is not known to be Adam's.
+
+        ``moments``: of Adam. ``"reused"``: mean and mean of squares (m, v) are written as a pair when they have drifted, and at least every
+        ``max_age_steps``; between, a restore gives the earlier pair. ``"bounded"``: both at every save, within ``moment_error_octaves``; the
+        largest files, the closest resume. ``"dropped"``: v bounded, m zero after a restore, which costs a resumed run about
+        1 / (1 - beta1) steps of progress, once. ``"exact"``: only master weights are bounded.
+        ``master_error_lr``: largest error of a float32 master weight, in units of the learning rate; it never leaves the cell of its exact
+        bfloat16 weight. Larger: fewer bytes, more noise on resume. ``moment_error_octaves``: of a moment, as ``|log2|`` of the ratio.
+        ``max_drift_octaves``: how far v may have moved (the median) while it is reused, beside that error. Larger: fewer bytes, an older
+        state. ``max_age_steps``: 0 takes what Adam's memory permits. ``stable_from``: first step at which anything may be inexact (default:
+        found from the drift of v). ``betas``: of Adam, where the state does not tell (optax). Saves take the learning rate from the state, or
+        from ``metrics={"learning_rate": ...}``; without it masters stay exact.
+
+        Raises ``ValueError`` for values out of range.
+        """
+        hidden = Hidden(
+            "exact",
+            moments,
+            master_error_lr,
+            moment_error_octaves,
+            max_drift_octaves,
+            max_age_steps,
+            stable_from,
+            None,
+            betas,
+        )
+        return cls(_checked(max_chain_depth), _checked_hidden(hidden))
+
+    @classmethod
+    def post_training(
+        cls,
+        profile: Profile,
+        *,
+        weights: str = "exact",
+        moments: str = "reused",
+        master_error_lr: float = 16.0,
+        moment_error_octaves: float = 0.5,
+        max_drift_octaves: float = 0.1,
+        max_age_steps: int = 200,
+        max_chain_depth: int = 32,
+    ) -> Policy:
+        """What the profile of an earlier run allows: its stable set, from its stable start on. Everything else is exact.
+
+        ``weights``: ``"exact"`` or ``"bounded"``: then bfloat16 weights are the cast of the bounded master and are not stored; fewer bytes
+        where many weights move between saves, and the forward pass after a restore is not the one that was saved. The others: as
+        ``model_exact`` has them. A profile without a stable start, or of an unknown optimizer, gives an exact policy.
+
+        Raises ``ValueError`` for values out of range.
+        """
+        stable = frozenset(path for path, leaf in profile.leaves.items() if not isinstance(leaf.recommended, Exact))
+        betas = None if profile.optimizer is None else (profile.optimizer.beta1, profile.optimizer.beta2)
+        hidden = Hidden(
+            weights,
+            moments,
+            master_error_lr,
+            moment_error_octaves,
+            max_drift_octaves,
+            max_age_steps,
+            profile.stable_start,
+            stable,
+            betas,
+        )
+        kept = None if profile.stable_start is None or betas is None else _checked_hidden(hidden)
+        return cls(_checked(max_chain_depth), kept, derive=True)
+
+
+def _checked(max_chain_depth: int) -> int:
+    if max_chain_depth < 0:
+        raise ValueError(f"max_chain_depth must be at least 0, not {max_chain_depth}")
+    return max_chain_depth
+
+
+def _checked_hidden(hidden: Hidden) -> Hidden:
+    if hidden.weights not in WEIGHTS or hidden.moments not in MOMENTS:
+        raise ValueError(
+            f"weights must be one of {', '.join(WEIGHTS)} and moments one of {', '.join(MOMENTS)}, "
+            f"not {hidden.weights!r} and {hidden.moments!r}"
+        )
+    if not hidden.master_error_lr > 0 or not 0 < hidden.max_drift_octaves < 8 or not 0.02 <= hidden.moment_error_octaves <= 2:
+        raise ValueError(
+            "master_error_lr must be above 0, max_drift_octaves from 0 to 8 and moment_error_octaves from 0.02 to 2, not "
+            f"{hidden.master_error_lr}, {hidden.max_drift_octaves} and {hidden.moment_error_octaves}"
+        )
+    if hidden.max_age_steps < 0:
+        raise ValueError(f"max_age_steps must be at least 0, not {hidden.max_age_steps}")
+    return hidden

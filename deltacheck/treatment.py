@@ -1,0 +1,439 @@
+"""Carry out a policy's decisions: turn live leaves into what is stored of them, and measure what a restore will give.
+
+One ``Treatment`` a saver. At each save it decides, from small things only, how every leaf is kept; the leaves themselves are read
+when the saver captures them, often behind the training loop. There codes are made, the error of what they decode to is measured, and
+a leaf whose contract would not hold is stored exactly after all. Law and figure numbers are those of ``docs/explanation/policy.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from deltacheck import derive
+from deltacheck.codec import lattice, octaves
+from deltacheck.codec.base import U8
+from deltacheck.contracts import Bounded, Promise, Reused
+from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.policy import Policy, adam, roles
+from deltacheck.policy.chain import staggered
+from deltacheck.policy.decide import Decision, Situation, decide
+from deltacheck.policy.events import Detector
+from deltacheck.policy.events import Observation as Seen
+from deltacheck.policy.roles import Hyperparameters, Parameter
+from deltacheck.policy.stage import STABLE, Observation, Stage, advance
+from deltacheck.records import LeafSpec
+from deltacheck.store.schema import Derived
+from deltacheck.work import Coded, LeafSource, Terms
+
+log = logging.getLogger("deltacheck")
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64  # elements of a leaf that drift is measured on: blocks, evenly spread, and their length
+_RATES = ("learning_rate", "lr")  # names of the metric that tells the learning rate where the state does not
+_NORMS = ("gradient_norm", "grad_norm")  # and the norm before clipping
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """What is stored of a leaf: its spec and bytes in host memory."""
+
+    spec: LeafSpec
+    data: U8
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The moments that a restore would give while they are reused. ``step``: of training, ``count``: of the optimizer, when they were stored."""
+
+    step: int
+    count: int | None
+
+
+class Treatment:
+    """Decides and carries out, save after save. ``host``: a source's bytes in host memory. ``shadow``: what is stored of a leaf so far."""
+
+    def __init__(self, policy: Policy, host: Callable[[Any], U8], shadow: Callable[[str], Shadow | None]) -> None:
+        self._policy = policy
+        self._host = host
+        self._shadow = shadow
+        self._stage = Stage()
+        self._detector = Detector()
+        self._drifts: list[float] = []  # of second moments, measured while the last save was captured
+        self._spacings: dict[str, float] = {}
+        self._scales: dict[str, float] = {}
+        self._pairs: dict[str, _Pair] = {}
+
+    def resumed(self) -> None:
+        """A step was restored: nothing is known of the run that goes on from it."""
+        self._stage, self._detector = Stage(), Detector()
+        self._drifts.clear()
+        self._pairs.clear()
+
+    def plan(
+        self, step: int, sources: Mapping[str, LeafSource], scalars: Mapping[str, object], metrics: Mapping[str, float]
+    ) -> tuple[dict[str, LeafSource], Callable[[], Terms]]:
+        """What to store at this save, and what its manifest will say of it; that is complete once every source was captured.
+
+        ``scalars``: the Python numbers of the tree, by path.
+        """
+        if self._policy.is_exact:
+            return dict(sources), Terms
+        specs = {path: source.spec for path, source in sources.items()}
+        known = dict(scalars) | self._single(sources)
+        found = roles.find(specs, known, list(sources))
+        told = next((metrics[name] for name in _RATES if name in metrics), None)
+        rates = {
+            group: own if own.lr is not None else replace(own, lr=told)
+            for group, own in (roles.hyperparameters(found, known) | {"": Hyperparameters()}).items()
+        }
+        self._observe(step, rates, metrics, specs)
+        if self._stage.name == STABLE:
+            found = roles.prove(found, partial(self._is_cast, sources))
+        save = _Save(self, step, self._stage.name, sources)
+        for parameter in found.parameters:
+            own = rates[parameter.group or ""]
+            count = _as_count(known.get(parameter.count or ""))
+            spacing = self._spacings.get(parameter.master or "")
+            situation = Situation(own, count, spacing, self._scale(parameter.master, sources))
+            save.take(parameter, situation, decide(self._policy, self._stage.name, parameter, specs, situation))
+        return save.sources, save.terms
+
+    def _observe(
+        self, step: int, rates: Mapping[str, Hyperparameters], metrics: Mapping[str, float], specs: Mapping[str, LeafSpec]
+    ) -> None:
+        """Bring the stage to this save."""
+        hidden = self._policy.hidden
+        if hidden is None:
+            return
+        learning_rates = tuple(own.lr for own in rates.values() if own.lr is not None)
+        about = tuple((group, own.beta1, own.beta2) for group, own in rates.items()), tuple(specs.values())
+        seen = Seen(
+            step,
+            loss=metrics.get("loss"),
+            gradient_norm=next((metrics[name] for name in _NORMS if name in metrics), None),
+            learning_rate=learning_rates or None,
+            optimizer=about,
+        )
+        self._detector, events = self._detector.advance(seen)
+        for event in events:
+            log.info(
+                "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again", step, event.what, event.size
+            )
+        drifts, self._drifts = self._drifts, []
+        drift = float(np.median(drifts)) if drifts else None
+        observed = Observation(step, max(learning_rates, default=None), drift, tuple(event.what for event in events))
+        self._stage = advance(self._stage, observed, hidden.max_drift_octaves, hidden.stable_from)
+
+    def _single(self, sources: Mapping[str, LeafSource]) -> dict[str, float]:
+        """Leaves of one number: step counts, rates that are kept as arrays."""
+        found = {}
+        for path, source in sources.items():
+            spec = source.spec
+            if spec.raw_bytes == spec.element.item_bytes and np.dtype(spec.element.numpy).kind in "iuf":
+                found[path] = float(self._live(source)[0])
+        return found
+
+    def _live(self, source: LeafSource) -> Array:
+        """A leaf as it is now, 1-D."""
+        return self._host(source.current()).view(source.spec.element.numpy)
+
+    def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
+        """Whether a weight is its master, rounded; told from a sample, since every value is checked again when it is captured."""
+        one, other = (_sample(self._live(sources[path])) for path in (weight, master))
+        return np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8))
+
+    def _scale(self, master: str | None, sources: Mapping[str, LeafSource]) -> float:
+        """Root mean square of a master, sampled once: it hardly changes in a run."""
+        if self._stage.name != STABLE or master is None or master not in sources:
+            return 0.0
+        if master not in self._scales:
+            values = _sample(self._live(sources[master])).astype(np.float64)
+            self._scales[master] = float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+        return self._scales[master]
+
+
+class _Save:
+    """One save: the sources of the leaves that are kept otherwise than exactly, and what came of them."""
+
+    def __init__(self, treatment: Treatment, step: int, stage: str, sources: Mapping[str, LeafSource]) -> None:
+        self.sources = dict(sources)
+        self._treatment = treatment
+        self._step = step
+        self._stage = stage
+        self._live = {path: source for path, source in sources.items()}
+        self._derived: dict[str, Derived] = {}
+        self._contracts: dict[str, Promise] = {}
+
+    def terms(self) -> Terms:
+        """What the manifest says. REQUIRES: every source was captured."""
+        policy = self._treatment._policy
+        return Terms(self._derived, self._contracts, self._stage if policy.hidden is not None else "")
+
+    def take(self, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision]) -> None:
+        """Replace the sources of one parameter's leaves as decided."""
+        group = _Group(self, parameter, situation, decisions)
+        for path, decision in decisions.items():
+            self._replace(path, group.capture_of(path, decision), group.paths)
+        second = parameter.second
+        if second in self._live and second not in decisions and parameter.adam and self._treatment._policy.hidden is not None:
+            self._replace(second, partial(self._watched, second), (second,))
+
+    def _replace(self, path: str, current: Callable[[], Any], companions: tuple[str, ...]) -> None:
+        """A leaf that is read together with others is read when the first of them must be."""
+        lazy = all(self._live[companion].lazy for companion in companions if companion in self._live)
+        self.sources[path] = replace(self._live[path], current=current, lazy=lazy)
+
+    def live(self, path: str) -> Array:
+        return self._treatment._live(self._live[path])
+
+    def exactly(self, path: str) -> Any:
+        return self._live[path].current()
+
+    def stored(self, path: str, spec: LeafSpec) -> Array | None:
+        """What is stored of a leaf so far, where it is of this form."""
+        shadow = self._treatment._shadow(path)
+        return shadow.data.view(spec.element.numpy) if shadow is not None and shadow.spec == spec else None
+
+    def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
+        self._derived[path] = derived
+        if promise is not None:
+            self._contracts[path] = promise
+
+    def _watched(self, path: str) -> Any:
+        """A second moment that is stored exactly; its drift since the save before is measured on the way."""
+        spec = self._live[path].spec
+        before = self.stored(path, spec)
+        if before is not None and spec.dtype == "float32":
+            drift = octaves_apart(_sample(self.live(path)), _sample(before))
+            if drift is not None:
+                self._treatment._drifts.append(drift)
+        return self.exactly(path)
+
+
+class _Group:
+    """The leaves of one parameter at one save. Codes are made when the first leaf that needs them is captured."""
+
+    def __init__(self, save: _Save, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision]) -> None:
+        self._save = save
+        self._parameter = parameter
+        self._situation = situation
+        self._decisions = decisions
+        self._moments: dict[str, Any] | None = None
+        self._master: Array | None = None
+        self.paths = tuple(
+            path for path in (parameter.weight, parameter.master, parameter.first, parameter.second) if path is not None
+        )
+
+    def capture_of(self, path: str, decision: Decision) -> Callable[[], Any]:
+        """What captures the leaf ``path``."""
+        match decision.how:
+            case "cast":
+                return partial(self._cast, path, decision)
+            case "lattice":
+                return partial(self._lattice, path, decision)
+            case "zeros":
+                return partial(self._zeros, path, decision)
+        return partial(self._moment, path)
+
+    def _spec(self, path: str) -> LeafSpec:
+        return self._save._live[path].spec
+
+    def _derive(self, path: str, decision: Decision, **about: Any) -> Derived:
+        spec = self._spec(path)
+        fields = ("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit")
+        known = {name: getattr(decision, name) for name in fields}
+        return Derived(decision.how, spec.dtype, spec.shape, **known | about)
+
+    # --- weights and masters --------------------------------------------------------------------------------------------------
+
+    def _lattice(self, path: str, decision: Decision) -> Any:
+        """A master on its lattice; exactly, where some value does not fit or is not in the cell of its weight."""
+        save, rate = self._save, self._situation.hyperparameters.lr
+        assert rate is not None  # else there were no spacing
+        assert isinstance(decision.terms, Bounded)
+        live = save.live(path)
+        weights = save.live(decision.of) if decision.of else None
+        made = lattice.codes(live, decision.spacing, decision.seed, weights=weights)
+        error = made.largest_error / rate
+        if made.refused or error > decision.terms.limit:
+            return save.exactly(path)
+        save._treatment._spacings[path] = decision.spacing
+        save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
+        spec = LeafSpec.of(path, self._spec(path).shape, "int32")
+        return Coded(spec, made.codes.view(np.uint8))
+
+    def _cast(self, path: str, decision: Decision) -> Any:
+        """A weight that is the cast of its master as a restore gives it: not stored where that is the promise, and it holds."""
+        save, spec = self._save, self._spec(path)
+        live = save.live(path)
+        master = save.live(decision.of)
+        bounded = self._decisions.get(decision.of)
+        if bounded is not None:
+            made = lattice.codes(master, bounded.spacing, bounded.seed)
+            rate = self._situation.hyperparameters.lr
+            assert rate is not None
+            assert isinstance(bounded.terms, Bounded)
+            if made.refused or made.largest_error / rate > bounded.terms.limit:
+                bounded = None  # and so the master is stored exactly
+            else:
+                master = lattice.values(made.codes, bounded.spacing, bounded.seed)
+        given = derive.cast(master, spec.element.numpy)
+        if bounded is None:
+            if not np.array_equal(given.view(np.uint16), live.view(np.uint16)):
+                return save.exactly(path)
+            digest = leaf_digest(chunk_digests(live.view(np.uint8), spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+            save.promise(path, self._derive(path, decision, digest=digest), None)
+            return Coded(None, None)
+        assert isinstance(decision.terms, Bounded)
+        error = relative_l2(live, given)
+        if not error <= decision.terms.limit:
+            return save.exactly(path)
+        save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
+        return Coded(None, None)
+
+    # --- moments --------------------------------------------------------------------------------------------------------------
+
+    def _zeros(self, path: str, decision: Decision) -> Any:
+        assert isinstance(decision.terms, Bounded)
+        self._save.promise(path, self._derive(path, decision), Promise(decision.terms, decision.terms.limit))
+        return Coded(None, None)
+
+    def _moment(self, path: str) -> Any:
+        """Both moments are decided on when the first of them is captured."""
+        if self._moments is None:
+            self._moments = self._both()
+        return self._moments.pop(path)
+
+    def _both(self) -> dict[str, Any]:
+        coded = {path: decision for path, decision in self._decisions.items() if decision.how == "octaves"}
+        exactly = {path: self._save.exactly(path) for path in coded}
+        if self._breaks_the_law():
+            return exactly
+        reused = any(isinstance(decision.terms, Reused) for decision in coded.values())
+        if reused and (kept := self._keep(coded)) is not None:
+            return kept
+        made: dict[str, Any] = {}
+        promises = {}
+        for path, decision in coded.items():
+            spec = LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits, decision.signed))
+            found = octaves.codes(
+                self._save.live(path),
+                fraction_bits=decision.fraction_bits,
+                signed=decision.signed,
+                base=self._save.stored(path, spec),
+                dead_band=decision.dead_band,
+            )
+            allowed = decision.terms.limit if isinstance(decision.terms, Bounded) else np.inf
+            if found.refused or found.largest_error > allowed:
+                return exactly
+            made[path] = Coded(spec, found.codes.view(np.uint8))
+            measured, from_step = found.largest_error, None
+            if isinstance(decision.terms, Reused):
+                values = octaves.values(found.codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
+                measured, from_step = octaves_apart(_sample(self._save.live(path)), _sample(values)) or 0.0, self._save._step
+            assert decision.terms is not None
+            promises[path] = Promise(decision.terms, measured, from_step)
+        for path, decision in coded.items():
+            self._save.promise(path, self._derive(path, decision), promises[path])
+        if reused:
+            self._save._treatment._pairs[self._parameter.name] = _Pair(self._save._step, self._situation.step)
+        return made
+
+    def _breaks_the_law(self) -> bool:
+        """Whether the live moments are not those of an Adam with these betas, whatever they are called."""
+        first, second = self._parameter.first, self._parameter.second
+        limit = next((d.limit for d in self._decisions.values() if d.limit), None)
+        if limit is None or first is None or second is None:
+            return False
+        return adam.law_violations(_sample(self._save.live(first)), _sample(self._save.live(second)), limit) > 0
+
+    def _keep(self, coded: Mapping[str, Decision]) -> dict[str, Any] | None:
+        """The pair as it was stored, where it may still be reused; the drift guard."""
+        save, first, second = self._save, self._parameter.first, self._parameter.second
+        pair = save._treatment._pairs.get(self._parameter.name)
+        if pair is None or first is None or second is None:
+            return None
+        specs = {
+            path: LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits, d.signed))
+            for path, d in coded.items()
+        }
+        codes = {path: save.stored(path, spec) for path, spec in specs.items()}
+        terms = coded[second].terms
+        assert isinstance(terms, Reused)
+        age = save._step - pair.step
+        if any(found is None for found in codes.values()) or not 0 < age <= staggered(second, terms.max_age_steps):
+            return None
+        old = {path: found for path, found in codes.items() if found is not None}
+        live = save.live(second)
+        if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
+            return None
+        scale = self._rescale(pair)
+        given = self._given(coded, {path: _sample(found) for path, found in old.items()}, scale)
+        now = {path: _sample(save.live(path)) for path in (first, second)}
+        drift = octaves_apart(now[second], given[second])
+        own = self._situation.hyperparameters
+        change = adam.update_change(now[first], now[second], given[second], own.eps or 1e-8)
+        if drift is None or drift > terms.max_drift or change > terms.max_drift:
+            return None
+        for path, decision in coded.items():
+            measured = drift if path == second else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0
+            about = self._derive(path, decision, scale=scale) if path == second else self._derive(path, decision)
+            save.promise(path, about, Promise(terms, measured, pair.step))
+        return {path: Coded(specs[path], None) for path in coded}
+
+    def _rescale(self, pair: _Pair) -> float:
+        """Law 5."""
+        beta2, now = self._situation.hyperparameters.beta2, self._situation.step
+        if beta2 is None and self._save._treatment._policy.hidden is not None:
+            betas = self._save._treatment._policy.hidden.betas
+            beta2 = None if betas is None else betas[1]
+        if beta2 is None or now is None or pair.count is None or not 1 <= pair.count <= now:
+            return 1.0
+        return adam.bias_rescale(now, pair.count, beta2)
+
+    def _given(self, coded: Mapping[str, Decision], codes: Mapping[str, Array], scale: float) -> dict[str, Array]:
+        """What a restore would give for some codes."""
+        found: dict[str, Array] = {}
+        for path in sorted(coded, key=lambda path: bool(coded[path].first)):  # v needs m
+            derived = self._derive(path, coded[path], scale=scale if coded[path].first else 1.0)
+            found[path] = derive.compute(derived, codes[path], found, 0, codes[path].size)
+        return found
+
+
+def octaves_apart(one: Array, other: Array) -> float | None:
+    """Median ``|log2(one / other)|`` of the elements that are positive in both, ``None`` where there are none."""
+    both = (one > 0) & (other > 0) & np.isfinite(one) & np.isfinite(other)
+    if not both.any():
+        return None
+    return float(np.median(np.abs(np.log2(one[both].astype(np.float64)) - np.log2(other[both].astype(np.float64)))))
+
+
+def relative_l2(live: Array, given: Array) -> float:
+    """``||given - live|| / ||live||`` in float64; 0 where both are zero, infinite or NaN where elements are."""
+    wide = live.astype(np.float64)
+    size = float(np.linalg.norm(wide))
+    error = float(np.linalg.norm(given.astype(np.float64) - wide))
+    return error / size if size else (0.0 if error == 0 else math.inf)
+
+
+def _sample(values: Array) -> Array:
+    """Evenly spread blocks of a 1-D array; all of it where it is no larger."""
+    if values.size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
+        return values
+    starts = np.linspace(0, values.size - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.int64)
+    return values[(starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)]
+
+
+def _as_count(value: object) -> int | None:
+    """A step count that is kept as an integer or as a float, ``None`` where it is none or before the first step."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value < 1:
+        return None
+    return int(value)
