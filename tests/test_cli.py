@@ -34,7 +34,7 @@ from deltacheck.cli import main
 from deltacheck.records import SaveReport
 from deltacheck.store.lease import Lease
 
-COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "demo")
+COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "report", "plan", "demo")
 
 
 @dataclass(frozen=True)
@@ -790,6 +790,8 @@ def test_no_damaged_file_ends_in_a_traceback(harm: Callable[[Path], None], damag
         ["export", "a", "1", "--to", "pickle"],
         ["gc", "a", "--grace", "-1"],
         ["log", "a", "--levels", "0"],
+        ["report", "a", "b"],
+        ["plan", "a", "--processes", "0"],
     ],
     ids=" ".join,
 )
@@ -914,7 +916,9 @@ def test_every_key_of_every_document_is_documented(run: Run, tmp_path: Path, del
 
     rows = {row.split("|")[1]: row for row in cli_page().split("## JSON")[1].splitlines() if row.startswith("| `")}
     lines = (["ls"], ["show", 25], ["log", "--by-class"], ["diff", 0, 25], ["verify"], ["gc"])
-    for command, *options in (*lines, ["export", 0, "--out", tmp_path / "x.npz"]):
+    speeds = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+    more = (["export", 0, "--out", tmp_path / "x.npz"], ["report", "-o", tmp_path / "r.html"], ["plan", *speeds])
+    for command, *options in (*lines, *more):
         found = keys(deltacheck_(command, run.root, *options, "--json").json) - {"schema"}
         (row,) = [text for commands, text in rows.items() if f"`{command}`" in commands]
         assert found == {key for key in found if f"`{key}`" in row}

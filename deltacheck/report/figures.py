@@ -268,15 +268,18 @@ def contracts(record: Record) -> Drawing:
     _legend(top)
     kinds = list(dict.fromkeys((held.of, held.contract, held.norm) for step in record.steps for held in step.held))
     for number, kind in enumerate(kinds):
-        points = [(at, worst) for at, steps in enumerate(columns) if (worst := _worst(steps, kind)) is not None]
-        label = _short(f"{kind[0]}, {kind[1]} ({kind[2]})")
+        worst = [_worst(steps, kind) for steps in columns]
+        heights = [
+            math.nan if held is None else min(held.used, _MOST_USED) for held in worst
+        ]  # a gap where there was no such contract
         colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number // len(_CYCLE) % 4]
-        used = [min(held.used, _MOST_USED) for _, held in points]
-        bottom.plot([at for at, _ in points], used, color=colour, linestyle=style, marker="o", markersize=3, label=label)
-        for at, held in points:
-            text = f"{kind[0]}, {_title(columns[at])}: measured {held.measured:.3g} of {held.limit:.3g} ({held.norm})"
-            height = min(held.used, _MOST_USED)
-            tips.append(Tip(bottom, (at - 0.5, max(height - 0.04, 0), at + 0.5, height + 0.04), text))
+        label = f"{_short(kind[0], 32)}, {kind[1]} ({kind[2]})"
+        bottom.plot(range(len(columns)), heights, color=colour, linestyle=style, marker="o", markersize=3, label=label)
+        for at, held in enumerate(worst):
+            if held is not None:
+                box = (at - 0.5, max(heights[at] - 0.04, 0), at + 0.5, heights[at] + 0.04)
+                text = f"{kind[0]}, {_title(columns[at])}: measured {held.measured:.3g} of {held.limit:.3g} ({held.norm})"
+                tips.append(Tip(bottom, box, text))
     if kinds:
         bottom.axhline(1, color=_INK, linestyle="--", linewidth=1)
         bottom.set_ylim(0, max(1.15, *(1.1 * min(held.used, _MOST_USED) for step in record.steps for held in step.held)))
@@ -515,9 +518,9 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def _short(name: str) -> str:
+def _short(name: str, most: int = 44) -> str:
     name = clean(name)
-    return name if len(name) <= 44 else f"{name[:18]}...{name[-23:]}"
+    return name if len(name) <= most else f"{name[: most // 2 - 4]}...{name[-most // 2 :]}"
 
 
 def _fraction(value: float | None) -> str:
