@@ -28,6 +28,7 @@ from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.contracts import Bounded, Promise, Reused
+from deltacheck.errors import NotACheckpointRoot
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import figures, page
 from deltacheck.report.collect import METHODS, Held, Record, StepRecord, collect
@@ -195,6 +196,29 @@ def test_a_damaged_step_is_named_and_the_others_are_shown(
     assert "warning: step 50" in capsys.readouterr().err
     assert 'class="problems"' in text
     assert "step 50" in text
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [lambda file: file.write_bytes(b""), lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[::-1])],
+    ids=["empty", "missing", "turned round"],
+)
+def test_whatever_file_is_damaged_is_named_or_not_needed(harm: Callable[[Path], object], root: Path, tmp_path: Path) -> None:
+    files = sorted(file.relative_to(root) for file in root.rglob("*") if file.is_file() and "control" not in file.parts)
+    kinds = {(file.parts[:1], file.parts[2:4], file.name): file for file in files}  # one file of each kind
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    for file in kinds.values():
+        content = (copy / file).read_bytes()
+        harm(copy / file)
+        needed = file.name == "zarr.json" and len(file.parts) == 3  # a manifest or a table
+        try:
+            record = collect(copy)
+        except NotACheckpointRoot:
+            assert file == Path("zarr.json")
+        else:
+            assert record.problems or not needed or not (copy / file).exists()
+        (copy / file).write_bytes(content)
 
 
 def promise(root: Path, step: int, **promises: Promise) -> None:

@@ -484,12 +484,15 @@ def _events(axes: Axes, events: Sequence[Event]) -> None:
 
 
 def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> None:
-    ends = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
-    width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) if steps else 1.0
-    for k, step in enumerate(steps):
-        left = ends[k - 1] if k else step.step - width / 2
-        right = ends[k] if k < len(ends) else step.step + width / 2
-        axes.axvspan(left, right, color=_STAGE_COLOURS.get(step.stage, "#EDEDED"), linewidth=0)
+    width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0 if steps else 1.0
+    between = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
+    ends = [steps[0].step - width / 2, *between, steps[-1].step + width / 2] if steps else []
+    at = 0
+    for stage, of in itertools.groupby(steps, key=lambda step: step.stage):
+        after = at + len(list(of))
+        axes.axvspan(ends[at], ends[after], color=_STAGE_COLOURS.get(stage, "#EDEDED"), linewidth=0)
+        at = after
+    for step, (left, right) in zip(steps, itertools.pairwise(ends), strict=True):
         tips.append(Tip(axes, (left, 0, right, 1), f"step {step.step}: stage {step.stage or 'none (exact policy)'}"))
     if not steps:
         axes.set_xlim(0, 1)
