@@ -23,13 +23,21 @@ def check(
 def statistics(
     current: NDArray[np.uint8], base: NDArray[np.uint8], bounds: NDArray[np.uint64], elements: str
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
-def quantise(
+def lattice_codes(
+    values: NDArray[np.float32], weights: NDArray[np.uint16] | None, step: float, seed: int, out: NDArray[np.int32]
+) -> tuple[int, float, float]: ...
+def lattice_values(
+    codes: NDArray[np.int32], weights: NDArray[np.uint16] | None, step: float, seed: int, out: NDArray[np.float32]
+) -> None: ...
+def octave_codes(
     values: NDArray[np.float32],
-    weights: NDArray[np.uint16] | None,
-    step: float,
-    seed: int,
-    out: NDArray[np.float32],
-) -> tuple[int, float]: ...
+    base: NDArray[np.uint8] | None,
+    fraction_bits: int,
+    signed: bool,
+    band: int,
+    out: NDArray[np.uint8],
+) -> tuple[int, int, float, int]: ...
+def octave_values(codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]) -> int: ...
 def write_stream_file(
     descriptor: int,
     pieces: list[NDArray[np.uint8]],

@@ -23,7 +23,7 @@ from deltacheck.contracts import Bounded, Promise, Reused
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.policy import Policy, adam, roles
 from deltacheck.policy.chain import staggered
-from deltacheck.policy.decide import Decision, Situation, decide
+from deltacheck.policy.decide import Decision, Situation, betas, decide
 from deltacheck.policy.events import Detector
 from deltacheck.policy.events import Observation as Seen
 from deltacheck.policy.roles import Hyperparameters, Parameter
@@ -70,12 +70,14 @@ class Treatment:
         self._spacings: dict[str, float] = {}
         self._scales: dict[str, float] = {}
         self._pairs: dict[str, _Pair] = {}
+        self._counts: dict[str, int | None] = {}  # of the optimizer, at the last save
 
     def resumed(self) -> None:
         """A step was restored: nothing is known of the run that goes on from it."""
         self._stage, self._detector = Stage(), Detector()
         self._drifts.clear()
         self._pairs.clear()
+        self._counts.clear()
 
     def plan(
         self, step: int, sources: Mapping[str, LeafSource], scalars: Mapping[str, object], metrics: Mapping[str, float]
@@ -148,7 +150,7 @@ class Treatment:
     def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
         """Whether a weight is its master, rounded; told from a sample, since every value is checked again when it is captured."""
         one, other = (_sample(self._live(sources[path])) for path in (weight, master))
-        return np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8))
+        return bool(np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8)))
 
     def _scale(self, master: str | None, sources: Mapping[str, LeafSource]) -> float:
         """Root mean square of a master, sampled once: it hardly changes in a run."""
@@ -184,7 +186,7 @@ class _Save:
             self._replace(path, group.capture_of(path, decision), group.paths)
         second = parameter.second
         if second in self._live and second not in decisions and parameter.adam and self._treatment._policy.hidden is not None:
-            self._replace(second, partial(self._watched, second), (second,))
+            self._replace(second, partial(self._watched, second, group.rescale_since_last()), (second,))
 
     def _replace(self, path: str, current: Callable[[], Any], companions: tuple[str, ...]) -> None:
         """A leaf that is read together with others is read when the first of them must be."""
@@ -207,12 +209,15 @@ class _Save:
         if promise is not None:
             self._contracts[path] = promise
 
-    def _watched(self, path: str) -> Any:
-        """A second moment that is stored exactly; its drift since the save before is measured on the way."""
+    def _watched(self, path: str, scale: float) -> Any:
+        """A second moment that is stored exactly; its drift since the save before is measured on the way.
+
+        ``scale``: what reuse would multiply it with. Without it, the growth from zero of a young v would look like drift.
+        """
         spec = self._live[path].spec
         before = self.stored(path, spec)
         if before is not None and spec.dtype == "float32":
-            drift = octaves_apart(_sample(self.live(path)), _sample(before))
+            drift = octaves_apart(_sample(self.live(path)), _sample(before) * np.float32(scale))
             if drift is not None:
                 self._treatment._drifts.append(drift)
         return self.exactly(path)
@@ -323,7 +328,7 @@ class _Group:
         made: dict[str, Any] = {}
         promises = {}
         for path, decision in coded.items():
-            spec = LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits, decision.signed))
+            spec = LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits).name)
             found = octaves.codes(
                 self._save.live(path),
                 fraction_bits=decision.fraction_bits,
@@ -332,10 +337,10 @@ class _Group:
                 dead_band=decision.dead_band,
             )
             allowed = decision.terms.limit if isinstance(decision.terms, Bounded) else np.inf
-            if found.refused or found.largest_error > allowed:
+            if found.refused or found.largest_error_octaves > allowed:
                 return exactly
             made[path] = Coded(spec, found.codes.view(np.uint8))
-            measured, from_step = found.largest_error, None
+            measured, from_step = found.largest_error_octaves, None
             if isinstance(decision.terms, Reused):
                 values = octaves.values(found.codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
                 measured, from_step = octaves_apart(_sample(self._save.live(path)), _sample(values)) or 0.0, self._save._step
@@ -362,7 +367,7 @@ class _Group:
         if pair is None or first is None or second is None:
             return None
         specs = {
-            path: LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits, d.signed))
+            path: LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits).name)
             for path, d in coded.items()
         }
         codes = {path: save.stored(path, spec) for path, spec in specs.items()}
@@ -375,7 +380,7 @@ class _Group:
         live = save.live(second)
         if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
             return None
-        scale = self._rescale(pair)
+        scale = self._rescale(pair.count)
         given = self._given(coded, {path: _sample(found) for path, found in old.items()}, scale)
         now = {path: _sample(save.live(path)) for path in (first, second)}
         drift = octaves_apart(now[second], given[second])
@@ -389,15 +394,20 @@ class _Group:
             save.promise(path, about, Promise(terms, measured, pair.step))
         return {path: Coded(specs[path], None) for path in coded}
 
-    def _rescale(self, pair: _Pair) -> float:
+    def rescale_since_last(self) -> float:
+        """What a second moment of the save before is multiplied with to stand for that of now."""
+        counts = self._save._treatment._counts
+        before = counts.get(self._parameter.name)
+        counts[self._parameter.name] = self._situation.step
+        return self._rescale(before)
+
+    def _rescale(self, stored_count: int | None) -> float:
         """Law 5."""
-        beta2, now = self._situation.hyperparameters.beta2, self._situation.step
-        if beta2 is None and self._save._treatment._policy.hidden is not None:
-            betas = self._save._treatment._policy.hidden.betas
-            beta2 = None if betas is None else betas[1]
-        if beta2 is None or now is None or pair.count is None or not 1 <= pair.count <= now:
+        hidden, now = self._save._treatment._policy.hidden, self._situation.step
+        known = None if hidden is None else betas(hidden, self._situation.hyperparameters)
+        if known is None or now is None or stored_count is None or not 1 <= stored_count <= now:
             return 1.0
-        return adam.bias_rescale(now, pair.count, beta2)
+        return adam.bias_rescale(now, stored_count, known[1])
 
     def _given(self, coded: Mapping[str, Decision], codes: Mapping[str, Array], scale: float) -> dict[str, Array]:
         """What a restore would give for some codes."""
@@ -429,7 +439,8 @@ def _sample(values: Array) -> Array:
     if values.size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
         return values
     starts = np.linspace(0, values.size - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.int64)
-    return values[(starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)]
+    taken: Array = values[(starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)]
+    return taken
 
 
 def _as_count(value: object) -> int | None:

@@ -50,7 +50,6 @@ class TestEmulated:
             ("encode_test", "encode"),
             ("decode_apply", "apply"),
             ("decode_statistics", "statistics"),
-            ("decode_lattice", "lattice"),
         ],
     )
     def test_the_device_gives_the_bits_of_the_host(self, name: str, kernel: str | None, programs: Programs) -> None:

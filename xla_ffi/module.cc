@@ -29,7 +29,7 @@ namespace {
 
 // Raised with INTERFACE in deltacheck/codec/native.py whenever a function here changes, so that a stale build is
 // noticed.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -177,20 +177,71 @@ nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<con
                         array_of(std::move(largest_difference)));
 }
 
-nb::tuple quantise_arrays(const Array<const float>& values, const std::optional<Array<const uint16_t>>& weights,
-                          double step, uint64_t seed, const Array<float>& out) {
-  if (weights && weights->size() != values.size()) throw std::invalid_argument("weights must have the size of values");
-  if (out.size() != values.size()) throw std::invalid_argument("out must have the size of values");
-  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
-  const auto* cells = weights ? reinterpret_cast<const uint8_t*>(weights->data()) : nullptr;
-  auto* to = reinterpret_cast<uint8_t*>(out.data());
+const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, uint64_t count) {
+  if (!weights) return nullptr;
+  if (weights->size() != count) throw std::invalid_argument("weights must have as many elements as there are codes");
+  return reinterpret_cast<const uint8_t*>(weights->data());
+}
+
+nb::tuple lattice_codes_arrays(const Array<const float>& values, const std::optional<Array<const uint16_t>>& weights,
+                               double step, uint64_t seed, const Array<int32_t>& out) {
   const uint64_t count = values.size();
-  Quantised quantised{};
+  const uint8_t* cells = weights_of(weights, count);
+  if (out.size() != count) throw std::invalid_argument("out must have the size of values");
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  LatticeErrors errors{};
   {
     nb::gil_scoped_release released;
-    quantised = quantise(from, cells, count, step, seed, to);
+    errors = lattice_codes(from, cells, count, step, seed, to);
   }
-  return nb::make_tuple(quantised.nonfinite, quantised.largest_error);
+  return nb::make_tuple(errors.refused, errors.largest, errors.squared);
+}
+
+void lattice_values_arrays(const Array<const int32_t>& codes, const std::optional<Array<const uint16_t>>& weights,
+                           double step, uint64_t seed, const Array<float>& out) {
+  const uint64_t count = codes.size();
+  const uint8_t* cells = weights_of(weights, count);
+  if (out.size() != count) throw std::invalid_argument("out must have the size of codes");
+  const auto* from = reinterpret_cast<const uint8_t*>(codes.data());
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  nb::gil_scoped_release released;
+  lattice_values(from, cells, count, step, seed, to);
+}
+
+OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
+  if (fraction_bits > 7) throw std::invalid_argument("fraction_bits must be at most 7");
+  return octave_form(fraction_bits, is_signed);
+}
+
+// Codes come as their bytes.
+nb::tuple octave_codes_arrays(const Array<const float>& values, const std::optional<Array<const uint8_t>>& base,
+                              uint32_t fraction_bits, bool is_signed, uint32_t band, const Array<uint8_t>& out) {
+  const OctaveForm form = form_of(fraction_bits, is_signed);
+  const uint64_t count = values.size();
+  if (base && base->size() != count * form.code_bytes) throw std::invalid_argument("base must have a code a value");
+  if (out.size() != count * form.code_bytes) throw std::invalid_argument("out must have a code a value");
+  if (band > uint32_t{1} << 26) throw std::invalid_argument("band must be at most 2^26");
+  const auto* from = reinterpret_cast<const uint8_t*>(values.data());
+  const uint8_t* before = base ? base->data() : nullptr;
+  uint8_t* to = out.data();
+  OctaveErrors errors{};
+  {
+    nb::gil_scoped_release released;
+    errors = octave_codes(from, before, count, form, band, to);
+  }
+  return nb::make_tuple(errors.refused, errors.zeroed, errors.largest_ratio, errors.distance);
+}
+
+uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fraction_bits, bool is_signed,
+                              const Array<float>& out) {
+  const OctaveForm form = form_of(fraction_bits, is_signed);
+  const uint64_t count = out.size();
+  if (codes.size() != count * form.code_bytes) throw std::invalid_argument("out must have a value a code");
+  const uint8_t* from = codes.data();
+  auto* to = reinterpret_cast<uint8_t*>(out.data());
+  nb::gil_scoped_release released;
+  return octave_values(from, count, form, to);
 }
 
 }  // namespace
@@ -212,9 +263,16 @@ NB_MODULE(_native, m) {
   m.def("statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
         nb::arg("bounds").noconvert(), nb::arg("elements"),
         "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
-  m.def("quantise", quantise_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
+  m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
         nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(),
-        "(nonfinite, largest error). out becomes the values on the lattice.");
+        "(refused, largest error, sum of their squares).");
+  m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(), nb::arg("weights").noconvert().none(),
+        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert());
+  m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(), nb::arg("base").noconvert().none(),
+        nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("band"), nb::arg("out").noconvert(),
+        "(refused, zeroed, largest ratio, sum of distances on the scale). base, out: bytes of codes.");
+  m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(), nb::arg("fraction_bits"),
+        nb::arg("signed"), nb::arg("out").noconvert(), "How many codes no value has; they become 0.");
 #ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("compressed"), nb::arg("number"),

@@ -12,8 +12,8 @@ from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
 
 if TYPE_CHECKING:
-    from deltacheck.export import Progress
     from deltacheck.chain import Chain
+    from deltacheck.export import Progress
     from deltacheck.store.root import Root, StepRef
     from deltacheck.verify import Finding
 

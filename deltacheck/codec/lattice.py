@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import memory, reference_codes
+from deltacheck import _native
+from deltacheck.codec import memory
 
-F32, I32 = NDArray[np.float32], NDArray[np.int32]
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 
 LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 
@@ -51,9 +53,7 @@ def codes(
     first = _first(step, seed, start)
     out = memory.checked_out(out, values, np.int32)
     cells = None if weights is None else _cells(weights, values.shape)
-    found, *rest = reference_codes.lattice_codes(values.reshape(-1), cells, step, first)
-    out.reshape(-1)[:] = found
-    return LatticeCoded(out, *rest)
+    return LatticeCoded(out, *_native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1)))
 
 
 def values(
@@ -69,7 +69,7 @@ def values(
     first = _first(step, seed, start)
     out = memory.checked_out(out, codes, np.float32)
     cells = None if weights is None else _cells(weights, codes.shape)
-    out.reshape(-1)[:] = reference_codes.lattice_values(codes.reshape(-1), cells, step, first)
+    _native.lattice_values(codes.reshape(-1), cells, step, first, out.reshape(-1))
     return out
 
 

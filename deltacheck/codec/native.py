@@ -13,7 +13,7 @@ from deltacheck.codec.base import STREAMS, U8, U64, Encoded
 from deltacheck.errors import DamagedStream
 
 # What this file expects of the extension; raised on both sides whenever a door of the extension changes.
-INTERFACE = 2
+INTERFACE = 3
 if _native.INTERFACE != INTERFACE:
     raise ImportError(f"deltacheck._native has interface {_native.INTERFACE}, this package needs {INTERFACE}: build it again")
 

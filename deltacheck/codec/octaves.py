@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.codec import memory, reference_codes
-from deltacheck.codec.reference_codes import OctaveForm, octave_form
+from deltacheck import _native
+from deltacheck.codec import memory
 
 F32 = NDArray[np.float32]
 Codes = NDArray[Any]  # uint8 where fraction_bits is 0, else uint16
@@ -23,7 +23,7 @@ class OctaveCoded(NamedTuple):
     negative in the unsigned form; where there is one, the codes are not enough to restore the tensor. ``zeroed``: values other than zero
     that are restored as zero, in the signed form with no fraction bits only. ``largest_error_octaves``: of ``|log2(x' / x)|`` of the
     others, ``x'`` being what ``values`` gives: the logarithm of the largest quotient, a float32, so right to within 2^-23.
-    ``sum_error_octaves``: of ``|x' - x|`` of the others in octaves of the bits, which is exact.
+    ``sum_error_octaves``: of the distances of ``x'`` and ``x`` on the scale of ``codes`` below, of the others; exact.
     """
 
     codes: Codes
@@ -35,7 +35,7 @@ class OctaveCoded(NamedTuple):
 
 def code_dtype(fraction_bits: int) -> np.dtype[Any]:
     """Of codes with so many fraction bits, signed or not."""
-    return np.dtype(octave_form(_checked(fraction_bits), False).dtype)
+    return np.dtype(_dtype(fraction_bits))
 
 
 def codes(
@@ -49,9 +49,9 @@ def codes(
 ) -> OctaveCoded:
     """The cells of a logarithmic scale that float32 ``values`` lie in, ``2^fraction_bits`` of them an octave.
 
-    The scale is the pattern of bits: ``L(x) = 149 + log2 x`` at powers of two and straight between them, over all positive float32,
-    subnormals included. All of it is integer arithmetic, so the bits are the same on every processor. A cell is restored as its middle,
-    so that ``L(x')`` is within half a cell of ``L(x)``, which is ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``: 0.585 octaves
+    The scale is the pattern of bits: ``log2 x`` at powers of two and straight between them, over all positive float32, subnormals
+    included. All of it is integer arithmetic, so the bits are the same on every processor. A cell is restored as its middle,
+    so that it is within half a cell of the value on this scale, which is ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``: 0.585 octaves
     with no fraction bits, 0.17 with two. Zero of either sign has code 0 and no other value has, but for what is said of the signed form.
 
     ``fraction_bits``: 0 to 7. Larger: a smaller error, more codes that change. ``signed``: for first moments. False: a negative value is
@@ -59,29 +59,28 @@ def codes(
     values below 2^-100 are zeroed, 2^27 and above refused. Codes are uint8 where ``fraction_bits`` is 0, else uint16.
 
     ``base``: the codes of an earlier step, in the shape of ``values``. A code of it is taken again where its sign is right and what it is
-    restored as is within ``dead_band`` of the value, in octaves of the bits; ``dead_band`` is from half a cell, ``2^-(fraction_bits +
-    1)``, to 8. Larger: values that drift change their codes less often, and the error may be as large as the dead band (in octaves of
-    the bits; in true octaves, up to ``log2(1 + dead_band)`` where that is below 1, ``dead_band + 0.09`` above). Without a
-    base it does not count. ``out``: where to write, which may be ``base``; else a new array.
+    restored as is within ``dead_band`` octaves of the value on this scale; from half a cell, ``2^-(fraction_bits + 1)``, to 8. Larger:
+    values that drift change their codes less often, and the error may be as large as the dead band, which is less than ``dead_band +
+    0.087`` true octaves. Without a base it does not count. ``out``: where to write, which may be ``base``; else a new array.
 
     Raises ``ValueError`` where arguments do not fit.
     """
     memory.checked_array("values", values, np.float32)
-    form = octave_form(_checked(fraction_bits), signed)
-    out = memory.checked_out(out, values, form.dtype)
+    dtype = _dtype(fraction_bits)
+    out = memory.checked_out(out, values, dtype)
     band = 0
     if base is not None:
-        memory.checked_array("base", base, form.dtype)
+        memory.checked_array("base", base, dtype)
         if base.shape != values.shape:
             raise ValueError(f"base must have the shape of values, {values.shape}, not {base.shape}")
         half = 2.0 ** -(fraction_bits + 1)
         if not half <= dead_band <= MOST_DEAD_BAND:
             raise ValueError(f"dead_band must be from half a cell, {half}, to {MOST_DEAD_BAND}, not {dead_band}")
         band = math.floor(dead_band * 2**23)
-    found, refused, zeroed, ratio, away = reference_codes.octave_codes(
-        values.reshape(-1), form, None if base is None else base.reshape(-1), band
+    before = None if base is None else memory.as_bytes("base", base)
+    refused, zeroed, ratio, away = _native.octave_codes(
+        values.reshape(-1), before, fraction_bits, signed, band, memory.as_bytes("out", out)
     )
-    out.reshape(-1)[:] = found
     return OctaveCoded(out, refused, zeroed, math.log2(ratio), away * 2.0**-23)
 
 
@@ -91,22 +90,15 @@ def values(codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F
     ``fraction_bits``, ``signed``: as they were given to ``codes``. ``out``: where to write; else a new array. Raises ``ValueError``
     where arguments do not fit, and where there is a code that no value has.
     """
-    form = octave_form(_checked(fraction_bits), signed)
-    memory.checked_array("codes", codes, form.dtype)
+    memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
-    bad = _bad(codes, form)
+    bad = _native.octave_values(memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1))
     if bad:
         raise ValueError(f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits, signed={signed}")
-    out.reshape(-1)[:] = reference_codes.octave_values(codes.reshape(-1), form)
     return out
 
 
-def _bad(codes: Codes, form: OctaveForm) -> int:
-    sizes = codes & codes.dtype.type(~form.sign & np.iinfo(form.dtype).max)
-    return int(np.count_nonzero((sizes > form.most) | ((sizes == 0) & (codes != 0))))
-
-
-def _checked(fraction_bits: int) -> int:
+def _dtype(fraction_bits: int) -> type[np.uint8] | type[np.uint16]:
     if fraction_bits not in range(MOST_FRACTION_BITS + 1):
         raise ValueError(f"fraction_bits must be from 0 to {MOST_FRACTION_BITS}, not {fraction_bits!r}")
-    return fraction_bits
+    return np.uint8 if fraction_bits == 0 else np.uint16

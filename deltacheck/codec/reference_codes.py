@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-F32, F64, I32, U16, U32 = (
-    NDArray[np.float32],
-    NDArray[np.float64],
-    NDArray[np.int32],
-    NDArray[np.uint16],
-    NDArray[np.uint32],
-)
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
 Codes = NDArray[Any]  # uint8 or uint16
 
 MOST = float(np.finfo(np.float32).max)
@@ -84,11 +83,11 @@ def added(squares: F64) -> float:
 # --- 4.5.2: octave codes -------------------------------------------------------------------------------------------------------
 
 
-OCTAVES = 277  # from 2^-149, the least positive float32, to 2^128
+LEAST_OCTAVE, END = -149, 128  # positive finite float32 are from 2^-149 to below 2^128
 
 
 class OctaveForm(NamedTuple):
-    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first octave that has a code; ``most``: of a magnitude."""
+    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first cell that has a code. ``most``: code, without its sign."""
 
     dtype: type[np.uint8] | type[np.uint16]
     shift: int
@@ -98,65 +97,56 @@ class OctaveForm(NamedTuple):
 
 
 def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
-    bits = 8 if fraction_bits == 0 else 16
-    lowest = 49 if signed and fraction_bits == 0 else 0
-    most = min((1 << (bits - signed)) - 1, (OCTAVES - lowest) << fraction_bits)
-    return OctaveForm(np.uint8 if bits == 8 else np.uint16, 23 - fraction_bits, lowest, most, 1 << (bits - 1) if signed else 0)
+    bits = (8 if fraction_bits == 0 else 16) - signed
+    lowest = -100 if signed and fraction_bits == 0 else LEAST_OCTAVE
+    most = min((1 << bits) - 1, (END - lowest) << fraction_bits)
+    dtype = np.uint8 if fraction_bits == 0 else np.uint16
+    return OctaveForm(dtype, 23 - fraction_bits, lowest << fraction_bits, most, 1 << bits if signed else 0)
 
 
-def octave(magnitude: U32) -> U32:
-    """``L``: ``2^23 (149 + log2 x)``, straight between powers of two, of the bits of positive finite floats."""
-    whole = magnitude.astype(np.float32).view(np.uint32) - np.uint32(127 << 23)  # a subnormal as the integer that it is
-    return np.where(magnitude < 1 << 23, whole, magnitude + np.uint32(22 << 23))
+def octave(magnitude: U32) -> I64:
+    """``L`` of the bits of positive finite floats."""
+    whole = magnitude.astype(np.float32).view(np.uint32).astype(np.int64)  # a subnormal is a whole number of 2^-149
+    return np.where(magnitude < 1 << 23, whole - (276 << 23), magnitude.astype(np.int64) - (127 << 23))
 
 
-def magnitude_of(place: U32) -> U32:
-    """The bits of the largest float whose ``L`` is not above ``place``."""
-    low = place < 23 << 23
-    with np.errstate(invalid="ignore"):
-        whole = np.where(low, place + np.uint32(127 << 23), np.uint32(0)).astype(np.uint32).view(np.float32).astype(np.uint32)
-    return np.where(low, whole, place - np.uint32(22 << 23)).astype(np.uint32)
+def magnitude_of(places: I64) -> U32:
+    """The bits of the largest floats whose ``L`` is not above ``places``."""
+    low = places < -126 << 23
+    whole = np.where(low, places + (276 << 23), 0).astype(np.uint32).view(np.float32).astype(np.uint32)
+    return np.where(low, whole, places + (127 << 23)).astype(np.uint32)
 
 
 def octave_values(codes: Codes, form: OctaveForm) -> F32:
-    sizes = codes.astype(np.uint32) & np.uint32(~form.sign & 0xFFFF)
-    ahead = np.maximum(sizes, 1) - np.uint32(1) + np.uint32(form.lowest << (23 - form.shift))
-    middle = (ahead << np.uint32(form.shift)) + np.uint32(1 << (form.shift - 1))
-    magnitude = np.where(sizes == 0, np.uint32(0), magnitude_of(middle))
-    negative = (codes & codes.dtype.type(form.sign)) != 0
-    return (magnitude | np.where(negative, np.uint32(1 << 31), np.uint32(0))).view(np.float32)
+    """``x'``; of a code that no value has, 0."""
+    code = codes.astype(np.int64)
+    size = code & ~form.sign
+    valid = (size >= 1) & (size <= form.most)
+    cell = np.where(valid, size - 1 + form.lowest, 0)
+    magnitude = magnitude_of((cell << form.shift) + (1 << (form.shift - 1)))
+    sign = np.where(code & form.sign, np.uint32(1 << 31), np.uint32(0))
+    return np.where(valid, magnitude | sign, np.uint32(0)).view(np.float32)
 
 
 def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -> tuple[Codes, int, int, float, int]:
-    """Codes, refused, zeroed, the largest ratio of what is kept to what was or the other way round, and the sum of ``|L(x') - L(x)|``.
+    """Codes, refused, zeroed, the largest ratio between what is restored and what was, and the sum of ``|L(x') - L(x)|``.
 
     ``band``: the dead band, in units of ``L``.
     """
     bits = values.view(np.uint32)
-    magnitude, negative = bits & np.uint32(MAGNITUDE), (bits >> np.uint32(31)) != 0
+    magnitude, minus = bits & np.uint32(MAGNITUDE), bits > MAGNITUDE
     zero = magnitude == 0
-    live = octave(np.where(zero, np.uint32(1), magnitude))
-    ahead = (live >> np.uint32(form.shift)).astype(np.int64) - (form.lowest << (23 - form.shift))
-    refused = ~zero & ((magnitude >= INFINITY) | (ahead >= form.most))
-    if not form.sign:
-        refused |= ~zero & negative
-    zeroed = ~zero & ~refused & (ahead < 0)
-    coded = ~zero & ~refused & ~zeroed
-    codes = np.where(coded, ahead + 1 + np.where(negative & bool(form.sign), form.sign, 0), 0).astype(form.dtype)
+    wrong = minus & (form.sign == 0)
+    cell = octave(magnitude) >> form.shift
+    zeroed = ~zero & ~wrong & (cell < form.lowest)
+    coded = ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)  # infinities and NaN have no cell of any form
+    codes = np.where(coded, (cell - form.lowest + 1) | np.where(minus, form.sign, 0), 0).astype(form.dtype)
     if base is not None:
         were = octave_values(base, form).view(np.uint32)
-        distance = _distance(were, np.where(zero, np.uint32(1), magnitude))
-        near = (base != 0) & ((were >> np.uint32(31)) == (bits >> np.uint32(31))) & (distance <= band)
+        near = (were != 0) & ((were > MAGNITUDE) == minus)
+        near &= np.abs(octave(were & np.uint32(MAGNITUDE)) - octave(magnitude)) <= band
         codes = np.where(coded & near, base, codes)
-    now = octave_values(codes, form)
-    with np.errstate(all="ignore"):
-        x, y = np.abs(values[coded]), np.abs(now[coded])
-        ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
-    away = _distance(now[coded].view(np.uint32), magnitude[coded])
-    return codes, int(np.count_nonzero(refused)), int(np.count_nonzero(zeroed)), ratio, int(away.sum())
-
-
-def _distance(bits: U32, magnitude: U32) -> NDArray[np.int64]:
-    """Of ``L``. REQUIRES: nothing is zero but what the caller does not look at."""
-    there = octave(np.maximum(bits & np.uint32(MAGNITUDE), np.uint32(1))).astype(np.int64)
-    return np.abs(there - octave(magnitude).astype(np.int64))
+    x, y = np.abs(values[coded]), np.abs(octave_values(codes[coded], form))
+    ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
+    away = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
+    return codes, int(np.count_nonzero(~zero & ~zeroed & ~coded)), int(np.count_nonzero(zeroed)), ratio, int(away.sum())

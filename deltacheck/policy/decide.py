@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -16,7 +16,7 @@ from deltacheck.policy.stage import STABLE
 from deltacheck.records import LeafSpec
 
 LEAST_ELEMENTS = 4096  # smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are sensitive
-BITS_PER_OCTAVE = 1.4427  # 1 / ln 2: |log2| moves at most so much while the bits of a float move by an octave
+_MEAN_ERROR_OCTAVES = 0.6  # of first moments, whose codes are a sign and an exponent: they are fresh noise every ten steps
 _REBASE = 2.0  # a lattice is kept while the spacing that the learning rate asks for is within this factor of it
 _CAST_ERROR = 0.02  # of weights that are the cast of a bounded master: one unit in the last place is 2^-7 at most
 _WEIGHT_SHARE = 1 / 32  # of the root mean square of a master, that a lattice's spacing never exceeds
@@ -112,33 +112,36 @@ def _moments(hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec]
     assert second is not None
     if hidden.moments == "exact" or (hidden.leaves is not None and second not in hidden.leaves):
         return {}
-    betas = _betas(hidden, situation.hyperparameters)
-    if betas is None or not 0 <= betas[0] ** 2 < betas[1] < 1:
+    known = betas(hidden, situation.hyperparameters)
+    if known is None or not 0 <= known[0] ** 2 < known[1] < 1:
         return {}
-    dead_band = hidden.moment_error_octaves / BITS_PER_OCTAVE
+    dead_band = _dead_band(hidden.moment_error_octaves)
     fraction_bits = next((bits for bits in range(7) if 0.5 ** (bits + 1) <= 0.75 * dead_band), 7)
     within = Bounded(hidden.moment_error_octaves, "octaves")
     coarse = Decision("octaves", within, fraction_bits=fraction_bits, dead_band=dead_band)
     if hidden.moments == "dropped":
         return {first: Decision("zeros", Bounded(1.0, "l2")), second: coarse}
-    limit = adam.moment_limit(*betas)
-    signed = Decision("octaves", within, fraction_bits=fraction_bits, signed=True, dead_band=dead_band)
+    limit = adam.moment_limit(*known)
+    mean = Decision("octaves", Bounded(_MEAN_ERROR_OCTAVES, "octaves"), signed=True, dead_band=0.5)
     paired = Decision("octaves", within, fraction_bits=fraction_bits, dead_band=dead_band, first=first, limit=limit)
     if hidden.moments == "bounded":
-        return {first: signed, second: paired}
-    age = 0 if situation.step is None else adam.permitted_staleness(hidden.max_drift_octaves, situation.step, betas[1])
+        return {first: mean, second: paired}
+    age = 0 if situation.step is None else adam.permitted_staleness(hidden.max_drift_octaves, situation.step, known[1])
     if hidden.max_age_steps:
         age = min(age, hidden.max_age_steps)
     if age == 0:
         return {}
     terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
-    return {
-        first: Decision("octaves", terms, fraction_bits=fraction_bits, signed=True, dead_band=dead_band),
-        second: Decision("octaves", terms, fraction_bits=fraction_bits, dead_band=dead_band, first=first, limit=limit),
-    }
+    return {first: replace(mean, terms=terms), second: replace(paired, terms=terms)}
 
 
-def _betas(hidden: Hidden, known: Hyperparameters) -> tuple[float, float] | None:
+def _dead_band(octaves: float) -> float:
+    """The distance in octaves of the bits within which ``|log2|`` moves by no more than ``octaves`` (``codec.octaves``)."""
+    return float(2.0**octaves - 1) if octaves < 1 else octaves - 0.09
+
+
+def betas(hidden: Hidden, known: Hyperparameters) -> tuple[float, float] | None:
+    """Of Adam: what the state says, else what the policy was told."""
     if known.beta1 is not None and known.beta2 is not None:
         return known.beta1, known.beta2
     return hidden.betas

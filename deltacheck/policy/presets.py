@@ -76,7 +76,7 @@ class Policy:
         largest files, the closest resume. ``"dropped"``: v bounded, m zero after a restore, which costs a resumed run about
         1 / (1 - beta1) steps of progress, once. ``"exact"``: only master weights are bounded.
         ``master_error_lr``: largest error of a float32 master weight, in units of the learning rate; it never leaves the cell of its exact
-        bfloat16 weight. Larger: fewer bytes, more noise on resume. ``moment_error_octaves``: of a moment, as ``|log2|`` of the ratio.
+        bfloat16 weight. Larger: fewer bytes, more noise on resume. ``moment_error_octaves``: of v, as ``|log2|`` of the ratio; m has 0.6.
         ``max_drift_octaves``: how far v may have moved (the median) while it is reused, beside that error. Larger: fewer bytes, an older
         state. ``max_age_steps``: 0 takes what Adam's memory permits. ``stable_from``: first step at which anything may be inexact (default:
         found from the drift of v). ``betas``: of Adam, where the state does not tell (optax). Saves take the learning rate from the state, or

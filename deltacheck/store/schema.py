@@ -179,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def specs(self) -> dict[str, LeafSpec]:
         """What every leaf of the tree is, by path, ties once."""
-        return {path: self.spec(path) for path in [*self.leaves, *(self.derived.keys() - self.leaves.keys())]}
+        return {path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived])}
 
     def digest_of(self, path: str) -> str:
         """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves."""

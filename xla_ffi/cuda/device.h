@@ -12,7 +12,6 @@
 #include "cuda/runtime.h"
 #include "encoder/elements.h"
 #include "encoder/format.h"
-#include "encoder/lattice.h"
 
 namespace deltacheck {
 namespace device {
@@ -70,19 +69,6 @@ cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t ch
 // `wide`.
 cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values, bool wide,
                      cudaStream_t stream);
-
-// As quantise of encoder/delta.h has it, bit for bit.
-struct QuantiseArguments {
-  const float* values;
-  const uint16_t* weights;  // bfloat16; or null
-  uint64_t count;
-  double step;
-  uint64_t seed;
-  float* out;  // may be `values`
-  Quantised* result;
-};
-
-cudaError_t quantise(const QuantiseArguments& arguments, cudaStream_t stream);
 
 }  // namespace device
 }  // namespace deltacheck

@@ -1,6 +1,7 @@
 // What changed, as values: one block of threads a chunk, one warp a tile, a lane of the definition (encoder/elements.h)
 // a thread. The bits are those of the host.
 
+#include <cmath>
 #include <cstdint>
 
 #include "cuda/block.cuh"

@@ -384,6 +384,17 @@ void for_each(uint64_t count, const Work& work) {
   });
 }
 
+uint64_t parts_of(uint64_t count) { return (count + kPartValues - 1) / kPartValues; }
+
+// Calls `work` with the number, the first element and the size of every part.
+template <typename Work>
+void for_each_part(uint64_t count, const Work& work) {
+  for_each(parts_of(count), [&](uint64_t part) {
+    const uint64_t first = part * kPartValues;
+    work(part, first, std::min<uint64_t>(kPartValues, count - first));
+  });
+}
+
 void add(const Statistics& part, Statistics* sum) {
   sum->changed += part.changed;
   sum->nonfinite += part.nonfinite;
@@ -430,22 +441,58 @@ std::vector<Statistics> statistics(const Run& run, Elements elements, const uint
   return sums;
 }
 
-Quantised quantise(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                   uint8_t* out) {
-  constexpr uint64_t kPart = uint64_t{1} << 16;
+LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                            uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
-  std::mutex mutex;
-  Quantised whole{};
-  for_each((count + kPart - 1) / kPart, [&](uint64_t part) {
-    const uint64_t first = part * kPart, some = std::min(kPart, count - first);
-    const Quantised found =
-        kernels.quantise_part(values + 4 * first, weights != nullptr ? weights + 2 * first : nullptr, some, step,
-                              seed + first, out + 4 * first);
-    std::lock_guard lock(mutex);
-    whole.nonfinite += found.nonfinite;
-    whole.largest_error = std::max(whole.largest_error, found.largest_error);
+  std::vector<LatticeErrors> parts(parts_of(count));
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
+    parts[part] = kernels.lattice_codes_part(values + 4 * first, weights != nullptr ? weights + 2 * first : nullptr,
+                                             some, step, seed + first, codes + 4 * first);
   });
+  LatticeErrors whole{};
+  for (const LatticeErrors& part : parts) {
+    whole.refused += part.refused;
+    whole.largest = std::max(whole.largest, part.largest);
+    whole.squared += part.squared;
+  }
   return whole;
+}
+
+void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                    uint8_t* values) {
+  const Kernels& kernels = *chosen().load();
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
+    kernels.lattice_values_part(codes + 4 * first, weights != nullptr ? weights + 2 * first : nullptr, some, step,
+                                seed + first, values + 4 * first);
+  });
+}
+
+OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count, const OctaveForm& form,
+                          uint32_t band, uint8_t* codes) {
+  const Kernels& kernels = *chosen().load();
+  std::vector<OctaveErrors> parts(parts_of(count));
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
+    const uint64_t at = first * form.code_bytes;
+    parts[part] = kernels.octave_codes_part(values + 4 * first, base != nullptr ? base + at : nullptr, some, form, band,
+                                            codes + at);
+  });
+  OctaveErrors whole{0, 0, 0, 1};
+  for (const OctaveErrors& part : parts) {
+    whole.refused += part.refused;
+    whole.zeroed += part.zeroed;
+    whole.distance += part.distance;
+    whole.largest_ratio = std::max(whole.largest_ratio, part.largest_ratio);
+  }
+  return whole;
+}
+
+uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form, uint8_t* values) {
+  const Kernels& kernels = *chosen().load();
+  std::atomic<uint64_t> bad{0};
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
+    bad += kernels.octave_values_part(codes + first * form.code_bytes, some, form, values + 4 * first);
+  });
+  return bad;
 }
 
 int threads() { return thread_count(); }

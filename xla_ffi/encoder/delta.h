@@ -11,6 +11,7 @@
 #include "elements.h"
 #include "format.h"
 #include "lattice.h"
+#include "octaves.h"
 #include "run.h"
 
 namespace deltacheck {
@@ -47,10 +48,22 @@ std::string check(const Run& run, const Row* rows, uint64_t row_count, const Str
 // Of every chunk. REQUIRES: the run's words have the size of `elements`.
 std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current, const uint8_t* base);
 
-// Puts float32 values on the lattice of lattice.h, and where there are `weights`, bfloat16, into their cells. Element i
-// takes its phase from seed + i. `out` may be `values`. REQUIRES: `step` is finite and at least 2^-149.
-Quantised quantise(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                   uint8_t* out);
+// The codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or null. REQUIRES: `step` is
+// finite and at least 2^-149.
+LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                            uint8_t* codes);
+
+// The other way round. `values` may be `codes`.
+void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                    uint8_t* values);
+
+// The codes of octaves.h. `base`: codes of the same form, or null; one is taken again where |L(x') - L(x)| <= band.
+// `codes` may be `base`. REQUIRES: band <= 2^26.
+OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count, const OctaveForm& form,
+                          uint32_t band, uint8_t* codes);
+
+// The other way round. Returns the number of codes that no value has, which become 0.
+uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form, uint8_t* values);
 
 // Threads that one call may use, its caller among them. At first the processors that this process may run on, at
 // most 8.

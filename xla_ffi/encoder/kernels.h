@@ -8,6 +8,7 @@
 #include "elements.h"
 #include "format.h"
 #include "lattice.h"
+#include "octaves.h"
 
 namespace deltacheck {
 
@@ -60,8 +61,8 @@ struct Refusal {
   uint64_t found = 0, said = 0;
 };
 
-// Functions are described in segment.h, statistics.h and lattice.h, where they take `word_bytes` or `elements` as their
-// template argument.
+// Functions are described in segment.h, statistics.h, lattice.h and octaves.h, where they take `word_bytes` or
+// `elements` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words);
@@ -74,8 +75,13 @@ struct Kernels {
   Refusal (*check_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words);
   void (*apply_chunk)(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words);
   Statistics (*span_statistics)(Elements elements, const uint8_t* current, const uint8_t* base, uint32_t words);
-  Quantised (*quantise_part)(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                             uint8_t* out);
+  LatticeErrors (*lattice_codes_part)(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
+                                      uint64_t seed, uint8_t* codes);
+  void (*lattice_values_part)(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                              uint8_t* values);
+  OctaveErrors (*octave_codes_part)(const uint8_t* values, const uint8_t* base, uint64_t count, const OctaveForm& form,
+                                    uint32_t band, uint8_t* codes);
+  uint64_t (*octave_values_part)(const uint8_t* codes, uint64_t count, const OctaveForm& form, uint8_t* values);
 };
 
 extern const Kernels kKernelsPlain;  // what the compiler makes for every processor of this kind

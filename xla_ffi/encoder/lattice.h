@@ -3,9 +3,9 @@
 // Where u is uniform and independent of x, as it is to whoever does not choose x by the hash, x' - x is uniform
 // in [-s/2, s/2] and independent of x; it holds for one quantisation of x, not across saves, which share the phase.
 //
-// Host and device code include this file; internal linkage throughout, see format.h. All arithmetic is in double, in
-// the order in which it stands here, and a product that goes into a sum is exact: a compiler that fuses them changes
-// nothing, and the bits are the same on every processor.
+// Part of the format: docs/reference/format.md, 4.5.1. Internal linkage throughout, see format.h. All arithmetic is in
+// double, in the order in which it stands here, and the host is compiled with -ffp-contract=off: the bits are the same
+// on every processor. Written so that compilers make vectors of it. There is no device code for it yet.
 
 #pragma once
 
@@ -43,10 +43,9 @@ DELTACHECK_HD float float_of(uint32_t bits) {
   return value;
 }
 
-// The middle of x's cell of the lattice. REQUIRES: x is finite; step is finite and at least 2^-149.
-DELTACHECK_HD float on_lattice(float x, double step, double u) {
+// The middle of cell q of the lattice. REQUIRES: step is finite and at least 2^-149.
+DELTACHECK_HD float middle_of(double q, double step, double u) {
   constexpr double kMost = 0x1.fffffep127;  // of a finite float
-  const double q = floor(x / step + u);
   double middle = (q - u + 0.5) * step;
   middle = middle < kMost ? middle : kMost;
   middle = middle > -kMost ? middle : -kMost;
@@ -65,47 +64,100 @@ DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
   return center > kInfinity ? bits : same_sign | (whole & ~kMagnitude);
 }
 
-// What a quantisation left to say.
-struct Quantised {
-  uint64_t nonfinite;    // values, which stay as they are
-  double largest_error;  // |x' - x| of the others
+// What coding left to say.
+struct LatticeErrors {
+  uint64_t refused;  // values that are not finite, or whose code is no int32; theirs is 0
+  double largest;    // |x' - x| of the others
+  double squared;    // sum of their squares
 };
 
-#ifndef __CUDACC__
+// The order of the sum: element i of a part goes to lane i mod 32, the lanes are added in halves, then the parts.
+constexpr uint32_t kSumLanes = 32;
+constexpr uint32_t kPartValues = 65536;
+constexpr uint32_t kBlockValues = 1024;  // within the nearest cache
+static_assert(kBlockValues % kSumLanes == 0);
+
 namespace {
 
-template <bool kCells>
-inline Quantised quantise_values(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
-                                 uint64_t seed, uint8_t* out) {
-  const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
-  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
-  Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(out);
-  uint64_t finite_count = 0;
-  double largest = 0;
-#  pragma omp simd reduction(+ : finite_count) reduction(max : largest)
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint32_t bits = x[i];
-    const bool finite = (bits & kMagnitude) < kInfinity;
-    const float value = float_of(finite ? bits : 0);
-    uint32_t moved = bits_of(on_lattice(value, step, phase(seed, i)));
-    if (kCells) moved = in_cell(moved, w[i]);
-    const double distance = fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
-    const double error = finite ? distance : 0;
-    largest = error > largest ? error : largest;
-    finite_count += finite;
-    to[i] = finite ? moved : bits;
+// REQUIRES: the number of errors is `rows` times kSumLanes.
+inline void add_squares(const double* errors, uint32_t rows, double* lanes) {
+  for (uint32_t row = 0; row < rows; ++row) {
+#pragma omp simd
+    for (uint32_t lane = 0; lane < kSumLanes; ++lane) {
+      const double error = errors[row * kSumLanes + lane];
+      lanes[lane] += error * error;
+    }
   }
-  return {count - finite_count, largest};
 }
 
-// `values`, `out`: float32 at any address; they may be the same. `weights`: bfloat16, or null.
-inline Quantised quantise_part(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
-                               uint64_t seed, uint8_t* out) {
-  return weights != nullptr ? quantise_values<true>(values, weights, count, step, seed, out)
-                            : quantise_values<false>(values, weights, count, step, seed, out);
+template <bool kCells>
+inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
+                                      uint64_t seed, uint8_t* codes) {
+  const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(codes);
+  alignas(64) double errors[kBlockValues], lanes[kSumLanes] = {};
+  uint64_t coded_count = 0;
+  double largest = 0;
+  for (uint64_t start = 0; start < count; start += kBlockValues) {
+    const uint64_t size = count - start < kBlockValues ? count - start : kBlockValues;
+#pragma omp simd reduction(+ : coded_count) reduction(max : largest)
+    for (uint64_t i = 0; i < size; ++i) {
+      const uint32_t bits = x[start + i];
+      const bool finite = (bits & kMagnitude) < kInfinity;
+      const float value = float_of(finite ? bits : 0);
+      const double u = phase(seed, start + i), q = floor(value / step + u);
+      const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
+      const double kept = coded ? q : 0;
+      uint32_t moved = bits_of(middle_of(kept, step, u));
+      if (kCells) moved = in_cell(moved, w[start + i]);
+      const double distance = fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
+      const double error = coded ? distance : 0;
+      errors[i] = error;
+      largest = error > largest ? error : largest;
+      coded_count += coded;
+      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(kept));
+    }
+    const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
+    for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;
+    add_squares(errors, rows, lanes);
+  }
+  for (uint32_t half = kSumLanes / 2; half > 0; half /= 2) {
+    for (uint32_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return {count - coded_count, largest, lanes[0]};
+}
+
+template <bool kCells>
+inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
+                              uint8_t* values) {
+  const Word<4>::Memory* code = reinterpret_cast<const Word<4>::Memory*>(codes);
+  const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
+  Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
+#pragma omp simd
+  for (uint64_t i = 0; i < count; ++i) {
+    uint32_t moved = bits_of(middle_of(static_cast<int32_t>(code[i]), step, phase(seed, i)));
+    if (kCells) moved = in_cell(moved, w[i]);
+    to[i] = moved;
+  }
+}
+
+// Of one part. `values`: float32 at any address. `weights`: bfloat16, or null. `codes`: int32.
+inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
+                                        uint64_t seed, uint8_t* codes) {
+  return weights != nullptr ? lattice_codes_of<true>(values, weights, count, step, seed, codes)
+                            : lattice_codes_of<false>(values, weights, count, step, seed, codes);
+}
+
+// The other way round. `values` may be `codes`.
+inline void lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                                uint64_t seed, uint8_t* values) {
+  if (weights != nullptr)
+    lattice_values_of<true>(codes, weights, count, step, seed, values);
+  else
+    lattice_values_of<false>(codes, weights, count, step, seed, values);
 }
 
 }  // namespace
-#endif
 
 }  // namespace deltacheck

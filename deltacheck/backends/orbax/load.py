@@ -15,9 +15,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets, place_numpy
 from deltacheck.backends.orbax import leaves
-from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
+from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.restore import Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest

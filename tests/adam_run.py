@@ -1,0 +1,65 @@
+"""A training state as torch has it, made and updated in NumPy: real Adam arithmetic on gradients that the test chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class AdamRun:
+    """``parameters`` matrices of ``shape`` and one vector, bfloat16 weights with float32 masters, AdamW without decay."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...] = (64, 96),
+        parameters: int = 2,
+        *,
+        rate: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        seed: int = 0,
+    ) -> None:
+        self.random = np.random.default_rng(seed)
+        self.rate, self.betas, self.step = rate, betas, 0
+        shapes = [shape] * parameters + [(shape[-1],)]
+        self.masters = [self.random.normal(0, 0.02, s).astype(np.float32) for s in shapes]
+        self.first = [np.zeros(s, np.float32) for s in shapes]
+        self.second = [np.zeros(s, np.float32) for s in shapes]
+        self.scale = [np.exp(self.random.normal(0, 1, s)) * 1e-3 for s in shapes]  # of each element's gradients
+
+    def advance(self, steps: int = 1, size: float = 1.0) -> None:
+        """Steps with noise for gradients; ``size``: of the noise."""
+        b1, b2 = self.betas
+        for _ in range(steps):
+            self.step += 1
+            for number, master in enumerate(self.masters):
+                g = self.gradient(number, size)
+                m, v = self.first[number], self.second[number]
+                m += (1 - b1) * (g - m)
+                v += (1 - b2) * (g * g - v)
+                hat = m / (1 - b1**self.step) / (np.sqrt(v / (1 - b2**self.step)) + 1e-8)
+                master -= np.float32(self.rate) * hat.astype(np.float32)
+
+    def gradient(self, number: int, size: float) -> np.ndarray[Any, Any]:
+        return (size * self.scale[number] * self.random.normal(0.1, 1, self.masters[number].shape)).astype(np.float32)
+
+    def state(self) -> dict[str, Any]:
+        """The state now, in memory of its own."""
+        kept = {
+            n: {
+                "master": self.masters[n].copy(),
+                "exp_avg": self.first[n].copy(),
+                "exp_avg_sq": self.second[n].copy(),
+                "step": np.array(self.step, np.float32),
+            }
+            for n in range(len(self.masters))
+        }
+        group = {"lr": self.rate, "betas": self.betas, "eps": 1e-8, "params": list(range(len(self.masters)))}
+        return {
+            "model": {f"w{n}": master.astype(BFLOAT16) for n, master in enumerate(self.masters)},
+            "optimizer": {"state": kept, "param_groups": [group]},
+            "step": self.step,
+        }
