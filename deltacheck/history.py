@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.records import LeafKind, LeafSpec
@@ -132,22 +133,32 @@ class Step:
         return stored_bytes(self.manifest)
 
 
-def steps(root: Root, unreadable: list[str]) -> Iterator[Step]:
-    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``.
+class Committed(NamedTuple):
+    """A manifest that was read, and its size."""
 
-    Each manifest is read once, and a segment's table once for neighbouring steps, which share most of theirs.
-    """
-    found: list[tuple[StepRef, Manifest, int]] = []
+    ref: StepRef
+    manifest: Manifest
+    manifest_bytes: int
+
+
+def committed(root: Root, unreadable: list[str]) -> list[Committed]:
+    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``."""
+    found: list[Committed] = []
     for path in root.manifest_paths():
         try:
             manifest = read_manifest(path)
-            found.append((StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
+            found.append(Committed(StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
             unreadable.append(str(error))
+    return sorted(found, key=lambda one: one.ref.seq)
+
+
+def steps(root: Root, found: Iterable[Committed]) -> Iterator[Step]:
+    """What the save of each checkpoint did. A segment's table is read once for neighbouring steps, which share most of theirs."""
     known: dict[SegmentRef, Segment] = {}
-    for ref, manifest, manifest_bytes in sorted(found, key=lambda one: one[0].seq):
+    for ref, manifest, manifest_bytes in found:
         segments: tuple[Segment, ...] = ()
         states, problem = None, None
         try:

@@ -32,7 +32,7 @@ from deltacheck.errors import NotACheckpointRoot
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
 from deltacheck.report import figures, page
 from deltacheck.report.collect import METHODS, Held, Record, StepRecord, collect
-from deltacheck.report.groups import groups
+from deltacheck.report.groups import classes, groups
 from deltacheck.store import root as store_root
 from deltacheck.store.root import open_root
 
@@ -292,6 +292,14 @@ def test_moments_of_one_kind_share_a_group() -> None:
 def test_layers_of_one_size_are_split_alike() -> None:
     names = list(groups(transformer(6), 30))
     assert sum(name.startswith("model/layers") for name in names) in (6, 24)
+
+
+def test_classes_are_leaves_that_differ_in_numbers_alone() -> None:
+    found = classes(transformer(80), 12)
+    assert "optimizer/state/*/exp_avg" in found
+    assert len(found["model/layers.*.q.weight"]) == 80
+    assert found.keys() > {"rng", "model/embed.weight"}
+    assert len(classes(transformer(80), 3)) <= 3
 
 
 def test_a_few_leaves_are_a_group_each() -> None:

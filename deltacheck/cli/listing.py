@@ -41,7 +41,7 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
     unreadable: list[str] = []
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
         rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
@@ -72,7 +72,7 @@ def log(
     rows: list[Row] = []
     unreadable: list[str] = []
     before: float | None = None
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         since = None if before is None else step.manifest.time - before
         before = step.manifest.time
         row = _row(root, step) | {

@@ -16,10 +16,10 @@ from deltacheck.errors import DeltacheckError
 from deltacheck.history import LeafState, Step
 from deltacheck.profile.record import Profile
 from deltacheck.records import LeafKind
-from deltacheck.report.groups import groups
+from deltacheck.report.groups import classes, groups
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
-from deltacheck.store.root import open_root, read_manifest
+from deltacheck.store.root import open_root
 from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import Segment, stream_sizes
 
@@ -124,30 +124,23 @@ def collect(path: str | os.PathLike[str], item: str | None = None, profile: str 
     root = open_root(path, item)
     found = Path(profile) if profile is not None else root.path / PROFILE
     read = Profile.read(found) if profile is not None or found.is_file() else None
-    manifests = [manifest for ref in root.checkpoints() if (manifest := _manifest(ref.manifest_path)) is not None]
+    problems: list[str] = []
+    committed = history.committed(root, problems)
+    manifests = [one.manifest for one in committed]
     sizes = {path: record.spec(path).raw_bytes for manifest in manifests for path, record in manifest.leaves.items()}
     promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
-    grouped, classes = groups(sizes, MOST_GROUPS), groups(promised, MOST_CLASSES)
-    problems: list[str] = []
+    grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
-    steps, manifest_bytes = [], 0
-    for step in history.steps(root, problems):
-        record = _step(step, segments, grouped, classes)
+    steps = []
+    for step in history.steps(root, committed):
+        record = _step(step, segments, grouped, classed)
         if record.problem is not None:
             problems.append(f"step {record.step}: {record.problem}")
         steps.append(record)
-        manifest_bytes += step.manifest_bytes
     writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
-    total = sum(refs.values()) + manifest_bytes
+    total = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
     return Record(str(root.path), total, writers, tuple(steps), grouped, segments.totals, read, tuple(problems))
-
-
-def _manifest(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except FileNotFoundError:
-        return None  # deleted by a running training since it was listed
 
 
 @dataclass(frozen=True, slots=True)

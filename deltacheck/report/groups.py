@@ -55,6 +55,15 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
     return named
 
 
+def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
+    """Leaves that differ in numbers alone together: ``state/*/exp_avg``. Where these are more than ``most``, as ``groups`` has them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(sizes, key=natural):
+        name = "".join(token[: -len(token.lstrip("/."))] + "*" if _is_number(token) else token for token in _tokens(path))
+        found.setdefault(name, []).append(path)
+    return {name: tuple(paths) for name, paths in found.items()} if len(found) <= most else groups(sizes, most)
+
+
 def natural(path: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key in which numbers count as numbers."""
     return tuple((0, int(t), "") if t.isdecimal() else (1, 0, t) for t in re.split(r"([0-9]+)", path) if t)
