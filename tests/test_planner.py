@@ -169,6 +169,13 @@ def test_the_bits_of_a_code_are_the_entropy_of_simulated_codes(spread: float) ->
     assert planner.code_bits(0.0) == 0.0
 
 
+def test_a_mean_checkpoint_has_its_share_of_a_keyframe() -> None:
+    rates = Rates(1.0, (LeafRate(1000, 4, 1.0, 100.0, 900.0), LeafRate(5000, 4, 0.0, 0.0, 5000.0)), 7.0)
+    assert planner.mean_bytes(rates, 0) == 900 + 7, "every save writes what moves whole, and what never moves never again"
+    assert planner.mean_bytes(rates, 1) == (900 + 100) / 2 + 7
+    assert planner.mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
+
+
 def leaf(path: str, role: str, dtype: str, **more: Any) -> LeafProfile:
     given = {
         "kind": "stable-changing",
