@@ -51,7 +51,7 @@ def plan(
     ] = None,
     probe: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Measure this machine, and the storage of this folder (about 2 s, 200 MB)."),
+        typer.Option(metavar="FOLDER", help="Measure this machine, and the storage of this folder (a few seconds, 200 MB)."),
     ] = None,
     disk_write: Annotated[
         float | None, typer.Option("--disk-write-bytes-per-second", metavar="B", help="Of all processes together.")

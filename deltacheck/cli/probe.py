@@ -1,4 +1,4 @@
-"""How fast this machine is at what a checkpoint does: a few hundred MB written, read, copied and encoded, in about two seconds."""
+"""How fast this machine is at what a checkpoint does: a few hundred MB written, read, copied and encoded, in a few seconds."""
 
 from __future__ import annotations
 
