@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deltacheck import Profile  # noqa: E402
+from deltacheck import Checkpoints, Profile  # noqa: E402
 from deltacheck.backends.torch import Engine  # noqa: E402
 from deltacheck.backends.torch.profiler import files  # noqa: E402
 from deltacheck.cli import main  # noqa: E402
@@ -75,6 +75,19 @@ def test_the_table_says_what_the_profile_says(saved: Path, capsys: pytest.Captur
     assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json")]) == 5
     assert "--force" in capsys.readouterr().err
     assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json"), "--force"]) == 0
+
+
+def test_only_exact_steps_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore under this contract refuses steps with reused or bounded leaves."""
+    asked, restore = [], Checkpoints.restore
+
+    def watched(self: Checkpoints, step: int, **options: Any) -> Any:
+        asked.append(options)
+        return restore(self, step, **options)
+
+    monkeypatch.setattr(Checkpoints, "restore", watched)
+    assert main(["profile", str(saved / "root"), "-o", str(saved / "profile.json")]) == 0
+    assert asked == [{"contract": "exact"}] * len(STEPS)
 
 
 def test_a_plain_orbax_manager_is_read_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

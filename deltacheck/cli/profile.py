@@ -100,7 +100,8 @@ def _steps(source: Path, item: str | None) -> Iterator[_Step]:
         return
     for step in checkpoints.steps():
         metrics = checkpoints.manifest(step).metrics
-        yield _Step(step, checkpoints.restore(step), _metric(metrics, _LOSS), _metric(metrics, _NORM))
+        state = checkpoints.restore(step, contract="exact")  # a reused moment would prove itself stable
+        yield _Step(step, state, _metric(metrics, _LOSS), _metric(metrics, _NORM))
 
 
 def _foreign_steps(source: Path, item: str | None, otherwise: Exception) -> Iterator[_Step]:
