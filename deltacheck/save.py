@@ -26,6 +26,7 @@ from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
+from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
 from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
@@ -77,6 +78,7 @@ class Saver:
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
+        self._reads: dict[str, int] = {}  # arrays of deltas in each segment
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
@@ -131,19 +133,20 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
-            number, shadow = self._next_seq, self.leaves
+            chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
             work = Work(
                 self._setup,
                 self.epoch,
-                shadow,
+                self.leaves,
                 handle,
-                number,
+                self._next_seq,
                 tree,
                 sources,
                 metrics or {},
                 commit,
                 terms,
                 self._effort,
+                due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
                 replay,
                 note,
             )
@@ -181,6 +184,7 @@ class Saver:
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
+            self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
             self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
         self._treatment.resumed()
 
@@ -265,6 +269,7 @@ class Saver:
                 work.lazy.clear()  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()
+                self._reads[work.writer.id] = work.writer.delta_arrays
                 work.handle._advance("encoded")
             except BaseException as error:  # noqa: BLE001 - a thread that dies silently would hang the training loop
                 self._fail(work, error)
@@ -286,6 +291,9 @@ class Saver:
                     self._refs[ref.id] = ref
                 work.handle._advance("durable")
                 self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
+                self._reads = {
+                    name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
+                }
                 work.may_be_committed = True
                 stored = work.commit(work.manifest(self._refs))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))

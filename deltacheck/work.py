@@ -165,6 +165,7 @@ class Work:
         commit: Callable[[Manifest], int],
         terms: Callable[[], Terms],
         effort: Effort,
+        due: frozenset[str],
         replay: Replay | None = None,
         note: str = "",
     ) -> None:
@@ -180,6 +181,7 @@ class Work:
         self.metrics = metrics
         self.commit = commit
         self.terms = terms
+        self.due = due
         self.replay, self.note = replay, note
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
@@ -229,7 +231,7 @@ class Work:
                 leaf = known
             if current is None:
                 pass
-            elif needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
+            elif spec.path in self.due or needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
                 leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
             elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):

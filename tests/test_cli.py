@@ -34,7 +34,7 @@ from deltacheck.cli import main
 from deltacheck.records import SaveReport
 from deltacheck.store.lease import Lease
 
-COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "demo")
+COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "compact", "demo")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ for name, command in (
     ("restore", export.export),
     ("export", export.export),
     ("gc", check.gc),
+    ("compact", check.compact),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)

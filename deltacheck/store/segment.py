@@ -130,6 +130,11 @@ class SegmentWriter:
         return pending
 
     @property
+    def delta_arrays(self) -> int:
+        """Arrays that the parts so far are made of."""
+        return schema.arrays_of(self.parts)
+
+    @property
     def scratch_bytes(self) -> int:
         """Memory that making the streams' files takes, whatever their size."""
         return self._streams.scratch_bytes
