@@ -28,6 +28,8 @@ BENCHMARKS = {
     "restoring": "benchmarks.restoring",
     "gradient_log": "benchmarks.gradient_log",
     "detection": "benchmarks.detection",
+    "profiling": "benchmarks.profiling",
+    "stability": "benchmarks.stability",
     "device": "benchmarks.device",
 }
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table as RichTable
 
-Unit = Literal["text", "count", "ratio", "bytes", "seconds"]
+Unit = Literal["text", "count", "number", "ratio", "bytes", "seconds"]  # number: three digits
 Cell = str | int | float | None  # None: does not apply
 
 
@@ -90,6 +90,8 @@ def written(cell: Cell, unit: Unit) -> str:
             return f"{cell:.1%}" if abs(cell) >= 0.095 else f"{cell:.2%}"
         case "bytes":
             return f"{cell / 1e6:,.1f} MB" if abs(cell) >= 1e5 else f"{cell / 1e3:,.1f} kB"
+        case "number":
+            return f"{cell:.3g}"
         case "seconds":
             return f"{cell:.2f} s" if cell >= 9.995 else f"{cell * 1e3:,.0f} ms" if cell >= 0.0995 else f"{cell * 1e3:.1f} ms"
     return str(cell)

@@ -25,10 +25,10 @@ from benchmarks.record import Figure, Result, Settings, Table, written  # noqa: 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Every benchmark but the encoder's, once, as its JSON."""
+    """Every benchmark but those that are tested elsewhere, once, as its JSON."""
     found = {}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    for name in BENCHMARKS.keys() - {"encode"}:
+    for name in BENCHMARKS.keys() - {"encode", "stability"}:  # that has a file of its own
         result: Result = importlib.import_module(BENCHMARKS[name]).run(
             Settings(quick=True, folder=tmp_path_factory.mktemp(name))
         )
@@ -150,6 +150,14 @@ def test_detection_is_told_beside_a_read_and_beside_torch(results: dict[str, dic
     ]
     assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in found)
     assert len(results["detection"]["figures"]) == 4
+
+
+def test_the_profiler_is_told_as_a_share_of_the_step(results: dict[str, dict[str, Any]]) -> None:
+    (row,) = rows(results["profiling"])
+    between = row["a look"] + (row["interval"] - 1) * row["between looks"]
+    assert row["of the step"] == pytest.approx(between / row["interval"] / row["training step"])
+    assert 0 < row["between looks"] < row["a look"] < row["first look"] * 10
+    assert results["profiling"]["figures"][0]["value"] == row["of the step"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

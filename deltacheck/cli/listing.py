@@ -12,8 +12,8 @@ from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.cli.history import Change, LeafState, Step
     from deltacheck.contracts import Promise
+    from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest, Replay
 
@@ -35,13 +35,14 @@ _REPLAYS = Column("REPLAYS", "replayed_steps")
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
     """List the committed steps of a root."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
     unreadable: list[str] = []
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
         replayed = {"replayed_steps": _replayed_steps(step.manifest)}
@@ -65,7 +66,8 @@ def log(
     as_json: Json = False,
 ) -> None:
     """Show what each save wrote: bytes, changed fraction, time."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.errors import DeltacheckError
     from deltacheck.store.root import open_root
 
@@ -73,7 +75,7 @@ def log(
     rows: list[Row] = []
     unreadable: list[str] = []
     before: float | None = None
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         since = None if before is None else step.manifest.time - before
         before = step.manifest.time
         row = _row(root, step) | {
@@ -119,7 +121,7 @@ def _change(change: Change | None) -> Row:
 
 
 def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     rows: list[Row] = []
     for (prefix, dtype), states in groups.items():
@@ -155,8 +157,8 @@ def _one_a_class(rows: list[Row]) -> list[Row]:
 
 def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
     """Show what a step is made of: leaves, numbers and texts, segments."""
-    from deltacheck import export, tree
-    from deltacheck.cli import history, where
+    from deltacheck import export, history, tree
+    from deltacheck.cli import where
     from deltacheck.store.root import open_segments
 
     root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
@@ -236,7 +238,7 @@ def _limit(promise: Promise) -> str:
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     closure = sum(ref.stored_bytes for ref in manifest.segments)

@@ -1,0 +1,51 @@
+"""The order-0 entropy of a lossless save: how small codes that look at one symbol at a time can make it, without any table or file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[Any]  # unsigned, 1-D
+
+
+def bound_bytes(before: Mapping[str, Words], now: Mapping[str, Words]) -> float:
+    """Bytes of all leaves, each by the best of the codes of ``leaf_bytes``."""
+    return sum(leaf_bytes(before[path], words) for path, words in now.items())
+
+
+def leaf_bytes(before: Words, now: Words) -> float:
+    """Bytes of one leaf: as differences or as values, whichever is smaller.
+
+    Words of up to 16 bits are symbols; wider ones are split into bytes, each place with a distribution of its own. A difference
+    counts modulo the word, its sign folded into the lowest bit.
+    """
+    signed = (now - before).view(f"i{now.itemsize}")
+    folded = ((signed << 1) ^ (signed >> (8 * now.itemsize - 1))).view(now.dtype)
+    return min(sum(map(_symbols_bytes, _symbols(words))) for words in (folded, now))
+
+
+def words_of(array: Any) -> Words:
+    """The bits of a NumPy, JAX or host torch array as unsigned words of its element size."""
+    if hasattr(array, "detach"):
+        import torch
+
+        flat = array.detach().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().view(f"u{flat.element_size()}").copy()  # type: ignore[no-any-return]
+    flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
+    return flat.view(np.uint8).view(f"u{flat.itemsize}").copy()  # type: ignore[no-any-return]
+
+
+def _symbols(words: Words) -> list[Words]:
+    if words.itemsize <= 2:
+        return [words]
+    planes = words.view(np.uint8).reshape(-1, words.itemsize)
+    return [planes[:, place] for place in range(words.itemsize)]
+
+
+def _symbols_bytes(symbols: Words) -> float:
+    counts = np.bincount(symbols)
+    counts = counts[counts > 0]
+    return float(-(counts * np.log2(counts / len(symbols))).sum() / 8)

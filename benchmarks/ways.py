@@ -1,0 +1,182 @@
+"""The runs and the policies that `stability` compares, and one door to save and restore them in both frameworks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import deltacheck
+from benchmarks import entropy, states
+from deltacheck import Policy, tree
+from deltacheck.profile import AdamRule
+from deltacheck.store.arrays import bytes_on_disk
+from examples.workloads.recipe import Recipe
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A policy. ``policy(max_chain_depth)`` makes it. ``forward_exact``: whether the forward pass after a restore is, bit for bit, the one before."""
+
+    name: str
+    policy: Callable[[int], Policy]
+    lossless: bool = False
+    forward_exact: bool = True
+
+
+def _weights_bounded(max_chain_depth: int) -> Policy:
+    """What ``Policy.post_training`` gives for a profile in which everything is stable."""
+    hidden = Policy.model_exact(moments="reused").hidden
+    assert hidden is not None
+    return Policy(max_chain_depth, replace(hidden, weights="bounded"), derive=True)
+
+
+EXACT = Way("exact", lambda depth: Policy.exact(depth), lossless=True)
+WAYS = (
+    EXACT,
+    Way("m and v bounded", lambda depth: Policy.model_exact(moments="bounded", max_chain_depth=depth)),
+    Way("v bounded, no m", lambda depth: Policy.model_exact(moments="dropped", max_chain_depth=depth)),
+    Way("m and v reused", lambda depth: Policy.model_exact(moments="reused", max_chain_depth=depth)),
+    Way("weights bounded too", _weights_bounded, forward_exact=False),
+)
+
+WEIGHTS, MASTER, FIRST, SECOND, OTHER = "bf16 weights", "fp32 master", "m", "v", "other"
+CLASSES = (WEIGHTS, MASTER, FIRST, SECOND)
+_MARKS = {"master": MASTER, "exp_avg": FIRST, "exp_avg_sq": SECOND, "mu": FIRST, "nu": SECOND}
+
+
+def class_of(path: str) -> str:
+    """The class of a leaf of either framework's state, frozen weights with the weights."""
+    names = path.split("/")
+    found = next((_MARKS[name] for name in names if name in _MARKS), None)
+    if found is not None:
+        return found
+    return WEIGHTS if names[0] in ("model", "base") or "params" in names[:2] else OTHER
+
+
+class Run:
+    """A workload of one framework, and how its states are taken apart, saved and put back."""
+
+    def __init__(self, framework: str, recipe: Recipe) -> None:
+        self.framework, self.recipe = framework, recipe
+        self._module = importlib.import_module(f"examples.workloads.{framework}_workloads")
+        self.workload = self._module.Workload(recipe, self._module.pretrained(recipe))
+        self.rule = AdamRule(*recipe.betas, recipe.eps)
+
+    def train(self, steps: int) -> float:
+        loss = 0.0
+        for _ in range(steps):
+            loss = self.workload.train_step()
+        return loss
+
+    def flat(self, state: State | None = None) -> tree.Flat:
+        """A state (default: the live one) taken apart, nothing copied."""
+        leaves = importlib.import_module(f"deltacheck.backends.{_BACKENDS[self.framework]}.leaves")
+        expand = (leaves.expand,) if hasattr(leaves, "expand") else ()
+        return tree.flatten(self.workload.state() if state is None else state, leaves.describe, *expand)
+
+    def arrays(self, state: State | None = None) -> dict[str, Any]:
+        """Path -> array of the four classes, ties once, not copied."""
+        return {path: array for path, array in self.flat(state).arrays.items() if class_of(path) != OTHER}
+
+    def words(self) -> dict[str, dict[str, NDArray[Any]]]:
+        """Class -> path -> the bits of the live state, copied."""
+        found: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in CLASSES}
+        for path, array in self.arrays().items():
+            found[class_of(path)][path] = entropy.words_of(array)
+        return found
+
+    def masters(self, state: State | None = None) -> dict[str, NDArray[np.float32]]:
+        """Path -> float32 master weight, copied."""
+        chosen = ((path, array) for path, array in self.arrays(state).items() if class_of(path) == MASTER)
+        return {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
+
+    def moments(self, state: State) -> Iterator[tuple[str, NDArray[np.float32], NDArray[np.float32]]]:
+        """(path of m, m, v) of each parameter."""
+        chosen = ((path, array) for path, array in self.arrays(state).items() if class_of(path) in (FIRST, SECOND))
+        arrays = {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
+        for path, first in arrays.items():
+            if class_of(path) == FIRST:
+                names = [{"exp_avg": "exp_avg_sq", "mu": "nu"}.get(name, name) for name in path.split("/")]
+                yield path, first, arrays["/".join(names)]
+
+    def logits(self) -> bytes:
+        """The bits of what the model says of the held-out rows."""
+        return entropy.words_of(self.workload.logits()).tobytes()
+
+    def metrics(self, loss: float) -> dict[str, float]:
+        """What a policy wants to be told beside the state."""
+        return {"loss": loss, "learning_rate": self.recipe.rate}
+
+    def torch_save(self, file: Path) -> int:
+        """Bytes of `torch.save` of the whole state, frozen weights included."""
+        import torch
+
+        if self.framework == "torch":
+            return states.torch_save(self.workload.state(), file)
+        tensors = {}
+        for path, array in self.arrays().items():
+            words = entropy.words_of(array)
+            tensors[path] = torch.from_numpy(words.view(np.int16 if words.itemsize == 2 else np.float32))
+        return states.torch_save(tensors, file)
+
+
+_BACKENDS = {"torch": "torch", "jax": "orbax"}
+
+
+class Chain:
+    """The checkpoints of one run under one policy, in one directory."""
+
+    def __init__(self, framework: str, root: Path, policy: Policy) -> None:
+        self.framework, self.root = framework, root.absolute()
+        self.bytes: dict[int, int] = {}  # step -> bytes of all files that its save added
+        self.stages: dict[int, str] = {}  # step -> stage of the policy, "" where it has none
+        if framework == "torch":
+            from deltacheck.backends.torch import Engine
+
+            self._saver: Any = Engine(self.root, policy=policy)
+        else:
+            from deltacheck.backends.orbax import manager
+
+            self._saver = manager(self.root, policy=policy)
+        self._size = bytes_on_disk(self.root)
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> None:
+        if self.framework == "torch":
+            self._saver.save(step, state, metrics=metrics).result()
+        else:
+            from deltacheck.backends.orbax import DeltaSaveArgs
+
+            self._saver.save(step, args=DeltaSaveArgs(state, metrics=metrics))
+            self._saver.wait_until_finished()
+        size = bytes_on_disk(self.root)
+        self.bytes[step], self._size = size - self._size, size
+        self.stages[step] = getattr(deltacheck.open(self.root).manifest(step), "stage", "")
+
+    def restore(self, step: int, like: State) -> State:
+        """The state of a step. A new save would go on from there: restore when the run is over."""
+        if self.framework == "torch":
+            return self._saver.restore(step)  # type: ignore[no-any-return]
+        from deltacheck.backends.orbax import DeltaRestoreArgs
+
+        return self._saver.restore(step, args=DeltaRestoreArgs(like))  # type: ignore[no-any-return]
+
+    def settled(self) -> list[int]:
+        """Bytes of the saves in the policy's steady state: the stable ones but the first, which goes over to it.
+
+        Of a policy without stages: all but the first.
+        """
+        if any(self.stages.values()):
+            stable = [step for step, stage in self.stages.items() if stage == "stable"]
+            return [self.bytes[step] for step in stable[1:]]
+        return list(self.bytes.values())[1:]
+
+    def close(self) -> None:
+        self._saver.close()
