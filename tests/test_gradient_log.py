@@ -23,6 +23,7 @@ import deltacheck
 from deltacheck import Policy, errors, replay, restore
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
+from deltacheck.compact import compact
 from deltacheck.demo.optimizer import MixedPrecisionAdamW
 from deltacheck.records import LeafKind
 from deltacheck.replay import Limits, Situation
@@ -412,6 +413,14 @@ def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(run: Run
             run.train_and_save(log, 1)
             assert engine.steps() == [run.step]
             assert deltacheck.open(tmp_path).verify(deep=True) == []
+    with Engine(tmp_path) as engine:
+        assert_same(run.saved[4], engine.restore(4, optimizer=run.optimizer))
+
+
+def test_a_logged_step_that_was_compacted_is_replayed_as_before(run: Run, tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer, max_replay_steps=1) as log:
+        run.train_and_save(log, 4)  # the third is a delta, which the fourth is replayed from
+    assert compact(open_root(tmp_path)) is not None
     with Engine(tmp_path) as engine:
         assert_same(run.saved[4], engine.restore(4, optimizer=run.optimizer))
 
