@@ -27,6 +27,7 @@ BENCHMARKS = {
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
     "detection": "benchmarks.detection",
+    "profiling": "benchmarks.profiling",
     "device": "benchmarks.device",
 }
 

@@ -44,7 +44,7 @@ def write_stream_file(
     chunk_bytes: int,
     chunks_per_file: int,
     sharded: bool,
-    compressed: bool,
+    level: int,
     number: int,
 ) -> int: ...
 def crc32c(data: NDArray[np.uint8], by_table: bool) -> int: ...

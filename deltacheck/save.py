@@ -26,6 +26,9 @@ from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
+from deltacheck.policy.chain import due_for_reads
+from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
@@ -43,7 +46,9 @@ class Saver:
     ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
     training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
     storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
-    written whole, and only leaves that did not change at all (by their digests) are left out.
+    written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
+    ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
+    before has waited; equal states then no longer give equal files.
     """
 
     def __init__(
@@ -57,9 +62,15 @@ class Saver:
         max_pending: int = 1,
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
+        effort: str = "normal",
     ) -> None:
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
+        if effort not in EFFORTS:
+            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
+        self._adapts = effort == "auto"
+        self._effort = Effort.NORMAL if self._adapts else Effort(effort)
+        self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
         self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
@@ -67,6 +78,7 @@ class Saver:
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
+        self._reads: dict[str, int] = {}  # arrays of deltas in each segment
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
@@ -117,8 +129,20 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
+            chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
             work = Work(
-                self._setup, self.epoch, self.leaves, handle, self._next_seq, tree, sources, metrics or {}, commit, terms
+                self._setup,
+                self.epoch,
+                self.leaves,
+                handle,
+                self._next_seq,
+                tree,
+                sources,
+                metrics or {},
+                commit,
+                terms,
+                self._effort,
+                due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
             )
             self._next_seq += 1
             self._handles.append(handle)
@@ -144,6 +168,7 @@ class Saver:
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
+            self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
             self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
         self._treatment.resumed()
 
@@ -228,6 +253,7 @@ class Saver:
                 work.lazy.clear()  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()
+                self._reads[work.writer.id] = work.writer.delta_arrays
                 work.handle._advance("encoded")
             except BaseException as error:  # noqa: BLE001 - a thread that dies silently would hang the training loop
                 self._fail(work, error)
@@ -244,16 +270,27 @@ class Saver:
                         f"the save of step {work.handle.step} stands on an earlier one that failed; the next writes whole leaves"
                     )
                 ref = work.finish_segment()
+                self._adapt(work)
                 if ref is not None:
                     self._refs[ref.id] = ref
                 work.handle._advance("durable")
                 self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
+                self._reads = {
+                    name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
+                }
                 work.may_be_committed = True
                 stored = work.commit(work.manifest(self._refs))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work
+
+    def _adapt(self, work: Work) -> None:
+        """Choose the effort of the next save by what this one took."""
+        spent, before = self._setup.store.take_spent(), self._last_begin
+        self._last_begin = work.begin
+        if self._adapts and before is not None:
+            self._effort = next_effort(self._effort, Timing(work.begin - before, *spent))
 
     def _fail(self, work: Work, error: BaseException) -> None:
         with self._lock:

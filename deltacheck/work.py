@@ -24,6 +24,7 @@ from deltacheck.policy.chain import needs_keyframe
 from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
 from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
+from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import DERIVED, Derived, KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
 from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
@@ -149,6 +150,8 @@ class Work:
         metrics: Mapping[str, float],
         commit: Callable[[Manifest], int],
         terms: Callable[[], Terms],
+        effort: Effort,
+        due: frozenset[str],
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
@@ -162,10 +165,11 @@ class Work:
         self.metrics = metrics
         self.commit = commit
         self.terms = terms
+        self.due = due
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
         self.begin = time.perf_counter()
-        self.writer: SegmentWriter = setup.store.writer(seq)
+        self.writer: SegmentWriter = setup.store.writer(seq, effort)
         self.keyframes: list[str] = []
         self.pieces: list[_Piece] = []
         self.unsealed_bytes = 0
@@ -205,7 +209,7 @@ class Work:
                 leaf = known
             if current is None:
                 pass
-            elif needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
+            elif spec.path in self.due or needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
                 leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
             elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):

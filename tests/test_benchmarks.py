@@ -142,6 +142,14 @@ def test_detection_is_told_beside_a_read_and_beside_torch(results: dict[str, dic
     assert len(results["detection"]["figures"]) == 4
 
 
+def test_the_profiler_is_told_as_a_share_of_the_step(results: dict[str, dict[str, Any]]) -> None:
+    (row,) = rows(results["profiling"])
+    between = row["a look"] + (row["interval"] - 1) * row["between looks"]
+    assert row["of the step"] == pytest.approx(between / row["interval"] / row["training step"])
+    assert 0 < row["between looks"] < row["a look"] < row["first look"] * 10
+    assert results["profiling"]["figures"][0]["value"] == row["of the step"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[str, Any]]) -> None:
     assert results["device"]["about"] == "not measured: there is no CUDA device"

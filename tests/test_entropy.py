@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.policy.effort import Timing, next_effort
 from deltacheck.store import arrays
 from deltacheck.store.arrays import STREAM_CHUNK_BYTES, ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.background import Background
+from deltacheck.store.effort import Effort
 from deltacheck.store.segment import stream_codec
 
 if arrays.native_stream_writer() is None:
@@ -222,15 +224,15 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path, present: str) -> 
     assert (tmp_path / "s" / present).read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("compressed", [True, False])
-def test_a_full_disk_is_an_error_on_any_number_of_threads(compressed: bool) -> None:
+@pytest.mark.parametrize("level", [1, 7, 0])
+def test_a_full_disk_is_an_error_on_any_number_of_threads(level: int) -> None:
     data = kinds()["skewed"](4 * CHUNK)
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         for threads in (1, 3):
             _native.set_threads(threads)
             for sharded, per_file in ((True, 4), (False, 1)):
-                assert _native.write_stream_file(full, [data], CHUNK, per_file, sharded, compressed, 0) == errno.ENOSPC
+                assert _native.write_stream_file(full, [data], CHUNK, per_file, sharded, level, 0) == errno.ENOSPC
     finally:
         os.close(full)
 
@@ -252,16 +254,17 @@ def test_a_failed_write_of_a_stream_fails_the_save(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ([], CHUNK, 1, False, True, 0),
-        ([np.zeros(3, np.uint8)], 0, 1, False, True, 0),
-        ([np.zeros(3, np.uint8)], 2, 2, False, True, 0),
-        ([np.zeros(3, np.uint8)], 2, 2, True, True, 1),
-        ([np.zeros(3, np.uint8)], 2, 0, True, True, 0),
-        ([np.zeros(3, np.uint8)], 1 << 31, 1, False, True, 0),
+        ([], CHUNK, 1, False, 1, 0),
+        ([np.zeros(3, np.uint8)], 0, 1, False, 1, 0),
+        ([np.zeros(3, np.uint8)], 2, 2, False, 1, 0),
+        ([np.zeros(3, np.uint8)], 2, 2, True, 1, 1),
+        ([np.zeros(3, np.uint8)], 2, 0, True, 1, 0),
+        ([np.zeros(3, np.uint8)], 1 << 31, 1, False, 1, 0),
+        ([np.zeros(3, np.uint8)], CHUNK, 1, False, 20, 0),
     ],
 )
 def test_impossible_cuts_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"a chunk must have|does not reach"):
+    with pytest.raises(ValueError, match=r"a chunk must have|does not reach|the level must be"):
         _native.write_stream_file(-1, *arguments)
 
 
@@ -324,3 +327,32 @@ def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> No
     """
     told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert told.stdout == "done\n", told.stderr
+
+
+def test_more_effort_makes_files_no_larger_and_every_effort_restores(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    before = random.integers(0, 4, 1 << 20, np.uint8)
+    after = before.copy()
+    after[::3] = np.tile(random.integers(0, 7, 500, np.uint8), after[::3].size // 500 + 1)[: after[::3].size]
+    flat = [random.integers(0, 128, 1 << 18, np.uint8) for _ in range(2)]  # seven bits a byte, and nothing to match
+    stored = {}
+    for effort in ("low", "normal", "high", "auto"):
+        with Engine(tmp_path / effort, effort=effort) as engine:
+            engine.save(0, {"w": before, "flat": flat[0]}).result()
+            stored[effort] = engine.save(1, {"w": after, "flat": flat[1]}).result().stored_bytes
+            assert np.array_equal(engine.restore(1)["w"], after)
+    assert stored["high"] < stored["normal"] < stored["low"]
+
+
+def test_effort_follows_the_bottleneck_one_step_at_a_time() -> None:
+    slow_storage, slow_processor, neither = Timing(10, 1, 5), Timing(10, 5, 1), Timing(10, 0.1, 0.2)
+    assert next_effort(Effort.NORMAL, slow_storage) is Effort.HIGH
+    assert next_effort(Effort.HIGH, slow_storage) is Effort.HIGH
+    assert next_effort(Effort.HIGH, slow_processor) is Effort.NORMAL
+    assert next_effort(Effort.LOW, slow_processor) is Effort.LOW
+    assert all(next_effort(effort, neither) is effort for effort in Effort)
+
+
+def test_an_unknown_effort_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="effort must be one of auto, low, normal, high, not 'extreme'"):
+        Engine(tmp_path, effort="extreme")

@@ -112,7 +112,7 @@ std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams
 
 #ifdef DELTACHECK_ENTROPY
 int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, uint64_t chunk_bytes,
-               uint64_t chunks_per_file, bool sharded, bool compressed, uint64_t number) {
+               uint64_t chunks_per_file, bool sharded, int level, uint64_t number) {
   uint64_t length = 0;
   std::vector<StreamView> views;
   views.reserve(pieces.size());
@@ -120,6 +120,7 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, 
     views.push_back({piece.data(), piece.size()});
     length += piece.size();
   }
+  if (level < 0 || level > 19) throw std::invalid_argument("the level must be from 0 (stored) to 19");
   if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
       (!sharded && chunks_per_file != 1)) {
     throw std::invalid_argument("a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
@@ -129,7 +130,7 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, 
     throw std::invalid_argument("the stream does not reach into that file");
   }
   nb::gil_scoped_release released;
-  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded, compressed}, number);
+  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded, level}, number);
 }
 #endif
 
@@ -275,7 +276,7 @@ NB_MODULE(_native, m) {
         nb::arg("signed"), nb::arg("out").noconvert(), "How many codes no value has; they become 0.");
 #ifdef DELTACHECK_ENTROPY
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
-        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("compressed"), nb::arg("number"),
+        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"), nb::arg("number"),
         "0, or the errno of the write that failed. Only in builds with libzstd.");
   m.def(
       "crc32c",

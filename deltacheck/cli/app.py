@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing, plan, report
+from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report
 
 app = typer.Typer(
     name="deltacheck",
@@ -37,6 +37,8 @@ for name, command in (
     ("restore", export.export),
     ("export", export.export),
     ("gc", check.gc),
+    ("compact", check.compact),
+    ("profile", profile.profile),
     ("report", report.report),
     ("plan", plan.plan),
     ("demo", demo.demo),

@@ -122,6 +122,31 @@ def _unreadable(chains: dict[str, Chain], advance: Progress) -> dict[str, str]:
     return found
 
 
+def compact(words: JustRoot = None, as_json: Json = False) -> None:
+    """Rewrite the newest step so that a restore applies no deltas. Refused while a training writes to the root."""
+    from deltacheck import compact as work
+    from deltacheck.cli import where
+    from deltacheck.store.lease import Lease
+    from deltacheck.store.root import open_root
+
+    root = open_root(where.parse(words).root)
+    lease = Lease(root.store.path)
+    try:
+        done = work.compact(root)
+    finally:
+        root.store.close()
+        lease.release()
+    if as_json:
+        output.print_json({"root": str(root.path), "compacted": None if done is None else asdict(done)})
+    elif done is None:
+        output.print_line("nothing to do: the newest step has no deltas")
+    else:
+        output.print_line(
+            f"step {done.step}: {done.leaves} leaves written whole ({output.size(done.stored_bytes)}); "
+            f"a restore applies 0 deltas instead of {done.deltas}. Run gc to remove what no step needs any more"
+        )
+
+
 def gc(
     words: JustRoot = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,

@@ -36,11 +36,14 @@ class Policy:
     ``hidden``: ``None`` where every leaf is restored bit for bit. ``max_chain_depth``: most deltas that a restore applies to a leaf. Larger:
     fewer keyframes to write, longer restore, more segments that a step depends on. ``derive``: whether weights that are the cast of their
     master are left out of what is stored, and computed, proven by their digest, at a restore. Fewer bytes; plain zarr finds no weights then.
+    ``max_restore_reads``: most arrays of deltas that a restore opens beside the keyframes. Smaller: a faster restore, above all from storage
+    with slow requests; more leaves written whole.
     """
 
     max_chain_depth: int
     hidden: Hidden | None = None
     derive: bool = False
+    max_restore_reads: int | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -48,9 +51,9 @@ class Policy:
         return self.hidden is None and not self.derive
 
     @classmethod
-    def exact(cls, max_chain_depth: int = 32, *, derive: bool = False) -> Policy:
-        """Lossless: every leaf is restored bit for bit. Raises ``ValueError`` for a depth below 0 (0: every save writes keyframes)."""
-        return cls(_checked(max_chain_depth), None, derive)
+    def exact(cls, max_chain_depth: int = 32, *, derive: bool = False, max_restore_reads: int | None = None) -> Policy:
+        """Lossless: every leaf is restored bit for bit. Raises ``ValueError`` for a limit below 0 (0: every save writes keyframes)."""
+        return cls(_checked(max_chain_depth), None, derive, None if max_restore_reads is None else _checked(max_restore_reads))
 
     @classmethod
     def model_exact(
@@ -64,6 +67,7 @@ class Policy:
         stable_from: int | None = None,
         betas: tuple[float, float] | None = None,
         max_chain_depth: int = 32,
+        max_restore_reads: int | None = None,
     ) -> Policy:
         """What the forward pass sees is restored bit for bit; optimizer state that it does not see is bounded or reused, once it is stable.
 
@@ -95,7 +99,8 @@ class Policy:
             None,
             betas,
         )
-        return cls(_checked(max_chain_depth), _checked_hidden(hidden))
+        reads = None if max_restore_reads is None else _checked(max_restore_reads)
+        return cls(_checked(max_chain_depth), _checked_hidden(hidden), max_restore_reads=reads)
 
     @classmethod
     def post_training(
@@ -109,6 +114,7 @@ class Policy:
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
         max_chain_depth: int = 32,
+        max_restore_reads: int | None = None,
     ) -> Policy:
         """What the profile of an earlier run allows: its stable set, from its stable start on. Everything else is exact.
 
@@ -132,13 +138,14 @@ class Policy:
             betas,
         )
         kept = None if profile.stable_start is None or betas is None else _checked_hidden(hidden)
-        return cls(_checked(max_chain_depth), kept, derive=True)
+        reads = None if max_restore_reads is None else _checked(max_restore_reads)
+        return cls(_checked(max_chain_depth), kept, derive=True, max_restore_reads=reads)
 
 
-def _checked(max_chain_depth: int) -> int:
-    if max_chain_depth < 0:
-        raise ValueError(f"max_chain_depth must be at least 0, not {max_chain_depth}")
-    return max_chain_depth
+def _checked(limit: int) -> int:
+    if limit < 0:
+        raise ValueError(f"max_chain_depth and max_restore_reads must be at least 0, not {limit}")
+    return limit
 
 
 def _checked_hidden(hidden: Hidden) -> Hidden:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -181,13 +181,27 @@ def native_stream_writer() -> Callable[..., int] | None:
 
 
 def write_stream_file(
-    write: Callable[..., int], descriptor: int, spec: ArraySpec, pieces: list[NDArray[np.uint8]], number: int
+    write: Callable[..., int],
+    descriptor: int,
+    spec: ArraySpec,
+    pieces: list[NDArray[np.uint8]],
+    number: int,
+    level: int = 1,
 ) -> None:
-    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer`` gave."""
+    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer`` gave. ``level``: of zstd."""
     per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
-    error = write(descriptor, pieces, spec.chunk[0], per_file, spec.shard is not None, spec.codec == "stream", number)
+    error = write(
+        descriptor, pieces, spec.chunk[0], per_file, spec.shard is not None, level if spec.codec == "stream" else 0, number
+    )
     if error:
         raise OSError(error, os.strerror(error))
+
+
+class Spent(NamedTuple):
+    """Seconds of one thread: making and handing over the bytes of files, and waiting until the storage had them."""
+
+    entropy_seconds: float
+    storage_seconds: float
 
 
 class StreamWriter:
@@ -203,6 +217,7 @@ class StreamWriter:
         self._where = where
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
+        self._spent = Spent(0.0, 0.0)
 
     @property
     def scratch_bytes(self) -> int:
@@ -217,9 +232,10 @@ class StreamWriter:
         """Memory that ``size`` bytes of streams take until they are written."""
         return size if native_stream_writer() is not None else 2 * size  # with what TensorStore makes of them
 
-    def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]]) -> Pending:
+    def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1) -> Pending:
         """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
 
+        ``level``: of zstd; TensorStore, where it makes the files, takes 1.
         REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
         native = native_stream_writer()
@@ -227,8 +243,19 @@ class StreamWriter:
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
         kept, making = [np.ascontiguousarray(piece) for piece in pieces], self._making
-        data = self._background.start(lambda: _write_stream(path, spec, kept, native, making))
-        return _Writes(described, (data,))
+
+        def work() -> None:
+            spent = _write_stream(path, spec, kept, native, making, level)
+            with making:
+                self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
+
+        return _Writes(described, (self._background.start(work),))
+
+    def take_spent(self) -> Spent:
+        """Where the time of the streams written since the last call went. Zero where TensorStore writes them."""
+        with self._making:
+            spent, self._spent = self._spent, Spent(0.0, 0.0)
+        return spent
 
     def close(self) -> None:
         """End the threads. REQUIRES: no write is under way, and none is started from now on."""
@@ -236,18 +263,29 @@ class StreamWriter:
 
 
 def _write_stream(
-    path: Path, spec: ArraySpec, pieces: list[NDArray[np.uint8]], write: Callable[..., int], making: threading.Lock
-) -> None:
+    path: Path,
+    spec: ArraySpec,
+    pieces: list[NDArray[np.uint8]],
+    write: Callable[..., int],
+    making: threading.Lock,
+    level: int,
+) -> Spent:
     """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
     path.mkdir(parents=True, exist_ok=True)
+    made = synced = 0.0
     for number in range(spec.file_count):
         descriptor = os.open(path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with making:
-                write_stream_file(write, descriptor, spec, pieces, number)
+                begin = time.perf_counter()
+                write_stream_file(write, descriptor, spec, pieces, number, level)
+                made += time.perf_counter() - begin
+            begin = time.perf_counter()
             os.fsync(descriptor)
+            synced += time.perf_counter() - begin
         finally:
             os.close(descriptor)
+    return Spent(made, synced)
 
 
 class _Writes:

@@ -27,7 +27,8 @@ from deltacheck.errors import (
     UnsupportedFormat,
 )
 from deltacheck.store import arrays, layout, schema
-from deltacheck.store.arrays import StreamWriter
+from deltacheck.store.arrays import Spent, StreamWriter
+from deltacheck.store.effort import Effort
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
 
@@ -98,8 +99,12 @@ class Store:
         if streams is not None:
             streams.close()
 
-    def writer(self, seq: int) -> SegmentWriter:
-        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams)
+    def take_spent(self) -> Spent:
+        """Where the time of the streams written since the last call went."""
+        return self._streams.take_spent()
+
+    def writer(self, seq: int, effort: Effort = Effort.NORMAL) -> SegmentWriter:
+        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import graphlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -85,6 +85,16 @@ class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
     packed: dict[str, int] = {}
     parts: tuple[Part, ...] = ()
     must_understand: tuple[str, ...] = ()
+
+    @property
+    def delta_arrays(self) -> int:
+        """Arrays that its deltas are made of."""
+        return arrays_of(self.parts)
+
+
+def arrays_of(parts: Sequence[Part]) -> int:
+    """Arrays that some parts are made of: an index each, and streams."""
+    return sum(1 + len(part.streams) for part in parts)
 
 
 class SegmentRef(msgspec.Struct, frozen=True):

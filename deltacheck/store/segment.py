@@ -21,6 +21,7 @@ from deltacheck.errors import ChainBroken, Damaged, SaveFailed
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.effort import Effort
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -28,7 +29,6 @@ INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
 _STREAM_SAYS = "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's attributes"
-_INCOMPRESSIBLE_BITS = 7.85  # of 8: above this the entropy stage would cost time and save under 2 %
 _LEAST_SAMPLE_BYTES = 4096  # of a stream: the histogram of fewer bytes looks skewed whatever they are
 _SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
@@ -62,7 +62,7 @@ def digests_spec(rows: int) -> ArraySpec:
     return ArraySpec.table(rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"})
 
 
-def stream_codec(pieces: Sequence[U8]) -> str:
+def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
     """``store`` where a sample shows that the entropy stage cannot pay."""
     size = sum(piece.size for piece in pieces)
     if size < _LEAST_SAMPLE_BYTES:
@@ -70,7 +70,7 @@ def stream_codec(pieces: Sequence[U8]) -> str:
     counts = np.bincount(np.concatenate(list(_sample(pieces, size))), minlength=256)
     share = counts[counts > 0] / counts.sum()
     bits = float(-(share * np.log2(share)).sum())
-    return "store" if bits > _INCOMPRESSIBLE_BITS else "stream"
+    return "store" if bits > effort.store_above_bits else "stream"
 
 
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
@@ -89,7 +89,8 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter) -> None:
+    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
+        self._effort = effort
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
         self._where = where
@@ -118,13 +119,20 @@ class SegmentWriter:
         Empties ``streams``, so that each stream's memory can go as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
-        described = {name: Stream(sum(piece.size for piece in of), stream_codec(of)) for name, of in streams.items()}
+        described = {
+            name: Stream(sum(piece.size for piece in of), stream_codec(of, self._effort)) for name, of in streams.items()
+        }
         self.parts.append(Part(index.shape[0], described))
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
         for name, stream in described.items():
-            pending.append(self._streams.write(path / name, stream_spec(name, stream), streams.pop(name)))
+            pending.append(self._streams.write(path / name, stream_spec(name, stream), streams.pop(name), self._effort.level))
             self._pending.append(pending[-1])
         return pending
+
+    @property
+    def delta_arrays(self) -> int:
+        """Arrays that the parts so far are made of."""
+        return schema.arrays_of(self.parts)
 
     @property
     def scratch_bytes(self) -> int:

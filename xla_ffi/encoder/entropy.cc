@@ -49,7 +49,6 @@ class Compressor {
  public:
   Compressor() : context_(ZSTD_createCCtx()) {
     if (context_ == nullptr) throw std::bad_alloc();
-    ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, 1);
     ZSTD_CCtx_setParameter(context_, ZSTD_c_blockDelimiters, ZSTD_sf_explicitBlockDelimiters);
   }
   ~Compressor() { ZSTD_freeCCtx(context_); }
@@ -57,7 +56,10 @@ class Compressor {
   Compressor& operator=(const Compressor&) = delete;
 
   // One frame of `size` bytes in `out`, which has room for ZSTD_compressBound(max(size, kMostSample)). Its size.
-  uint64_t frame(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+  uint64_t frame(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
+    ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, level);
+    // Matches cost time: at the lowest level they must be worth it.
+    least_gain_ = level > 1 ? UINT64_MAX : 64;
     const uint64_t piece = std::clamp(size / kSampleShare, kLeastSample, kMostSample) / kPieces;
     bool matches;
     if (size <= kPieces * piece) {
@@ -77,7 +79,7 @@ class Compressor {
   // bit for each byte at least: fewer mean that the data is one byte over and over, and what differs elsewhere is rare.
   bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     const uint64_t without = literals_only(data, size, out, room);
-    return without < size / 16 || with_matches(data, size, out, room) < without - without / 64;
+    return without < size / 16 || with_matches(data, size, out, room) < without - without / least_gain_;
   }
 
   uint64_t with_matches(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
@@ -100,6 +102,7 @@ class Compressor {
   }
 
   ZSTD_CCtx* const context_;
+  uint64_t least_gain_ = 64;  // the part of a frame that matches must save
   std::vector<ZSTD_Sequence> blocks_;
 };
 
@@ -143,11 +146,11 @@ class File {
     const uint64_t size = cut_.chunk_bytes;
     thread_local std::vector<uint8_t> gathered, framed;
     const uint8_t* data = contiguous(first_ + chunk, &gathered);
-    if (cut_.compressed) {
+    if (cut_.level > 0) {
       thread_local Compressor compressor;
       const uint64_t room = ZSTD_compressBound(std::max(size, kMostSample));
       if (framed.size() < room + kCrcBytes) framed.resize(room + kCrcBytes);
-      const uint64_t frame = compressor.frame(data, size, framed.data(), room);
+      const uint64_t frame = compressor.frame(cut_.level, data, size, framed.data(), room);
       put_crc(framed.data(), frame);
       const int64_t at = place(chunk, frame + kCrcBytes);
       return at >= 0 && noted(write_at(descriptor_, framed.data(), frame + kCrcBytes, static_cast<uint64_t>(at)));

@@ -14,7 +14,7 @@ struct StreamCut {
   uint64_t chunk_bytes;      // >= 1
   uint64_t chunks_per_file;  // of a zarr shard; 1 where the file is one chunk and has no shard index
   bool sharded;
-  bool compressed;  // codec `stream`: one zstd frame a chunk; else `store`: the bytes
+  int level;  // codec `stream`: one zstd frame a chunk, of this level, >= 1; 0 is codec `store`: the bytes
 };
 
 // Writes file `number` of the stream that `pieces` are, in order, from the start of an empty file. Every chunk ends in

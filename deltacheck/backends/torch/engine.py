@@ -49,7 +49,9 @@ class Engine:
     as much of that as the state, and 1 GiB while a save is captured. ``"host"``: takes no device memory, but the whole state
     crosses at each save, and the next optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``: no
     copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
-    memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``keep_last``:
+    memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``effort``: of
+    the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training;
+    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
     wait for pending saves at interpreter exit.
@@ -68,6 +70,7 @@ class Engine:
         on_busy: str = "wait",
         capture: str = "auto",
         shadow: str = "auto",
+        effort: str = "normal",
         keep_last: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
@@ -101,6 +104,7 @@ class Engine:
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
                 keep_shadow=shadow != "none",
+                effort=effort,
             )
         except BaseException:
             self._lease.release()
