@@ -403,7 +403,8 @@ class _Group:
         drift = octaves_apart(now[second], given[second])
         own = self._situation.hyperparameters
         change = adam.update_change(now[first], now[second], given[second], own.eps or 1e-8)
-        if drift is None or drift > terms.max_drift or change > terms.max_drift:
+        most = terms.max_drift
+        if drift is None or most is None or drift > most or change > most:
             return None
         for path, decision in coded.items():
             measured = drift if path == second else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0

@@ -234,7 +234,7 @@ def _limit(promise: Promise) -> str:
     terms = promise.terms
     if isinstance(terms, Bounded):
         return f"{terms.limit:g} {terms.norm}"
-    return f"{terms.max_drift:g} octaves, {terms.max_age_steps} steps"
+    return f"{'' if terms.max_drift is None else f'{terms.max_drift:g} octaves, '}{terms.max_age_steps} steps"
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:

@@ -327,9 +327,14 @@ def _held(manifest: Manifest, classes: Mapping[str, Sequence[str]]) -> tuple[tup
                 continue
             promise = manifest.contracts[path]
             terms = promise.terms
-            norm, limit = (terms.norm, terms.limit) if isinstance(terms, Bounded) else ("octaves", terms.max_drift)
             age = 0 if promise.from_step is None else manifest.step - promise.from_step
-            new = Held(of, name_of(terms), norm, 1, limit, promise.measured, age)
+            if isinstance(terms, Bounded):
+                norm, limit, measured = terms.norm, terms.limit, promise.measured
+            elif terms.max_drift is not None:
+                norm, limit, measured = "octaves", terms.max_drift, promise.measured
+            else:
+                norm, limit, measured = "steps", float(terms.max_age_steps), float(age)
+            new = Held(of, name_of(terms), norm, 1, limit, measured, age)
             old = found.get((of, new.contract, norm), new)
             worst = max(old, new, key=lambda held: held.used)
             leaves = old.leaves + (old is not new)
