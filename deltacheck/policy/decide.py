@@ -17,7 +17,8 @@ from deltacheck.records import LeafSpec
 
 LEAST_ELEMENTS = 4096  # smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are sensitive
 _MEAN_ERROR_OCTAVES = 0.6  # of first moments, whose codes are a sign and an exponent: they are fresh noise every ten steps
-_REBASE = 2.0  # a lattice is kept while the spacing that the learning rate asks for is within this factor of it
+# A lattice's spacing over the error that is allowed: when it is chosen, and the range in which it is kept. An element errs by half of it.
+_SPACING, _LEAST_SPACING, _MOST_SPACING = 1.6, 0.8, 1.98
 _CAST_ERROR = 0.02  # of weights that are the cast of a bounded master: one unit in the last place is 2^-7 at most
 _WEIGHT_SHARE = 1 / 32  # of the root mean square of a master, that a lattice's spacing never exceeds
 
@@ -91,16 +92,17 @@ def decide(
 def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:
     """The spacing of a master's lattice, ``None`` where there can be none.
 
-    As large as the learning rate permits, but small beside the weights. Kept while it is within a factor of two of that, and so through
-    a schedule's slow change: a new spacing makes every code new. Law 2: in units of the learning rate, on a fixed lattice.
+    As large as the learning rate permits, but small beside the weights. Kept while the error stays allowed and is not needlessly small,
+    and so through a schedule's slow change: a new spacing makes every code new. Law 2: in units of the learning rate, on a fixed lattice.
     """
     rate = situation.hyperparameters.lr
     if not rate or not math.isfinite(rate) or rate < 0 or not situation.master_scale > 0:
         return None
-    wanted = min(hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale)
-    if situation.spacing is not None and wanted / _REBASE < situation.spacing <= wanted * _REBASE:
-        return situation.spacing
-    return wanted
+    error, most = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
+    kept = situation.spacing
+    if kept is not None and min(_LEAST_SPACING * error, most) <= kept <= min(_MOST_SPACING * error, 2 * most):
+        return kept
+    return min(_SPACING * error, most)
 
 
 def _moments(hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec], situation: Situation) -> dict[str, Decision]:
