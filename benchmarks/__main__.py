@@ -26,7 +26,9 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "gradient_log": "benchmarks.gradient_log",
     "detection": "benchmarks.detection",
+    "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "device": "benchmarks.device",
 }

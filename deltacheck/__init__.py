@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deltacheck.backends.profiler import Profiler
     from deltacheck.handle import SaveHandle
     from deltacheck.policy import Policy
+    from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
     from deltacheck.verify import Finding
@@ -25,12 +27,26 @@ _PUBLIC = {
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
     "Policy": "deltacheck.policy",
+    "Profile": "deltacheck.profile",
+    "Profiler": "deltacheck.backends.profiler",
     "SaveHandle": "deltacheck.handle",
     "SaveReport": "deltacheck.records",
     "open": "deltacheck.reader",
 }
 
-__all__ = ["Checkpoints", "Finding", "LeafReport", "LeafSpec", "Policy", "SaveHandle", "SaveReport", "errors", "open"]
+__all__ = [
+    "Checkpoints",
+    "Finding",
+    "LeafReport",
+    "LeafSpec",
+    "Policy",
+    "Profile",
+    "Profiler",
+    "SaveHandle",
+    "SaveReport",
+    "errors",
+    "open",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,12 +30,20 @@ _HASH_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end."""
+    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
+
+    A keyframe is an array, or rows like those of a delta, for every chunk.
+    """
 
     spec: LeafSpec
     key: tuple[Segment, LeafEntry]
     deltas: tuple[tuple[Segment, LeafEntry], ...]
     digests: U64
+
+    @property
+    def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
+        """What of it is rows, in order."""
+        return ((self.key,) if self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
@@ -63,7 +71,7 @@ def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], ma
     spec = record.spec(path)
     at = f"step {manifest.step}, leaf {path!r}"
     holding = [(segment, segment.table.leaves[path]) for segment in segments if path in segment.table.leaves]
-    keys = [number for number, (_, entry) in enumerate(holding) if entry.key is not None]
+    keys = [number for number, (_, entry) in enumerate(holding) if entry.is_whole]
     if not keys:
         raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
     key, *deltas = holding[keys[-1] :]
@@ -84,15 +92,23 @@ def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], ma
 def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Sequence[tuple[Segment, LeafEntry]]) -> U64:
     count = spec.chunk_count
     segment, entry = key
-    digests = segment.digests[entry.digests : entry.digests + count].copy()
+    if entry.key is not None:
+        digests = segment.digests[entry.digests : entry.digests + count].copy()
+    else:
+        digests = np.zeros((count, 2), np.uint64)
+        deltas = [key, *deltas]
     for segment, entry in deltas:
         row = entry.digests
+        covered = np.zeros(count, np.bool_)
         for part, first, rows in entry.delta:
             chunks = segment.part(part).index[first : first + rows, columns.CHUNK]
             if digests.shape[0] != count or (chunks.size and int(chunks.max()) >= count):
                 raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {count} chunks")
             digests[chunks] = segment.digests[row : row + rows]
+            covered[chunks] = True
             row += rows
+        if entry.is_whole and not covered.all():
+            raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has no row for chunk {int(np.argmin(covered))}")
     return digests
 
 
@@ -121,8 +137,7 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     for item in items.values():
         segment, entry = item.chain.key
         spec, at = item.chain.spec, entry.key
-        assert at is not None  # resolve() starts every chain at a keyframe
-        if not item.chunks:
+        if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
             packed.append((item, segment.start_packed(spec, at)))
@@ -157,7 +172,7 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
     """Apply the deltas segment by segment, part by part: a part is read once, whatever number of leaves it serves."""
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
     for item in items.values():
-        for segment, entry in item.chain.deltas:
+        for segment, entry in item.chain.encoded:
             for part, first, rows in entry.delta:
                 runs = by_part.setdefault((segment.id, part), (segment, []))[1]
                 runs += [_Run(item, a, b) for a, b in _wanted_rows(segment.part(part).index, first, rows, item.chunks)]

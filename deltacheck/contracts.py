@@ -26,14 +26,15 @@ class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
     norm: str
 
 
-class Reused(msgspec.Struct, frozen=True, tag_field="contract", tag="reused"):
+class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="reused"):
     """The values of an earlier step: at most ``max_age_steps`` old, and drifted by no more than ``max_drift``.
 
-    ``max_drift``: in the median of ``|log2(x' / x)|`` over sampled elements. Larger: fewer bytes, an older state.
+    ``max_drift``: in the median of ``|log2(x' / x)|`` over sampled elements, ``None`` where age alone is promised: a first moment is another one
+    after ten steps. Larger: fewer bytes, an older state.
     """
 
     max_age_steps: int
-    max_drift: float
+    max_drift: float | None = None
 
 
 Contract: TypeAlias = Exact | Bounded | Reused

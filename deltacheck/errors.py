@@ -53,6 +53,14 @@ class ContractNotMet(DeltacheckError):
     """A step cannot give what the restore asks for: some of its leaves were saved under a weaker contract."""
 
 
+class ReplayNeeded(DeltacheckError):
+    """The step is kept as gradients: it is restored by replaying the optimizer, which this reader was not given."""
+
+
+class ReplayDiffers(DeltacheckError):
+    """Replaying the optimizer did not give the state that was saved."""
+
+
 class BudgetExceeded(DeltacheckError, MemoryError):
     """A restore would allocate more than the caller allows."""
 

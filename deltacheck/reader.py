@@ -80,6 +80,9 @@ class Checkpoints:
         cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
 
+        A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
+        (``manifest(step).replay.steps`` names those of the gradients, too).
+
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
         ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
         for a wrong slice.
@@ -93,6 +96,7 @@ class Checkpoints:
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
         found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
         loaded: dict[str, NDArray[Any]] = {}
+        owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
         boxes = {p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
         budget = max_bytes

@@ -86,7 +86,8 @@ class SaveReport:
 
     ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added.
     ``blocking_seconds``: wall time that the training thread lost, waits before the next optimizer step included.
-    ``durable_seconds``: from the call to the commit.
+    ``durable_seconds``: from the call to the commit. ``replayed_steps``: updates that a restore of this step replays; 0: none,
+    the state itself is stored. ``note``: what else there is to say, such as why a gradient log stored the state itself.
     """
 
     step: int
@@ -97,3 +98,5 @@ class SaveReport:
     durable_seconds: float
     leaves: tuple[LeafReport, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    replayed_steps: int = 0
+    note: str = ""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from deltacheck import chain, derive, grid
+from deltacheck import chain, derive, grid, replay
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
@@ -43,16 +43,21 @@ class Loaded(NamedTuple):
     data: U8
 
 
-def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None) -> dict[str, Leaf]:
+def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False) -> dict[str, Leaf]:
     """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
+    ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
+    (``ReplayNeeded``). Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
     have.
     """
     specs = manifest.specs
-    wanted = list(specs) if paths is None else list(dict.fromkeys(paths))
+    inputs = set() if manifest.replay is None else manifest.replay.inputs
+    every = [*specs, *sorted(inputs)] if stored else list(specs)
+    wanted = every if paths is None else list(dict.fromkeys(paths))
+    if not stored:
+        replay.refuse(root, manifest, wanted)
     for path in wanted:
-        if path not in specs:
+        if path not in specs and path not in inputs:
             near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
     needed = dict.fromkeys(wanted)

@@ -30,7 +30,7 @@ from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
 from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
-from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node, scalars
 from deltacheck.work import Leaf, LeafSource, Setup, Work
@@ -102,11 +102,15 @@ class Saver:
         *,
         metrics: Mapping[str, float] | None = None,
         on_busy: str = "wait",
+        replay: Replay | None = None,
+        note: str = "",
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
         ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``:
         what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
+        ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored (REQUIRES: an
+        exact policy). ``note``: for the report.
         Raises ``SaveFailed`` for an earlier save's failure that nobody has been told of yet (this step is then not saved),
         ``ValueError`` for a wrong ``on_busy``.
         """
@@ -143,6 +147,8 @@ class Saver:
                 terms,
                 self._effort,
                 due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
+                replay,
+                note,
             )
             self._next_seq += 1
             self._handles.append(handle)
@@ -154,6 +160,16 @@ class Saver:
             self._to_encode.put(work)
         handle._add_blocking(time.perf_counter() - begin)
         return handle
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every leaf is stored as it is."""
+        return self._setup.policy.is_exact
+
+    def standing(self) -> tuple[int, int]:
+        """What changes with every save that is begun and whenever the shadow is dropped or replaced."""
+        with self._lock:
+            return self.epoch, self._next_seq
 
     def number_from(self, seq: int) -> None:
         """Give the next save at least this sequence number: savers that share a store must not use one twice."""

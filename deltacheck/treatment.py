@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -100,6 +100,7 @@ class Treatment:
         if self._stage.name == STABLE:
             found = roles.prove(found, partial(self._is_cast, sources))
         save = _Save(self, step, self._stage.name, sources)
+        save.share_equal([path for path in known if path in sources])
         for parameter in found.parameters:
             own = rates[parameter.group or ""]
             count = _as_count(known.get(parameter.count or ""))
@@ -187,6 +188,23 @@ class _Save:
         second = parameter.second
         if second in self._live and second not in decisions and parameter.adam and self._treatment._policy.hidden is not None:
             self._replace(second, partial(self._watched, second, group.rescale_since_last()), (second,))
+
+    def share_equal(self, paths: Sequence[str]) -> None:
+        """Store leaves of one number that are equal once: the step counts that an optimizer keeps for every parameter."""
+        owners: dict[tuple[LeafSpec, bytes], str] = {}
+        for path in paths:
+            spec = replace(self._live[path].spec, path="")
+            owner = owners.setdefault((spec, self.live(path).tobytes()), path)
+            if owner != path:
+                self._replace(path, partial(self._same, path, owner), (path, owner))
+
+    def _same(self, path: str, owner: str) -> Any:
+        live = self.live(path)
+        if live.tobytes() != self.live(owner).tobytes():
+            return self.exactly(path)
+        spec = self._live[path].spec
+        self.promise(path, Derived("same", spec.dtype, spec.shape, _digest(spec, live), of=owner), None)
+        return Coded(None, None)
 
     def _replace(self, path: str, current: Callable[[], Any], companions: tuple[str, ...]) -> None:
         """A leaf that is read together with others is read when the first of them must be."""
@@ -294,8 +312,7 @@ class _Group:
         if bounded is None:
             if not np.array_equal(given.view(np.uint16), live.view(np.uint16)):
                 return save.exactly(path)
-            digest = leaf_digest(chunk_digests(live.view(np.uint8), spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
-            save.promise(path, self._derive(path, decision, digest=digest), None)
+            save.promise(path, self._derive(path, decision, digest=_digest(spec, live)), None)
             return Coded(None, None)
         assert isinstance(decision.terms, Bounded)
         error = relative_l2(live, given)
@@ -386,7 +403,8 @@ class _Group:
         drift = octaves_apart(now[second], given[second])
         own = self._situation.hyperparameters
         change = adam.update_change(now[first], now[second], given[second], own.eps or 1e-8)
-        if drift is None or drift > terms.max_drift or change > terms.max_drift:
+        most = terms.max_drift
+        if drift is None or most is None or drift > most or change > most:
             return None
         for path, decision in coded.items():
             measured = drift if path == second else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0
@@ -416,6 +434,10 @@ class _Group:
             derived = self._derive(path, coded[path], scale=scale if coded[path].first else 1.0)
             found[path] = derive.compute(derived, codes[path], found, 0, codes[path].size)
         return found
+
+
+def _digest(spec: LeafSpec, values: Array) -> str:
+    return leaf_digest(chunk_digests(values.view(np.uint8), spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
 
 
 def octaves_apart(one: Array, other: Array) -> float | None:

@@ -24,6 +24,8 @@ class Finding:
 def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[Finding]:
     """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares every byte.
 
+    Of a step that is kept as gradients, what is stored is checked; the state itself is proven by its replay, at restore.
+
     Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged.
     """
     findings: list[Finding] = []
@@ -52,7 +54,7 @@ def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path,
     except FileNotFoundError:
         return []  # deleted by a running training since it was listed
     try:
-        leaves = restore.resolve(root, manifest)
+        leaves = restore.resolve(root, manifest, stored=True)
     except DeltacheckError as error:
         return [Finding(ref.step, None, str(error))]
     findings = [Finding(ref.step, None, problem) for problem in _metadata_problems(root, manifest, metadata_seen)]

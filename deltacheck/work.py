@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltacheck.codec.base import CHUNK, METHOD, U32, U64, Codec, Encoded, GroupCodec, GroupJob
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import CHUNK, METHOD, U8, U32, U64, Codec, Encoded, GroupCodec, GroupJob
 from deltacheck.contracts import RANK, Promise, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import SaveFailed
@@ -26,7 +27,17 @@ from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
 from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
-from deltacheck.store.schema import DERIVED, Derived, KeyframeAt, LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.schema import (
+    DERIVED,
+    REPLAY,
+    Derived,
+    KeyframeAt,
+    LeafEntry,
+    LeafRecord,
+    Manifest,
+    Replay,
+    SegmentRef,
+)
 from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 from deltacheck.tree import Node
 
@@ -61,13 +72,16 @@ class LeafSource:
     """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes, or what is stored instead.
 
     ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
-    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken.
+    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken. ``whole``: the
+    leaf has nothing to do with what was saved before: it is written whole, encoded, and no shadow of it is kept; ``current()`` then
+    gives host memory.
     """
 
     spec: LeafSpec
     current: Callable[[], Any]
     lazy: bool = False
     recheck: Callable[[], None] | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +166,8 @@ class Work:
         terms: Callable[[], Terms],
         effort: Effort,
         due: frozenset[str],
+        replay: Replay | None = None,
+        note: str = "",
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
@@ -166,6 +182,7 @@ class Work:
         self.commit = commit
         self.terms = terms
         self.due = due
+        self.replay, self.note = replay, note
         self.order = {path: number for number, path in enumerate(sources)}
         self.may_be_committed = False
         self.begin = time.perf_counter()
@@ -203,6 +220,11 @@ class Work:
                     continue
                 spec, current = current.spec, current.data
             self.specs[spec.path] = spec
+            if current is None and (known is None or known.spec != spec):
+                raise SaveFailed(f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took it along")
+            if source.whole and spec.raw_bytes:
+                self._encode_whole(spec, current)
+                continue
             if known is None or known.spec != spec:
                 leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
             else:
@@ -238,6 +260,23 @@ class Work:
                     current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
                 )
             self._keep(_Piece((_Span(leaf.spec.path, 0, first),), encoded, None))
+
+    def _encode_whole(self, spec: LeafSpec, current: U8) -> None:
+        """Encode a leaf without a base, each of its chunks."""
+        codec, word_bytes = default_codec(), spec.word_bytes
+        leaf = self.leaves[spec.path] = Leaf(spec, spec.bounds())
+        bounds, chunks = leaf.bounds, spec.chunk_count
+        leaf.digests = np.zeros((chunks, 2), np.uint64)
+        longest = int(np.diff(bounds).max()) * word_bytes
+        step = chunks if codec.run_bytes is None else max(1, min(codec.run_bytes, self.part_bytes) // longest)
+        for first in range(0, chunks, step):
+            stop = min(chunks, first + step)
+            low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
+            self._make_room(high - low)
+            window = bounds[first : stop + 1] - bounds[first]
+            encoded, _ = codec.encode(current[low:high], None, window, word_bytes)
+            digests = chunk_digests(current[low:high], window, word_bytes, range(stop - first))
+            self._keep(_Piece((_Span(spec.path, 0, first),), encoded, digests))
 
     def _encode_grouped(self, grouped: Sequence[tuple[Leaf, LeafSource, Any]]) -> None:
         codec = self.setup.codec
@@ -357,7 +396,10 @@ class Work:
             )
             leaf.digests = leaf.digests.copy()
             leaf.digests[stored] = fresh
-            leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
+            if leaf.digest:
+                leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
+            else:  # whole, encoded
+                leaf.key_segment = self.writer.id
             self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))
         for path in filter(self.specs.__contains__, self.paths):
             leaf, spec = leaves[path], self.specs[path]
@@ -399,28 +441,32 @@ class Work:
             tree=self.tree,
             leaves=self.records,
             metrics={name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
-            must_understand=(DERIVED,) if terms.derived or terms.contracts else (),
+            must_understand=((DERIVED,) if terms.derived or terms.contracts else ()) + ((REPLAY,) if self.replay else ()),
             derived=dict(terms.derived),
             contracts=dict(terms.contracts),
             stage=terms.stage,
+            replay=self.replay,
         )
 
     def report(self, stored_bytes: int) -> SaveReport:
         leaves = tuple(self._leaf_report(spec) for spec in self.sources.values())
+        inputs = set() if self.replay is None else self.replay.inputs
         return SaveReport(
             step=self.handle.step,
             seq=self.seq,
-            raw_bytes=sum(leaf.raw_bytes for leaf in leaves),
+            raw_bytes=sum(leaf.raw_bytes for leaf in leaves if leaf.path not in inputs),
             stored_bytes=stored_bytes,
             blocking_seconds=self.handle.blocking_seconds,
             durable_seconds=time.perf_counter() - self.begin,
             leaves=leaves,
             metrics=dict(self.metrics),
+            replayed_steps=0 if self.replay is None else len(self.replay.steps),
+            note=self.note,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:
         entry = self.entries.get(spec.path)
-        kind = LeafKind.UNCHANGED if entry is None else LeafKind.DELTA if entry.key is None else LeafKind.KEYFRAME
+        kind = LeafKind.UNCHANGED if entry is None else LeafKind.KEYFRAME if entry.is_whole else LeafKind.DELTA
         stored = self.specs.get(spec.path)
         if stored is None:
             kind, stored = LeafKind.DERIVED, spec

@@ -117,6 +117,16 @@ def test_restores_are_told_for_each_depth(results: dict[str, dict[str, Any]]) ->
     )
 
 
+def test_a_logged_step_is_smaller_than_a_delta_and_exact(results: dict[str, dict[str, Any]]) -> None:
+    for row in rows(results["gradient_log"]):
+        assert row["a logged step"] < row["cycle"] < row["a direct delta"] < 1
+    ways = rows(results["gradient_log"], 1)
+    assert [row["way"] for row in ways] == ["logged", "state itself, by the log", "direct delta"]
+    assert all(0 < row["blocking"] <= row["durable"] for row in ways)
+    assert [row["steps replayed"] for row in rows(results["gradient_log"], 2)] == [0, 1, 4]
+    assert all(figure["holds"] for figure in results["gradient_log"]["figures"])  # sizes and exactness, no times
+
+
 def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
     pytest.importorskip("deltacheck._native")
     encode = importlib.import_module("benchmarks.encode")
@@ -140,6 +150,14 @@ def test_detection_is_told_beside_a_read_and_beside_torch(results: dict[str, dic
     ]
     assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in found)
     assert len(results["detection"]["figures"]) == 4
+
+
+def test_the_profiler_is_told_as_a_share_of_the_step(results: dict[str, dict[str, Any]]) -> None:
+    (row,) = rows(results["profiling"])
+    between = row["a look"] + (row["interval"] - 1) * row["between looks"]
+    assert row["of the step"] == pytest.approx(between / row["interval"] / row["training step"])
+    assert 0 < row["between looks"] < row["a look"] < row["first look"] * 10
+    assert results["profiling"]["figures"][0]["value"] == row["of the step"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

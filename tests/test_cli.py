@@ -34,7 +34,8 @@ from deltacheck.cli import main
 from deltacheck.records import SaveReport
 from deltacheck.store.lease import Lease
 
-COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "compact", "demo")
+COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "compact", "profile", "report", "plan", "demo")
+SPEEDS = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
 
 
 @dataclass(frozen=True)
@@ -728,9 +729,9 @@ def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
 def command_lines(root: object) -> list[list[str]]:
     """Every command that reads a root, on this one."""
     name = str(root)
-    return [["ls", name], ["log", name], ["show", name, "0"], ["diff", name, "0", "10"], ["verify", name], ["gc", name]] + [
-        [command, name, "0", "--to", "npz"] for command in ("export", "restore")
-    ]
+    lines = [["ls", name], ["log", name], ["show", name, "0"], ["diff", name, "0", "10"], ["verify", name], ["gc", name]]
+    lines += [[command, name, "0", "--to", "npz"] for command in ("export", "restore")]
+    return [*lines, ["report", name, "-o", f"{name}.html"], ["plan", name, *SPEEDS]]
 
 
 def test_a_wrong_path_and_a_foreign_directory_are_told_in_a_line(tmp_path: Path, deltacheck_: Command) -> None:
@@ -790,6 +791,8 @@ def test_no_damaged_file_ends_in_a_traceback(harm: Callable[[Path], None], damag
         ["export", "a", "1", "--to", "pickle"],
         ["gc", "a", "--grace", "-1"],
         ["log", "a", "--levels", "0"],
+        ["report", "a", "b"],
+        ["plan", "a", "--processes", "0"],
     ],
     ids=" ".join,
 )
@@ -914,7 +917,8 @@ def test_every_key_of_every_document_is_documented(run: Run, tmp_path: Path, del
 
     rows = {row.split("|")[1]: row for row in cli_page().split("## JSON")[1].splitlines() if row.startswith("| `")}
     lines = (["ls"], ["show", 25], ["log", "--by-class"], ["diff", 0, 25], ["verify"], ["gc"])
-    for command, *options in (*lines, ["export", 0, "--out", tmp_path / "x.npz"]):
+    more = (["export", 0, "--out", tmp_path / "x.npz"], ["report", "-o", tmp_path / "r.html"], ["plan", *SPEEDS])
+    for command, *options in (*lines, *more):
         found = keys(deltacheck_(command, run.root, *options, "--json").json) - {"schema"}
         (row,) = [text for commands, text in rows.items() if f"`{command}`" in commands]
         assert found == {key for key in found if f"`{key}`" in row}

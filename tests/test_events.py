@@ -76,6 +76,13 @@ def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(factor: floa
     assert found.size == pytest.approx(factor, rel=0.1)
 
 
+def test_a_rate_that_comes_out_of_nothing_has_a_size_that_a_profile_can_hold() -> None:
+    rates = [1e-5, 1e-5, 0.0, 0.0, 1e-5]
+    found = events([Observation(step, learning_rate=rate) for step, rate in enumerate(rates)])
+    assert [event.step for event in found] == [2, 4]
+    assert all(math.isfinite(event.size) for event in found)
+
+
 def test_each_group_has_a_learning_rate() -> None:
     rates = [(1e-5, 1e-6 if step < 60 else 9e-6) for step in range(100)]
     (found,) = events([Observation(step, learning_rate=rate) for step, rate in enumerate(rates)])

@@ -101,6 +101,18 @@ def test_a_weight_that_is_not_the_cast_of_its_master_is_stored(saves: Any) -> No
     np.testing.assert_equal(made.restored(), state)
 
 
+def test_step_counts_that_are_equal_are_stored_once(saves: Any) -> None:
+    made = saves(Policy.exact(derive=True))
+    report = made.save(2)
+    counts = [f"optimizer/state/{n}/step" for n in range(3)]
+    assert [kinds(report)[path] is LeafKind.DERIVED for path in counts] == [False, True, True]
+    state = made.run.state()
+    state["optimizer"]["state"][1]["step"] += 1
+    made.engine.save(99, state).result()
+    np.testing.assert_equal(made.restored(), state)
+    assert [path in made.manifest().derived for path in counts] == [False, False, True]
+
+
 def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = saves(Policy.exact(derive=True))
     made.save()

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing
+from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report
 
 app = typer.Typer(
     name="deltacheck",
@@ -38,6 +38,9 @@ for name, command in (
     ("export", export.export),
     ("gc", check.gc),
     ("compact", check.compact),
+    ("profile", profile.profile),
+    ("report", report.report),
+    ("plan", plan.plan),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)

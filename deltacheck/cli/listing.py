@@ -12,10 +12,10 @@ from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.cli.history import Change, LeafState, Step
     from deltacheck.contracts import Promise
+    from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest
+    from deltacheck.store.schema import Manifest, Replay
 
 _STEP = (
     Column("STEP", "step"),
@@ -30,23 +30,27 @@ _CHANGE = (
     Column("UNCHANGED", "unchanged"),
     Column("DENSITY", "density", output.share),
 )
+_REPLAYS = Column("REPLAYS", "replayed_steps")
 
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
     """List the committed steps of a root."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
     unreadable: list[str] = []
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        rows.append(_row(root, step) | sizes | {"chain_depth": depth, "metrics": dict(step.manifest.metrics)})
+        replayed = {"replayed_steps": _replayed_steps(step.manifest)}
+        rows.append(_row(root, step) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)})
     more = (
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
+        *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
     _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)
@@ -62,7 +66,8 @@ def log(
     as_json: Json = False,
 ) -> None:
     """Show what each save wrote: bytes, changed fraction, time."""
-    from deltacheck.cli import history, where
+    from deltacheck import history
+    from deltacheck.cli import where
     from deltacheck.errors import DeltacheckError
     from deltacheck.store.root import open_root
 
@@ -70,7 +75,7 @@ def log(
     rows: list[Row] = []
     unreadable: list[str] = []
     before: float | None = None
-    for step in history.steps(root, unreadable):
+    for step in history.steps(root, history.committed(root, unreadable)):
         since = None if before is None else step.manifest.time - before
         before = step.manifest.time
         row = _row(root, step) | {
@@ -94,6 +99,11 @@ def log(
     _print_steps(root, rows, columns, as_json, unreadable)
 
 
+def _replayed_steps(manifest: Manifest) -> int:
+    """Updates that a restore of the step replays; 0 where its state itself is stored."""
+    return 0 if manifest.replay is None else len(manifest.replay.steps)
+
+
 def _row(root: Root, step: Step) -> Row:
     return {
         "step": step.ref.step,
@@ -111,7 +121,7 @@ def _change(change: Change | None) -> Row:
 
 
 def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     rows: list[Row] = []
     for (prefix, dtype), states in groups.items():
@@ -147,8 +157,8 @@ def _one_a_class(rows: list[Row]) -> list[Row]:
 
 def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
     """Show what a step is made of: leaves, numbers and texts, segments."""
-    from deltacheck import export, tree
-    from deltacheck.cli import history, where
+    from deltacheck import export, history, tree
+    from deltacheck.cli import where
     from deltacheck.store.root import open_segments
 
     root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
@@ -174,8 +184,20 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),
         "metrics": dict(manifest.metrics),
+        "replay": None if manifest.replay is None else _replay(manifest.replay),
     }
     output.print_json(about | tables)
+
+
+def _replay(replay: Replay) -> Row:
+    return {
+        "base_step": replay.base_step,
+        "base_seq": replay.base_seq,
+        "update": replay.update,
+        "steps": len(replay.steps),
+        "leaves": sorted(replay.digests),
+        "inputs": sorted(replay.inputs),
+    }
 
 
 def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest) -> Row:
@@ -183,7 +205,8 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     from deltacheck.contracts import name_of
 
     spec, derived, promise = manifest.spec(owner), manifest.derived.get(owner), manifest.contracts.get(owner)
-    changed = None if state is None else state.changed_words()
+    replayed = manifest.replay is not None and owner in manifest.replay.digests
+    changed = None if state is None or replayed else state.changed_words()
     words = None if state is None else state.words
     return {
         "path": path,
@@ -196,7 +219,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "limit": None if promise is None else _limit(promise),
         "from_step": None if promise is None else promise.from_step,
         "derived": None if derived is None else derived.how,
-        "kind": "derived" if state is None else str(state.kind),
+        "kind": "replayed" if replayed else "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
         "words": words,
         "changed_words": changed,
@@ -211,11 +234,11 @@ def _limit(promise: Promise) -> str:
     terms = promise.terms
     if isinstance(terms, Bounded):
         return f"{terms.limit:g} {terms.norm}"
-    return f"{terms.max_drift:g} octaves, {terms.max_age_steps} steps"
+    return f"{'' if terms.max_drift is None else f'{terms.max_drift:g} octaves, '}{terms.max_age_steps} steps"
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
-    from deltacheck.cli import history
+    from deltacheck import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     closure = sum(ref.stored_bytes for ref in manifest.segments)
@@ -224,6 +247,11 @@ def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
         f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
         f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
     )
+    if manifest.replay is not None:
+        output.print_line(
+            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of {manifest.replay.update} "
+            f"from step {manifest.replay.base_step}, and proves each leaf by its digest"
+        )
     output.print_line("")
     columns = (
         Column("LEAF", "path", left=True),

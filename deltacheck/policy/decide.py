@@ -132,7 +132,7 @@ def _moments(hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec]
     if age == 0:
         return {}
     terms = Reused(age, hidden.max_drift_octaves + hidden.moment_error_octaves / 2)
-    return {first: replace(mean, terms=terms), second: replace(paired, terms=terms)}
+    return {first: replace(mean, terms=Reused(age)), second: replace(paired, terms=terms)}
 
 
 def _dead_band(octaves: float) -> float:

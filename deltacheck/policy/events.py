@@ -18,6 +18,7 @@ Numbers: TypeAlias = tuple[float, ...]
 
 Z_LIMIT = 4.5  # found a domain shift in real fine-tuning within 10 steps, with no false alarm in 4 runs
 RATE_FACTOR = 2.0  # from one observation to the next, beyond what the trend says
+_FROM_ZERO = 1e300  # a factor that JSON can hold
 _MAD_TO_SD = 1.4826  # of a normal distribution
 _RECENT, _LONG, _LEAST = 8, 32, 12  # changes between windows: of the present, of the run, before which nothing is judged
 _LEVEL = 4  # windows
@@ -66,8 +67,8 @@ class Series:
         widen = math.sqrt(count / (count - 1)) if count > 1 else 1.0
         residuals = self.residuals + (tuple(widen * (v - mean) for v in pending) if count > 1 else ())
         z = 0.0
-        if len(self.changes) >= _LEAST:
-            noise = _MAD_TO_SD * median(map(abs, self.residuals)) / math.sqrt(count) if self.residuals else 0.0
+        if self.means and len(self.changes) >= _LEAST:
+            noise = math.sqrt(fmean(r * r for r in self.residuals) / count) if self.residuals else 0.0
             scale = max(_deviation(self.changes[-_RECENT:]), _deviation(self.changes), noise, 1e-9 * abs(mean))
             level = median(self.means) + (len(self.means) + 1) / 2 * median(self.changes)
             z = (mean - level) / scale if scale > 0 else 0.0
@@ -117,8 +118,8 @@ class Detector:
             events.append(Event(step, "loss", z_loss))
         if abs(z_norm) > Z_LIMIT:
             events.append(Event(step, "gradient", z_norm))
-        if events:  # what was before is no measure of what comes
-            loss, norm = Series(), Series()
+        if events:  # the level is a new one, the noise most likely not
+            loss, norm = (replace(series, pending=(), pending_steps=0, means=()) for series in (loss, norm))
         seen = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
         kept = replace(
@@ -168,5 +169,5 @@ def _jump(seen: tuple[tuple[int, Numbers], ...], step: int, rates: Numbers | Non
             trend = last + (last - seen[0][1][group]) * (step - last_step) / (last_step - seen[0][0])
         high, low = RATE_FACTOR * max(last, trend), min(last, trend) / RATE_FACTOR
         if not low <= rate <= high and abs(rate - min(max(rate, low), high)) > peak / 20:
-            return rate / last if last else math.inf
+            return rate / last if last else _FROM_ZERO
     return None

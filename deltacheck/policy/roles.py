@@ -245,6 +245,7 @@ def _optax_states(specs: Mapping[str, LeafSpec]) -> list[_State]:
             if path.startswith(_below(prefix)):
                 what, _, name = path[len(_below(prefix)) :].partition("/")
                 found.setdefault((prefix, name), {})[what] = path
+    groups = {prefix: _injected(prefix, specs) for prefix in prefixes}
     states: list[_State] = []
     for (prefix, name), kept in found.items():
         if "mu" not in kept:
@@ -255,7 +256,7 @@ def _optax_states(specs: Mapping[str, LeafSpec]) -> list[_State]:
             first=kept["mu"],
             second=kept.get("nu"),
             count=path if (path := _below(prefix) + "count") in specs else None,
-            group=_injected(prefix, specs),
+            group=groups[prefix],
             adam="nu" in kept and not unknown,
             unknown=tuple(kept[field] for field in unknown),
         )
@@ -269,9 +270,10 @@ def _below(prefix: str) -> str:
 
 def _injected(prefix: str, specs: Mapping[str, LeafSpec]) -> str | None:
     """The nearest ``hyperparams`` of optax's ``inject_hyperparams`` above a state."""
+    there = {path.rpartition("/")[0] for path in specs}
     parts = prefix.split("/")
     above = ("/".join([*parts[:i], "hyperparams"]) for i in range(len(parts), -1, -1))
-    return next((group for group in above if any(path.startswith(f"{group}/") for path in specs)), None)
+    return next((group for group in above if group in there), None)
 
 
 def _optimizer_root(prefix: str) -> str:
@@ -289,14 +291,14 @@ def _dotted(path: str) -> str:
 
 def _by_name(states: list[_State], specs: Mapping[str, LeafSpec], model: list[str]) -> tuple[list[Parameter], set[str]]:
     """Weights and masters whose path ends with what the optimizer calls the parameter; the containers in which weights were found."""
-    endings: dict[str, list[str]] = {}
+    lengths = {state.key.count(".") + 1 for state in states}
+    endings: dict[str, list[tuple[str, str]]] = {}  # the last names of a path -> (container, path)
     for path in model:
-        endings.setdefault(_dotted(path).rpartition(".")[2], []).append(path)
-    candidates: list[dict[str, str]] = []  # for each state: container -> path
-    for state in states:
-        paths = [p for p in endings.get(state.key.rpartition(".")[2], ()) if specs[p].shape == state.shape]
-        ends = [(p, _dotted(p)) for p in paths]
-        candidates.append({d.removesuffix(state.key): p for p, d in ends if d == state.key or d.endswith("." + state.key)})
+        names = _dotted(path).split(".")
+        for length in (length for length in lengths if length <= len(names)):
+            container = "".join(f"{name}." for name in names[:-length])
+            endings.setdefault(".".join(names[-length:]), []).append((container, path))
+    candidates = [{c: p for c, p in endings.get(s.key, ()) if specs[p].shape == s.shape} for s in states]
     votes = Counter(container for found in candidates for container in found)
     parameters, containers = [], set()
     for state, found in zip(states, candidates, strict=True):

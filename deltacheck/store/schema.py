@@ -27,7 +27,8 @@ MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused befo
 _MAX_ELEMENTS = 1 << 56
 
 DERIVED = "derived"  # permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
-FEATURES = (DERIVED,)
+REPLAY = "replay"  # permanent: the feature of manifests whose leaves are the input of a replay
+FEATURES = (DERIVED, REPLAY)
 STAGES = ("", "warm", "stable", "degraded")  # permanent names
 
 
@@ -44,7 +45,7 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row of its first chunk digest
     in the segment's digest table; a keyframe has one for every chunk, a delta one for every row. ``delta``: runs of rows,
-    ``(part, first row, rows)``.
+    ``(part, first row, rows)``; without a ``base`` they are the whole leaf, encoded.
     """
 
     dtype: str
@@ -55,6 +56,11 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str = ""
     key: KeyframeAt | None = None
     delta: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the entry needs nothing before it."""
+        return self.key is not None or not self.base
 
     def spec(self, path: str) -> LeafSpec:
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
@@ -151,6 +157,35 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
         return tuple(path for path in (self.of, self.first) if path)
 
 
+class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One update to replay. ``inputs``: name -> leaf path of what it consumes. ``options``: skeleton of the numbers that it depends on."""
+
+    inputs: dict[str, str]
+    options: dict[str, Any]
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """How the leaves of a tree are computed from what is stored: an optimizer's updates, one after the other.
+
+    ``base_seq``, ``base_step``: the checkpoint whose content the stored leaves have, for people (all that is needed of it is
+    among this manifest's own segments). ``update``: what computed it, for people. ``memory``: skeleton of what the update works
+    on; ``places``: array path in it -> leaf path. ``digests``: leaf path -> the digest that the leaf has after the last update.
+    """
+
+    base_seq: int
+    base_step: int
+    update: str
+    memory: dict[str, Any]
+    places: dict[str, str]
+    steps: tuple[ReplayStep, ...]
+    digests: dict[str, str]
+
+    @property
+    def inputs(self) -> set[str]:
+        """Leaf paths of what the updates consume; no tree has them."""
+        return {path for step in self.steps for path in step.inputs.values()}
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
@@ -175,10 +210,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     derived: dict[str, Derived] = {}
     contracts: dict[str, Promise] = {}
     stage: str = ""
+    replay: Replay | None = None  # None: nothing is replayed
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all leaves in memory."""
+        """Bytes of all leaves of the tree in memory."""
         return sum(spec.raw_bytes for spec in self.specs.values())
 
     def spec(self, path: str) -> LeafSpec:
@@ -189,10 +225,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def specs(self) -> dict[str, LeafSpec]:
         """What every leaf of the tree is, by path, ties once."""
-        return {path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived])}
+        inputs = set() if self.replay is None else self.replay.inputs
+        return {path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived]) if path not in inputs}
 
     def digest_of(self, path: str) -> str:
         """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves."""
+        if self.replay is not None and path in self.replay.digests:
+            return self.replay.digests[path]
         derived = self.derived.get(path)
         return self.leaves[path].digest if derived is None else derived.digest
 
@@ -279,7 +318,8 @@ def _check_manifest(manifest: Manifest) -> None:
     if any(a >= b for a, b in zip([-1, *seqs], seqs, strict=False)) or any(seq > manifest.seq for seq in seqs):
         raise ValueError("its segments are not in ascending order")
     owners = set(tree.array_paths(manifest.tree).values())
-    if owners != manifest.leaves.keys() | manifest.derived.keys():
+    inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
+    if owners | inputs != manifest.leaves.keys() | manifest.derived.keys():
         raise ValueError("its tree and its leaves do not match")
     specs = manifest.specs
     for path, derived in manifest.derived.items():
@@ -293,8 +333,26 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(
             f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves is {weakest!r}"
         )
-    if bool(manifest.derived or manifest.contracts) != (DERIVED in manifest.must_understand):
+    if (bool(manifest.derived or manifest.contracts), manifest.replay is not None) != (
+        DERIVED in manifest.must_understand,
+        REPLAY in manifest.must_understand,
+    ):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
+    """The leaves that a replay consumes, once everything that it names is known to be there."""
+    if not replay.steps or owners & replay.inputs:
+        raise ValueError("its replay has no step, or consumes leaves of the tree")
+    if (
+        set(replay.places.values()) != set(replay.digests)
+        or not set(replay.digests) <= owners & manifest.leaves.keys() - manifest.derived.keys()
+    ):
+        raise ValueError("its replay gives other leaves than it promises")
+    memory = {path for path, owner in tree.array_paths(replay.memory).items() if path == owner}
+    if memory != set(replay.places) or len(set(replay.places.values())) != len(replay.places):
+        raise ValueError("its replay works on other arrays than it names")
+    return replay.inputs
 
 
 def _check_derived(path: str, derived: Derived, record: LeafRecord | None, specs: Mapping[str, LeafSpec]) -> None:
@@ -338,7 +396,7 @@ def _check_segment(table: SegmentTable) -> None:
             raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
         chunks = spec.chunk_count
         stored = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
-        if stored > chunks:
+        if stored > chunks or (entry.is_whole and stored != chunks):
             raise ValueError(f"leaf {path!r} has {stored} rows for {chunks} chunks")
         digests.append((entry.digests, stored))
         for part, first, count in entry.delta:

@@ -1,6 +1,7 @@
 """The PyTorch backend."""
 
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.gradient_log import GradientLog
 from deltacheck.backends.torch.load import load
 
-__all__ = ["Engine", "load"]
+__all__ = ["Engine", "GradientLog", "load"]

@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
-from deltacheck.backends.torch import leaves
+from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
 from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
-from deltacheck.save import Saver
+from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit
-from deltacheck.store.schema import Manifest
+from deltacheck.store.schema import Manifest, Replay
 
 log = logging.getLogger("deltacheck")
 
@@ -127,15 +127,40 @@ class Engine:
         failure that nobody has seen yet (this step is then not saved). A failure of this save is on the handle, in the log, and
         raised by the next call.
         """
+        begin = time.perf_counter()
+        flat = tree.flatten(state, leaves.describe)
+        flattened = time.perf_counter() - begin
+        handle = self._save(step, flat, metrics)
+        handle._add_blocking(flattened)
+        return handle
+
+    def _save(
+        self,
+        step: int,
+        flat: tree.Flat,
+        metrics: Mapping[str, float] | None,
+        *,
+        more: Mapping[str, LeafSource] | None = None,
+        replay: Replay | None = None,
+        note: str = "",
+    ) -> SaveHandle:
+        """Save a flattened state. ``more``: leaves beside those of ``flat``; ``replay``: how the tree's leaves come from all these."""
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        flat = tree.flatten(state, leaves.describe)
-        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned())
-        flattened = time.perf_counter() - begin
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        handle = self._saver.save(step, flat.skeleton, sources, self._commit, metrics=numbers, on_busy=self._on_busy)
-        handle._add_blocking(flattened)
+        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+        planned = time.perf_counter() - begin
+        handle = self._saver.save(
+            step,
+            flat.skeleton,
+            {path: sources[path] for path in sorted(sources)},
+            self._commit,
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            on_busy=self._on_busy,
+            replay=replay,
+            note=note,
+        )
+        handle._add_blocking(planned)
         return handle
 
     def before_update(self) -> None:
@@ -162,18 +187,26 @@ class Engine:
         return self._root.steps()
 
     def restore(
-        self, step: int | None = None, into: object = None, *, contract: str | None = None, max_bytes: int | None = None
+        self,
+        step: int | None = None,
+        into: object = None,
+        *,
+        contract: str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_bytes: int | None = None,
     ) -> Any:
         """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
         ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
-        comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+        comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
+        own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
+        state beside it).
 
-        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``TreeMismatch``
-        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf,
-        segment and way out).
+        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
+        ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
+        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
         """
         self._saver.check_usable()
         self._saver.wait()
@@ -181,9 +214,13 @@ class Engine:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest)
+        found = restore.resolve(self._root, manifest, stored=optimizer is not None)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
+        inputs: set[str] = set()
+        if manifest.replay is not None and optimizer is not None:
+            loaded |= replica.replayed(self._root, manifest, manifest.replay, loaded, optimizer)
+            inputs = manifest.replay.inputs
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
         else:
@@ -191,7 +228,8 @@ class Engine:
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
-        self._saver.adopt(restore.stored_chains(found.values()), stored, manifest)
+        chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
+        self._saver.adopt(chains, stored, manifest)
         return state
 
     def close(self, timeout: float | None = None) -> None:

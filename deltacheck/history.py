@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.records import LeafKind, LeafSpec
@@ -16,12 +17,16 @@ from deltacheck.store.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class LeafState:
-    """One leaf at one step. ``depth``: deltas that a restore applies. ``stored_in``: the segment of its last change, and what that holds of it."""
+    """One leaf at one step. ``chain``: what a restore reads of it, the keyframe and then the deltas in order."""
 
     spec: LeafSpec
     kind: LeafKind
-    depth: int
-    stored_in: tuple[Segment, LeafEntry]
+    chain: tuple[tuple[Segment, LeafEntry], ...]
+
+    @property
+    def depth(self) -> int:
+        """Deltas that a restore applies."""
+        return len(self.chain) - 1
 
     @property
     def words(self) -> int:
@@ -31,8 +36,8 @@ class LeafState:
         """Words that this step's save found changed; ``None`` for a keyframe, which says nothing about that. Reads the index of the delta."""
         if self.kind is LeafKind.UNCHANGED:
             return 0
-        segment, entry = self.stored_in
-        if entry.key is not None:
+        segment, entry = self.chain[-1]
+        if entry.is_whole:
             return None
         rows = [segment.part(part).index[first : first + count, columns.CHANGED] for part, first, count in entry.delta]
         return sum(int(row.sum(dtype="uint64")) for row in rows)
@@ -72,18 +77,16 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
 
 
 def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> LeafState:
-    depth = 0
-    for number in range(len(segments) - 1, -1, -1):
-        entry = segments[number].table.leaves.get(path)
+    chain: list[tuple[Segment, LeafEntry]] = []
+    for segment in reversed(segments):
+        entry = segment.table.leaves.get(path)
         if entry is None:
             continue
-        if depth == 0:
-            last = segments[number], entry
-        if entry.key is not None:
-            own = layout.seq_of(last[0].id) == manifest.seq
-            kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if depth else LeafKind.KEYFRAME
-            return LeafState(manifest.leaves[path].spec(path), kind, depth, last)
-        depth += 1
+        chain.append((segment, entry))
+        if entry.is_whole:
+            own = layout.seq_of(chain[0][0].id) == manifest.seq
+            kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if len(chain) > 1 else LeafKind.KEYFRAME
+            return LeafState(manifest.leaves[path].spec(path), kind, tuple(reversed(chain)))
     raise ChainBroken(f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe")
 
 
@@ -112,11 +115,16 @@ def by_class(states: Mapping[str, LeafState], levels: int) -> dict[tuple[str, st
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One committed checkpoint. ``states``: its leaves, ``None`` where its segments are not whole; ``problem`` then says why."""
+    """One committed checkpoint.
+
+    ``segments``: those of the manifest, in its order. ``states``: its leaves. Where its segments are not whole, they are empty and ``None``, and
+    ``problem`` says why.
+    """
 
     ref: StepRef
     manifest: Manifest
     manifest_bytes: int
+    segments: tuple[Segment, ...]
     states: dict[str, LeafState] | None
     problem: str | None
 
@@ -125,26 +133,38 @@ class Step:
         return stored_bytes(self.manifest)
 
 
-def steps(root: Root, unreadable: list[str]) -> Iterator[Step]:
-    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``.
+class Committed(NamedTuple):
+    """A manifest that was read, and its size."""
 
-    Each manifest is read once, and a segment's table once for neighbouring steps, which share most of theirs.
-    """
-    found: list[tuple[StepRef, Manifest, int]] = []
+    ref: StepRef
+    manifest: Manifest
+    manifest_bytes: int
+
+
+def committed(root: Root, unreadable: list[str]) -> list[Committed]:
+    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``."""
+    found: list[Committed] = []
     for path in root.manifest_paths():
         try:
             manifest = read_manifest(path)
-            found.append((StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
+            found.append(Committed(StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
             unreadable.append(str(error))
+    return sorted(found, key=lambda one: one.ref.seq)
+
+
+def steps(root: Root, found: Iterable[Committed]) -> Iterator[Step]:
+    """What the save of each checkpoint did. A segment's table is read once for neighbouring steps, which share most of theirs."""
     known: dict[SegmentRef, Segment] = {}
-    for ref, manifest, manifest_bytes in sorted(found, key=lambda one: one[0].seq):
+    for ref, manifest, manifest_bytes in found:
+        segments: tuple[Segment, ...] = ()
         states, problem = None, None
         try:
             known = {needed: known.get(needed) or root.store.segment(needed) for needed in manifest.segments}
             states = leaf_states(manifest, list(known.values()))
+            segments = tuple(known.values())
         except DeltacheckError as error:
             problem = str(error)
-        yield Step(ref, manifest, manifest_bytes, states, problem)
+        yield Step(ref, manifest, manifest_bytes, segments, states, problem)

@@ -1,0 +1,130 @@
+"""Figures -> one HTML page that needs nothing else: no network, no script, graphics and tables in it."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from deltacheck.report.figures import Drawing, Tip, clean
+
+_DPI = 150  # of images
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0 auto; max-width: 1080px; padding: 1.5rem 1rem 4rem; background: #fff; color: #222;
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.6rem 0 .4rem; }
+p { margin: .3rem 0 .8rem; max-width: 75ch; }
+a { color: #0072B2; }
+nav a { margin-right: 1.1rem; white-space: nowrap; }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem; margin: 1.2rem 0; }
+dl div { border: 1px solid #ddd; border-radius: 6px; padding: .5rem .8rem; }
+dt { font-size: .8rem; color: #555; } dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+figure { margin: 0; } figcaption { color: #444; font-size: .92rem; max-width: 85ch; margin-bottom: .6rem; }
+.scroll { overflow-x: auto; } svg { display: block; width: 100%; min-width: 640px; height: auto; }
+svg .tip rect { fill: #000; fill-opacity: 0; } svg .tip:hover rect { fill-opacity: .08; }
+details { margin: .6rem 0; } summary { cursor: pointer; color: #0072B2; }
+table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
+th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
+thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; top: 0; } .word { text-align: left; }
+.problems { border-left: 4px solid #D55E00; padding: .4rem 1rem; background: #fdf3ec; }
+@media print { details > *:not(summary) { display: none; } nav { display: none; } }
+"""
+_NAMESPACE = re.compile(r'\sxmlns(?::\w+)?="[^"]*"')
+_ID = re.compile(r'\sid="([^"]*)"')
+_USED = re.compile(r"#([\w-]+)")
+
+
+def page(title: str, facts: Mapping[str, str], problems: Sequence[str], drawings: Sequence[Drawing]) -> str:
+    """The page. ``facts``: what its head says, word -> value."""
+    links = "".join(f'<a href="#{_text(d.name)}">{_text(d.title)}</a> ' for d in drawings)
+    head = "".join(f"<div><dt>{_text(word)}</dt><dd>{_text(value)}</dd></div>" for word, value in facts.items())
+    wrong = "".join(f"<li>{_text(problem)}</li>" for problem in problems)
+    warning = f'<div class="problems" role="alert"><p>Not everything could be read:</p><ul>{wrong}</ul></div>' if wrong else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
+        f'<nav aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n{"".join(map(_section, drawings))}</main>\n</body>\n</html>\n'
+    )
+
+
+def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
+    """Each figure as PNG in ``folder``, which is made where it is not there. Raises ``OSError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{drawing.name}.png" for drawing in drawings]
+    for drawing, file in zip(drawings, files, strict=True):
+        _save(drawing, file, format="png", dpi=_DPI)
+    return files
+
+
+def _text(text: str) -> str:
+    return escape(clean(text))
+
+
+def _save(drawing: Drawing, to: Path | io.StringIO, **how: Any) -> None:
+    with warnings.catch_warnings():
+        # A leaf may be named in a script that the font of the images lacks; the page uses the reader's fonts.
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        drawing.figure.savefig(to, **how)
+
+
+def _section(drawing: Drawing) -> str:
+    name, title = _text(drawing.name), _text(drawing.title)
+    return (
+        f'<section id="{name}">\n<h2>{title}</h2>\n<figure>\n<figcaption>{_text(drawing.caption)}</figcaption>\n'
+        f'<div class="scroll">{_svg(drawing)}</div>\n</figure>\n{_table(drawing)}\n</section>\n'
+    )
+
+
+def _table(drawing: Drawing) -> str:
+    def cells(row: Sequence[str], tag: str, more: str = "") -> str:
+        shown = []
+        for at, cell in enumerate(row):
+            kind = ' class="word"' if at < drawing.words else ""
+            shown.append(f"<{tag}{more}{kind}>{_text(cell)}</{tag}>")
+        return f"<tr>{''.join(shown)}</tr>"
+
+    head = cells(drawing.columns, "th", ' scope="col"')
+    body = "\n".join(cells(row, "td") for row in drawing.rows)
+    return (
+        f'<details><summary>The same as a table</summary>\n<div class="scroll"><table id="{_text(drawing.name)}-table">\n'
+        f"<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div></details>"
+    )
+
+
+def _svg(drawing: Drawing) -> str:
+    """The figure as an element of the page: text stays text, tips are shown by the browser itself."""
+    content = io.StringIO()
+    # Identifiers must differ between the figures of a page, and be the same whenever the same is drawn.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.name}):
+        _save(drawing, content, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = content.getvalue()
+    begin = text.index("<svg")
+    opening, body = text[begin : text.index(">", begin)], text[text.index(">", begin) + 1 : text.rindex("</svg>")]
+    size = re.search(r'viewBox="([^"]*)"', opening)
+    assert size is not None
+    width, height = (float(number) for number in size.group(1).split()[2:])
+    used = set(_USED.findall(body))
+    body = _NAMESPACE.sub("", body)
+    body = _ID.sub(lambda found: found.group(0) if found.group(1) in used else "", body)
+    tips = "".join(_tip(tip, drawing, width, height) for tip in drawing.tips)
+    title = _text(drawing.title)
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{title}">{body}{tips}</svg>'
+
+
+def _tip(tip: Tip, drawing: Drawing, width: float, height: float) -> str:
+    left, bottom, right, top = tip.box
+    pixels = tip.axes.transData.transform([(left, bottom), (right, top)]) / drawing.figure.bbox.size * (width, height)
+    inside = tip.axes.bbox.get_points() / drawing.figure.bbox.size * (width, height)
+    (x0, y0), (x1, y1) = pixels.clip(inside[0], inside[1])
+    x, y, w, h = min(x0, x1), height - max(y0, y1), abs(x1 - x0), abs(y1 - y0)
+    return (
+        f'<g class="tip"><title>{_text(tip.text)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/></g>'
+    )
