@@ -171,12 +171,10 @@ class Chain:
     def settled(self) -> list[int]:
         """Bytes of the saves in the policy's steady state: the stable ones but the first, which goes over to it.
 
-        Of a policy without stages: all but the first.
+        Of a policy without stages, and of a run that never becomes stable: all but the first.
         """
-        if any(self.stages.values()):
-            stable = [step for step, stage in self.stages.items() if stage == "stable"]
-            return [self.bytes[step] for step in stable[1:]]
-        return list(self.bytes.values())[1:]
+        stable = [step for step, stage in self.stages.items() if stage == "stable"]
+        return [self.bytes[step] for step in stable[1:]] if stable else list(self.bytes.values())[1:]
 
     def close(self) -> None:
         self._saver.close()
