@@ -17,7 +17,8 @@ class Exact(msgspec.Struct, frozen=True, tag_field="contract", tag="exact"):
 class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
     """Every element within ``limit`` of what it was, measured against the values that a restore gives.
 
-    ``norm``: ``"lr"``: largest ``|x' - x|`` in units of the learning rate; ``"octaves"``: largest ``|log2(x' / x)|``; ``"max"``:
+    ``norm``: ``"lr"``: largest ``|x' - x|`` in units of the learning rate; ``"octaves"``: largest ``|log2(x' / x)|``,
+    where first moments below 2^-100 count as zero; ``"max"``:
     largest ``|x' - x|`` over the largest ``|x|`` of the leaf; ``"l2"``: ``||x' - x|| / ||x||``. Larger limit: smaller checkpoints,
     a restored run that deviates more.
     """

@@ -49,14 +49,6 @@ class Shadow:
     data: U8
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The moments that a restore would give while they are reused. ``step``: of training, ``count``: of the optimizer, when they were stored."""
-
-    step: int
-    count: int | None
-
-
 class Treatment:
     """Decides and carries out, save after save. ``host``: a source's bytes in host memory. ``shadow``: what is stored of a leaf so far."""
 
@@ -69,7 +61,7 @@ class Treatment:
         self._drifts: list[float] = []  # of second moments, measured while the last save was captured
         self._spacings: dict[str, float] = {}
         self._scales: dict[str, float] = {}
-        self._pairs: dict[str, _Pair] = {}
+        self._pairs: dict[str, int] = {}  # the step at which the moments of a parameter were stored that are reused since
         self._counts: dict[str, int | None] = {}  # of the optimizer, at the last save
 
     def resumed(self) -> None:
@@ -273,6 +265,8 @@ class _Group:
         spec = self._spec(path)
         fields = ("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit")
         known = {name: getattr(decision, name) for name in fields}
+        if decision.how == "octaves":
+            known["scale"] = self._scale(decision)
         return Derived(decision.how, spec.dtype, spec.shape, **known | about)
 
     # --- weights and masters --------------------------------------------------------------------------------------------------
@@ -347,7 +341,7 @@ class _Group:
         for path, decision in coded.items():
             spec = LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits).name)
             found = octaves.codes(
-                self._save.live(path),
+                self._coded_values(path, decision),
                 fraction_bits=decision.fraction_bits,
                 signed=decision.signed,
                 base=self._save.stored(path, spec),
@@ -359,15 +353,33 @@ class _Group:
             made[path] = Coded(spec, found.codes.view(np.uint8))
             measured, from_step = found.largest_error_octaves, None
             if isinstance(decision.terms, Reused):
-                values = octaves.values(found.codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
-                measured, from_step = octaves_apart(_sample(self._save.live(path)), _sample(values)) or 0.0, self._save._step
+                live, codes = (_sample(values) for values in (self._save.live(path), found.codes))
+                given = octaves.values(codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
+                measured = octaves_apart(np.abs(live), np.abs(given) * np.float32(self._scale(decision))) or 0.0
+                from_step = self._save._step
             assert decision.terms is not None
             promises[path] = Promise(decision.terms, measured, from_step)
         for path, decision in coded.items():
             self._save.promise(path, self._derive(path, decision), promises[path])
         if reused:
-            self._save._treatment._pairs[self._parameter.name] = _Pair(self._save._step, self._situation.step)
+            self._save._treatment._pairs[self._parameter.name] = self._save._step
         return made
+
+    def _scale(self, decision: Decision) -> float:
+        """What the values of codes are multiplied with. Of v, the share of its mean square that it has so far, growing from zero: codes are
+        of what it would be without that. So a young v does not cross cells by growing, and one that is reused is one of now (law 5).
+        """
+        known, step = self._betas(), self._situation.step
+        return 1.0 if decision.signed or known is None or step is None else adam.bias_correction(step, known[1])
+
+    def _coded_values(self, path: str, decision: Decision) -> Array:
+        scale = self._scale(decision)
+        live = self._save.live(path)
+        return live if scale == 1.0 else live * np.float32(1 / scale)
+
+    def _betas(self) -> tuple[float, float] | None:
+        hidden = self._save._treatment._policy.hidden
+        return None if hidden is None else betas(hidden, self._situation.hyperparameters)
 
     def _breaks_the_law(self) -> bool:
         """Whether the live moments are not those of an Adam with these betas, whatever they are called."""
@@ -380,8 +392,8 @@ class _Group:
     def _keep(self, coded: Mapping[str, Decision]) -> dict[str, Any] | None:
         """The pair as it was stored, where it may still be reused; the drift guard."""
         save, first, second = self._save, self._parameter.first, self._parameter.second
-        pair = save._treatment._pairs.get(self._parameter.name)
-        if pair is None or first is None or second is None:
+        stored_step = save._treatment._pairs.get(self._parameter.name)
+        if stored_step is None or first is None or second is None:
             return None
         specs = {
             path: LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits).name)
@@ -390,15 +402,14 @@ class _Group:
         codes = {path: save.stored(path, spec) for path, spec in specs.items()}
         terms = coded[second].terms
         assert isinstance(terms, Reused)
-        age = save._step - pair.step
+        age = save._step - stored_step
         if any(found is None for found in codes.values()) or not 0 < age <= staggered(second, terms.max_age_steps):
             return None
         old = {path: found for path, found in codes.items() if found is not None}
         live = save.live(second)
         if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
             return None
-        scale = self._rescale(pair.count)
-        given = self._given(coded, {path: _sample(found) for path, found in old.items()}, scale)
+        given = self._given(coded, {path: _sample(found) for path, found in old.items()})
         now = {path: _sample(save.live(path)) for path in (first, second)}
         drift = octaves_apart(now[second], given[second])
         own = self._situation.hyperparameters
@@ -408,8 +419,8 @@ class _Group:
             return None
         for path, decision in coded.items():
             measured = drift if path == second else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0
-            about = self._derive(path, decision, scale=scale) if path == second else self._derive(path, decision)
-            save.promise(path, about, Promise(terms, measured, pair.step))
+            assert isinstance(decision.terms, Reused)
+            save.promise(path, self._derive(path, decision), Promise(decision.terms, measured, stored_step))
         return {path: Coded(specs[path], None) for path in coded}
 
     def rescale_since_last(self) -> float:
@@ -417,21 +428,16 @@ class _Group:
         counts = self._save._treatment._counts
         before = counts.get(self._parameter.name)
         counts[self._parameter.name] = self._situation.step
-        return self._rescale(before)
-
-    def _rescale(self, stored_count: int | None) -> float:
-        """Law 5."""
-        hidden, now = self._save._treatment._policy.hidden, self._situation.step
-        known = None if hidden is None else betas(hidden, self._situation.hyperparameters)
-        if known is None or now is None or stored_count is None or not 1 <= stored_count <= now:
+        known, now = self._betas(), self._situation.step
+        if known is None or now is None or before is None or not 1 <= before <= now:
             return 1.0
-        return adam.bias_rescale(now, stored_count, known[1])
+        return adam.bias_rescale(now, before, known[1])
 
-    def _given(self, coded: Mapping[str, Decision], codes: Mapping[str, Array], scale: float) -> dict[str, Array]:
+    def _given(self, coded: Mapping[str, Decision], codes: Mapping[str, Array]) -> dict[str, Array]:
         """What a restore would give for some codes."""
         found: dict[str, Array] = {}
         for path in sorted(coded, key=lambda path: bool(coded[path].first)):  # v needs m
-            derived = self._derive(path, coded[path], scale=scale if coded[path].first else 1.0)
+            derived = self._derive(path, coded[path])
             found[path] = derive.compute(derived, codes[path], found, 0, codes[path].size)
         return found
 

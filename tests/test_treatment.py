@@ -135,7 +135,7 @@ def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(sav
         error = np.abs(master - live["optimizer"]["state"][number]["master"]).max()
         promise = made.manifest().contracts[f"optimizer/state/{number}/master"]
         assert 0 < error / made.run.rate == pytest.approx(promise.measured)
-        assert promise.terms == Bounded(16.0, "lr")
+        assert promise.terms == Bounded(40.0, "lr")
 
 
 def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
@@ -188,11 +188,12 @@ def test_moments_are_reused_as_a_pair_of_one_step_with_v_rescaled(saves: Any) ->
     kept = [n for n in (0, 1) if contracts[f"optimizer/state/{n}/exp_avg"].from_step < made.run.step]
     assert kept
     second = f"optimizer/state/{kept[0]}/exp_avg_sq"
-    assert derived[second].scale == pytest.approx(
-        adam.bias_rescale(made.run.step, contracts[second].from_step, 0.999), rel=1e-6
-    )
+    assert derived[second].scale == pytest.approx(1 - 0.999**made.run.step)
     old, now = moments(made.states[contracts[second].from_step], kept[0])[1], moments(made.restored(), kept[0])[1]
-    assert np.median(np.abs(np.log2(now / (old * derived[second].scale)))) < 0.3  # the codes' own error
+    grown = (1 - 0.999**made.run.step) / (1 - 0.999 ** contracts[second].from_step)
+    error = np.log2(now / (old * grown))
+    assert np.abs(error).max() <= 0.5  # the codes' own
+    assert abs(error.mean()) < 0.05
 
 
 def test_reused_moments_are_never_older_than_promised(saves: Any) -> None:
@@ -315,7 +316,7 @@ def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:
         made.save()
         for number in (0, 1):
             found, live = (s["optimizer"]["state"][number] for s in (made.restored(), made.live()))
-            assert np.abs(found["master"] - live["master"]).max() <= 16 * made.run.rate
+            assert np.abs(found["master"] - live["master"]).max() <= 40 * made.run.rate
             assert np.abs(np.log2(found["exp_avg_sq"] / live["exp_avg_sq"])).max() <= 0.5
 
 

@@ -54,6 +54,13 @@ def permitted_staleness(tolerance: float, step: int, beta2: float) -> int:
     return steps if steps >= LEAST_REUSE_STEPS else 0
 
 
+def bias_correction(step: int, beta2: float) -> float:
+    """1 - b2^t, the share of the gradients' mean square that a v from zero has after ``step`` steps, counted from 1."""
+    if step < 1:
+        raise ValueError(f"step must be at least 1, not {step}")
+    return -math.expm1(step * math.log(beta2))
+
+
 def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     """What a v of ``stored_step`` is multiplied by to stand for v at ``step``: (1 - b2^t) / (1 - b2^s). Both count from 1, t >= s.
 

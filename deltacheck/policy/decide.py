@@ -21,6 +21,8 @@ _MEAN_ERROR_OCTAVES = 0.6  # of first moments, whose codes are a sign and an exp
 _SPACING, _LEAST_SPACING, _MOST_SPACING = 1.6, 0.8, 1.98
 _CAST_ERROR = 0.02  # of weights that are the cast of a bounded master: one unit in the last place is 2^-7 at most
 _WEIGHT_SHARE = 1 / 32  # of the root mean square of a master, that a lattice's spacing never exceeds
+# The same where weights are the cast of the bounded master: a unit in the last place of bfloat16 (or what is small beside a few updates).
+_CAST_SHARE, _CAST_SPACING_LR = 1 / 256, 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:
     if not rate or not math.isfinite(rate) or rate < 0 or not situation.master_scale > 0:
         return None
     error, most = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
+    if hidden.weights == "bounded":
+        most = min(most, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
     kept = situation.spacing
     if kept is not None and min(_LEAST_SPACING * error, most) <= kept <= min(_MOST_SPACING * error, 2 * most):
         return kept

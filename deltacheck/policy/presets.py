@@ -60,7 +60,7 @@ class Policy:
         cls,
         *,
         moments: str = "reused",
-        master_error_lr: float = 16.0,
+        master_error_lr: float = 40.0,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
@@ -109,7 +109,7 @@ class Policy:
         *,
         weights: str = "exact",
         moments: str = "reused",
-        master_error_lr: float = 16.0,
+        master_error_lr: float = 40.0,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
@@ -119,8 +119,9 @@ class Policy:
         """What the profile of an earlier run allows: its stable set, from its stable start on. Everything else is exact.
 
         ``weights``: ``"exact"`` or ``"bounded"``: then bfloat16 weights are the cast of the bounded master and are not stored; fewer bytes
-        where many weights move between saves, and the forward pass after a restore is not the one that was saved. The others: as
-        ``model_exact`` has them. A profile without a stable start, or of an unknown optimizer, gives an exact policy.
+        where many weights move between saves, and the forward pass after a restore is not the one that was saved. Masters then err by no
+        more than half a unit in the last place of a typical weight, or 8 learning rates. The others: as ``model_exact`` has them. A profile
+        without a stable start, or of an unknown optimizer, gives an exact policy.
 
         Raises ``ValueError`` for values out of range.
         """
