@@ -57,3 +57,18 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
     terms: Bounded | Reused
     measured: float
     from_step: int | None = None
+
+    def used(self, step: int) -> float:
+        """The largest share of what the contract allows that ``step`` takes: above 1 it does not hold."""
+        if isinstance(self.terms, Bounded):
+            return self.measured / self.terms.limit
+        age = (step - (step if self.from_step is None else self.from_step)) / max(1, self.terms.max_age_steps)
+        return age if self.terms.max_drift is None else max(age, self.measured / self.terms.max_drift)
+
+    @property
+    def allowed(self) -> str:
+        """What the contract allows, in words."""
+        if isinstance(self.terms, Bounded):
+            return f"{self.terms.limit:g} {self.terms.norm}"
+        drift = "" if self.terms.max_drift is None else f"{self.terms.max_drift:g} octaves, "
+        return f"{drift}{self.terms.max_age_steps} steps"

@@ -58,6 +58,11 @@ def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path,
     except DeltacheckError as error:
         return [Finding(ref.step, None, str(error))]
     findings = [Finding(ref.step, None, problem) for problem in _metadata_problems(root, manifest, metadata_seen)]
+    for path, promise in manifest.contracts.items():
+        if not promise.used(manifest.step) <= 1:
+            findings.append(
+                Finding(ref.step, path, f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}")
+            )
     for path, leaf in leaves.items() if deep else ():
         try:
             restore.load({path: leaf})

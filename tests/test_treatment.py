@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
 from deltacheck.contracts import Bounded, Reused
 from deltacheck.policy import adam
 from deltacheck.records import LeafKind
@@ -367,3 +369,21 @@ def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(saves: Any
     fresh = made.manifest().contracts["optimizer/state/0/exp_avg"]
     assert fresh.from_step == made.run.step
     assert deltacheck.open(made.engine.root).verify(deep=True) == []
+
+
+def test_verify_prints_the_contracts_of_a_step_and_finds_one_that_does_not_hold(
+    saves: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    made.save(2)
+    root, step = str(made.engine.root), made.run.step
+    assert main(["verify", root, str(step), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["contracts"]
+    assert {row["leaf"] for row in rows} == set(made.manifest().contracts)
+    assert 0 < max(row["used"] for row in rows) <= 1
+    assert main(["verify", root]) == 0
+    assert "leaves that are not exact" in capsys.readouterr().out
+    monkeypatch.setattr("deltacheck.contracts.Promise.used", lambda self, step: 2.0)
+    assert main(["verify", root, str(step)]) == 1
+    assert "its contract allows" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import typer
 
 from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
+from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.chain import Chain
@@ -33,13 +34,18 @@ def verify(
     checkpoints, findings = _shallow(root, wanted.steps)
     if deep:
         findings += _deep(root, checkpoints)
+    contracts = _contracts(checkpoints)
     if as_json:
         about = {"root": str(root.path), "deep": deep, "steps": [ref.step for ref in checkpoints], "ok": not findings}
-        output.print_json({**about, "findings": [asdict(finding) for finding in findings]})
+        output.print_json({**about, "findings": [asdict(finding) for finding in findings], "contracts": contracts})
     else:
         for finding in findings:
             leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
             output.print_line(f"step {'unknown' if finding.step is None else finding.step}{leaf}: {finding.problem}")
+        if contracts and len(checkpoints) == 1:
+            output.print_table(_CONTRACT_COLUMNS, contracts)
+        elif contracts:
+            output.print_line(_summed(contracts))
         number = f"{len(checkpoints)} step{'' if len(checkpoints) == 1 else 's'}"
         depth = "every byte read" if deep else "tables and metadata read; --deep reads every byte"
         replayed = _kept_as_gradients(checkpoints)
@@ -50,6 +56,37 @@ def verify(
         output.print_line(f"{number} checked ({depth}): {f'{len(findings)} findings' if findings else 'no damage found'}")
     if findings:
         raise typer.Exit(output.FOUND_DAMAGE)
+
+
+_CONTRACT_COLUMNS = (
+    Column("LEAF", "leaf", left=True),
+    Column("CONTRACT", "contract", left=True),
+    Column("MEASURED", "measured", output.number),
+    Column("ALLOWED", "limit", left=True),
+    Column("AS OF", "from_step"),
+    Column("USED", "used", output.share),
+)
+
+
+def _contracts(checkpoints: list[StepRef]) -> list[Row]:
+    """The leaves that are not exact, step by step."""
+    from deltacheck.contracts import name_of
+    from deltacheck.errors import DeltacheckError
+    from deltacheck.store.root import read_manifest
+
+    rows: list[Row] = []
+    for ref in checkpoints:
+        with contextlib.suppress(FileNotFoundError, DeltacheckError):  # deleted since, or damaged: a finding says so
+            for path, promise in read_manifest(ref.manifest_path).contracts.items():
+                row: Row = {"step": ref.step, "leaf": path, "contract": name_of(promise.terms), "measured": promise.measured}
+                rows.append(row | {"limit": promise.allowed, "from_step": promise.from_step, "used": promise.used(ref.step)})
+    return rows
+
+
+def _summed(contracts: list[Row]) -> str:
+    steps = {row["step"] for row in contracts}
+    kinds = [f"{sum(row['contract'] == kind for row in contracts)} {kind}" for kind in ("bounded", "reused")]
+    return f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP lists those of one step"
 
 
 def _kept_as_gradients(checkpoints: list[StepRef]) -> int:

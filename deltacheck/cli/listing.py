@@ -12,7 +12,6 @@ from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.contracts import Promise
     from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest, Replay
@@ -216,7 +215,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "raw_bytes": spec.raw_bytes,
         "contract": "exact" if promise is None else name_of(promise.terms),
         "measured": None if promise is None else promise.measured,
-        "limit": None if promise is None else _limit(promise),
+        "limit": None if promise is None else promise.allowed,
         "from_step": None if promise is None else promise.from_step,
         "derived": None if derived is None else derived.how,
         "kind": "replayed" if replayed else "derived" if state is None else str(state.kind),
@@ -225,16 +224,6 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "changed_words": changed,
         "density": None if changed is None or not words else changed / words,
     }
-
-
-def _limit(promise: Promise) -> str:
-    """What a contract allows, in words."""
-    from deltacheck.contracts import Bounded
-
-    terms = promise.terms
-    if isinstance(terms, Bounded):
-        return f"{terms.limit:g} {terms.norm}"
-    return f"{'' if terms.max_drift is None else f'{terms.max_drift:g} octaves, '}{terms.max_age_steps} steps"
 
 
 def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
