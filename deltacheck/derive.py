@@ -31,12 +31,9 @@ def compute(derived: Derived, codes: Array | None, sources: Mapping[str, Array],
         case "lattice":
             assert codes is not None  # the manifest was checked
             values = lattice.values(codes, derived.spacing, derived.seed, weights=sources.get(derived.of), start=first)
-        case "octaves":
-            assert codes is not None
-            values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed)
         case _:
             assert codes is not None
-            values = codes
+            values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed)
     if derived.scale != 1.0:
         values = (values * np.float32(derived.scale)).astype(element, copy=False)
     if derived.first:

@@ -127,7 +127,7 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a leaf of the tree follows from what is stored (``docs/reference/format.md``, section 3).
 
     ``how``: ``cast`` of the leaf ``of``, rounded to nearest, ties to even; ``same`` as the leaf ``of``; ``zeros``; ``lattice`` and
-    ``octaves``: from the codes that are stored under the leaf's own path; ``reused``: from what is stored there, of an earlier step.
+    ``octaves``: from the codes that are stored under the leaf's own path.
     ``spacing``, ``seed``: of the lattice, whose values lie in the cells of the leaf ``of`` where one is named. ``fraction_bits``,
     ``signed``: of the octaves. ``scale``: what second moments are multiplied with, after which none is below ``m^2 / limit`` of the first moment
     ``first``. ``digest``: of the leaf's bytes, of exact ones.
@@ -145,11 +145,6 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     scale: float = 1.0
     first: str = ""
     limit: float = 0.0
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether something is stored under the leaf's own path."""
-        return self.how in ("lattice", "octaves", "reused")
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -360,10 +355,10 @@ def _check_derived(path: str, derived: Derived, record: LeafRecord | None, specs
         raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
     dtype_named(derived.dtype)
     stored = None if record is None else record.dtype
-    codes = {"lattice": ("int32",), "octaves": ("uint8", "uint16"), "reused": (derived.dtype,)}.get(derived.how, (None,))
+    codes = {"lattice": ("int32",), "octaves": ("uint8", "uint16")}.get(derived.how, (None,))
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     fits = (
-        derived.how in ("cast", "same", "zeros", "lattice", "octaves", "reused")
+        derived.how in ("cast", "same", "zeros", "lattice", "octaves")
         and stored in codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
