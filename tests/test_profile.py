@@ -18,6 +18,7 @@ import pytest
 from deltacheck import Profile, Profiler
 from deltacheck.contracts import Bounded, Exact, Reused
 from deltacheck.policy.events import Detector, Observation
+from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.analyse import History, analyse
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import AdamRule
@@ -153,7 +154,7 @@ def test_a_recommendation_says_how_long_a_moment_may_be_reused() -> None:
     assert 10 <= leaf.refresh_steps <= leaf.stable_from
     assert (leaf.drift_unit, leaf.drift.steps) == ("octaves", leaf.density.steps)
     master = profile("plain").leaves["optimizer/state/11/master"]
-    assert (master.drift_unit, master.recommended) == ("lr", Bounded(8.0, "lr"))
+    assert (master.drift_unit, master.recommended) == ("lr", Bounded(MASTER_ERROR_LR, "lr"))
 
 
 def test_sizes_are_of_the_order_that_was_measured() -> None:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 MOMENTS = ("exact", "bounded", "reused", "dropped")
 WEIGHTS = ("exact", "bounded")
 
+# Largest error of a bounded master: runs that were killed and resumed with it stayed within the noise between data orders, and no
+# element of theirs moved by 50 learning rates, where harm begins (docs/explanation/stability.md).
+MASTER_ERROR_LR = 32.0
+
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
@@ -60,7 +64,7 @@ class Policy:
         cls,
         *,
         moments: str = "reused",
-        master_error_lr: float = 40.0,
+        master_error_lr: float = MASTER_ERROR_LR,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,
@@ -109,7 +113,7 @@ class Policy:
         *,
         weights: str = "exact",
         moments: str = "reused",
-        master_error_lr: float = 40.0,
+        master_error_lr: float = MASTER_ERROR_LR,
         moment_error_octaves: float = 0.5,
         max_drift_octaves: float = 0.1,
         max_age_steps: int = 200,

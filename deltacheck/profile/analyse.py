@@ -11,6 +11,7 @@ import msgspec
 
 from deltacheck.contracts import Bounded, Exact, Reused
 from deltacheck.policy import adam
+from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, Event, LeafProfile, Profile
 
@@ -21,7 +22,6 @@ _PAST_WARMUP = 0.95  # of the largest learning rate
 SMALL_SHARE = 0.01  # of all bytes: what the smallest leaves together may have to be exact, whatever they are
 MOST = 0.9  # of the bytes of the stable set
 SPARSE_DENSITY = 0.25  # below it, positions and values of what changed are the smaller code
-MASTER_RADIUS = 8.0  # in units of the learning rate: a lattice of spacing 16 lr, restored within seed noise of the live run
 
 
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,7 +195,7 @@ def _leaf(path: str, history: History, stage: _Stage | None, small: bool, tolera
         and history.optimizer is not None
         and any(o.rates for o in history.observed)
     ):
-        recommended = Bounded(MASTER_RADIUS, "lr")
+        recommended = Bounded(MASTER_ERROR_LR, "lr")
     return LeafProfile(
         path,
         facts.shape,
