@@ -118,6 +118,7 @@ def _restore_tree(
         if target is not None:
             raise ValueError("name leaves or give a target, not both")
         paths = list(dict.fromkeys(paths))
+        stored |= {path: (path, None) for path in (manifest.replay.inputs if manifest.replay is not None else ())}
         unknown = [path for path in paths if path not in stored]
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
