@@ -270,7 +270,7 @@ def test_shardings_of_the_target_are_those_of_the_replay(tmp_path: Path) -> None
         for number in range(1, 4):
             state = log.update(state, jax.device_put({"w": jnp.arange(1200.0).reshape(40, 30) + number}, where))
             report = log.save(number, state).result(60)
-        assert report.replayed_steps in (0, 2)  # where the bits depend on where an input lay, nothing is logged
+        assert report.replayed_steps == 2
         mngr.wait_until_finished()
         found = log.restore(3, state)
     assert found["w"].sharding == where
