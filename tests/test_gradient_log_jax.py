@@ -277,6 +277,23 @@ def test_shardings_of_the_target_are_those_of_the_replay(tmp_path: Path) -> None
     assert_same_leaves(state, found)
 
 
+def test_a_replay_runs_under_the_mesh_of_the_training(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()), "x", axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    def step_of(learner: Any, gradients: Any) -> Any:
+        return learner - jax.lax.with_sharding_constraint(gradients, PartitionSpec("x"))  # which mesh: the one around the call
+
+    state = jnp.ones((40, 30))
+    with jax.set_mesh(mesh), manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
+        for number in range(1, 4):
+            state = log.update(state, jnp.arange(1200.0).reshape(40, 30) + number)
+            report = log.save(number, state).result(60)
+        assert report.replayed_steps == 2
+        mngr.wait_until_finished()
+        assert bits(log.restore(3, state)) == bits(state)
+
+
 # --- what cannot be replayed ---------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +357,25 @@ def test_arrays_of_the_learner_that_are_not_in_the_state_are_never_logged(run: R
         assert [report.replayed_steps for report in run.train_and_save(log, 3)] == [0, 0, 0]
 
 
+def test_a_learner_that_the_state_does_not_have_is_refused_before_the_save_begins(run: Run, tmp_path: Path) -> None:
+    with manager(tmp_path) as mngr, GradientLog(mngr, update, lambda state: state["model"]) as log:
+        with pytest.raises(KeyError, match="model"):
+            log.save(1, run.state)
+        assert mngr.all_steps() == []
+
+
+def test_a_log_used_on_two_items_takes_no_base_from_the_other(run: Run, tmp_path: Path) -> None:
+    with manager(tmp_path) as mngr, GradientLog(mngr, update, learner_of) as log:
+        for step in (1, 2):
+            run.train_step(log)
+            mngr.save(
+                step, args=ocp.args.Composite(one=DeltaSaveArgs(run.state, log=log), two=DeltaSaveArgs(run.state, log=log))
+            )
+        mngr.wait_until_finished()
+        for item in ("one", "two"):
+            assert_same_leaves(run.state, load(tmp_path, 2, run.state, item=item))
+
+
 def test_an_update_that_raises_is_not_recorded(run: Run, tmp_path: Path) -> None:
     def picky(learner: Learner, gradients: Any) -> Learner:
         if gradients is None:
@@ -387,7 +423,8 @@ def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
 
 
 def test_updates_of_a_step_that_orbax_leaves_out_are_in_the_next(run: Run, tmp_path: Path) -> None:
-    with Opened(tmp_path, options=Options(save_interval_steps=2)) as log:
+    options = Options(save_interval_steps=2, enable_async_checkpointing=False)
+    with Opened(tmp_path, options=options) as log:
         run.train_step(log)
         handles = []
         for _ in range(4):

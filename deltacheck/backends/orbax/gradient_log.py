@@ -29,6 +29,8 @@ from deltacheck.tree import Flat, Node
 
 log = logging.getLogger("deltacheck")
 
+_NOTHING: tuple[Any, Flat] = None, Flat({"t": "none"}, {}, {})
+
 
 class GradientLog:
     """Saves of a training state through a manager, as the inputs of its updates wherever that is proven to be exact.
@@ -67,6 +69,7 @@ class GradientLog:
         self._seconds = 0.0  # that recording has taken since the last save
         self._saver: Saver | None = None
         self._handle: SaveHandle | None = None
+        self._saving = _NOTHING  # the learner of the save that is being begun
 
     def update(self, learner: Any, *inputs: Any) -> Any:
         """``update(learner, *inputs)``, its inputs recorded for the next save.
@@ -91,7 +94,7 @@ class GradientLog:
 
         The handle is ``"skipped"`` where the manager's options leave this step out (not with ``force``). The step exists when
         Orbax has renamed its directory, soon after the handle's ``result``: ``manager.wait_until_finished`` waits for that. One
-        item of several is saved with ``DeltaSaveArgs(state, log=log)``.
+        item of several, or with metrics for Orbax's ``best_fn``, is saved with ``manager.save`` and ``DeltaSaveArgs(state, log=log)``.
         """
         self._handle = None
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
@@ -127,14 +130,17 @@ class GradientLog:
     def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
         """What a save of ``state`` stores. REQUIRES: it is known what became of the saver's last save."""
         if saver is not self._saver:
-            self._book.forget()
+            self._book.forget()  # its base is a step of another root or item
             self._saver = saver
-        return self._book.plan(flat, saver.standing(), lambda: _flat(self._learner(state)))
+        learner = self._learner(state)
+        self._saving = learner, _flat(learner)
+        return self._book.plan(flat, saver.standing(), lambda: self._saving[1])
 
-    def saved(self, plan: Plan, handle: SaveHandle, state: Any, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that a save has begun as planned; seconds that the training has lost to its updates. ``standing``: the saver's after it."""
+    def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
+        """Learn that this save has begun; seconds that the training has lost to the updates before. ``standing``: the saver's after it."""
         self._handle = handle
-        self._book.saved(plan, handle.step, standing, lambda: self._based(handle.step, state, flat, standing))
+        (learner, memory), self._saving = self._saving, _NOTHING
+        self._book.saved(plan, handle.step, standing, lambda: self._based(handle.step, learner, memory, flat, standing))
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -160,10 +166,8 @@ class GradientLog:
         with leaves.own_rules():
             return {path: _copy(value) for path, value in flat.arrays.items()}, flat.skeleton
 
-    def _based(self, step: int, state: Any, flat: Flat, standing: tuple[int, int]) -> Base | None:
+    def _based(self, step: int, learner: Any, memory: Flat, flat: Flat, standing: tuple[int, int]) -> Base | None:
         """The save just begun as the base of the next ones; ``None`` where they cannot be replayed from it."""
-        learner = self._learner(state)
-        memory = _flat(learner)
         places = logbook.places(memory, flat)
         if places is None:
             log.info("step %d: the next save stores the state itself: not every array of the learner is one of the state", step)

@@ -39,8 +39,8 @@ class Log(load.Log, Protocol):
         """What a save of ``state`` stores."""
         ...
 
-    def saved(self, plan: Plan, handle: SaveHandle, state: Any, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that a save has begun as planned; seconds that the training has lost to the log since the last save."""
+    def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
+        """Learn that this save has begun as planned; seconds that the training has lost to the log since the last save."""
         ...
 
 
@@ -94,14 +94,14 @@ class Item:
                 replay=plan.replay,
                 note=plan.note,
             )
-        # The epoch of before: a save that has failed since is no base.
-        spent = 0.0 if log is None else log.saved(plan, handle, state, flat, (epoch, saver.standing()[1]))
-        handle._add_blocking(max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds))
         try:
             self._last = Commit(handle, gate, place)
         except BaseException:
             gate.abandon("Orbax could not wait for it")
             raise
+        # The epoch of before: a save that has failed since is no base.
+        spent = 0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
+        handle._add_blocking(max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds))
         return self._last
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
