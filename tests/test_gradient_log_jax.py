@@ -364,16 +364,15 @@ def test_a_learner_that_the_state_does_not_have_is_refused_before_the_save_begin
         assert mngr.all_steps() == []
 
 
-def test_a_log_used_on_two_items_takes_no_base_from_the_other(run: Run, tmp_path: Path) -> None:
-    with manager(tmp_path) as mngr, GradientLog(mngr, update, learner_of) as log:
-        for step in (1, 2):
-            run.train_step(log)
-            mngr.save(
-                step, args=ocp.args.Composite(one=DeltaSaveArgs(run.state, log=log), two=DeltaSaveArgs(run.state, log=log))
-            )
-        mngr.wait_until_finished()
-        for item in ("one", "two"):
-            assert_same_leaves(run.state, load(tmp_path, 2, run.state, item=item))
+def test_a_log_takes_no_base_from_another_root(run: Run, tmp_path: Path) -> None:
+    with manager(tmp_path / "one") as one, manager(tmp_path / "two") as two, GradientLog(one, update, learner_of) as log:
+        run.train_step(log)
+        log.save(1, run.state).result(60)
+        two.save(1, args=DeltaSaveArgs(Run().state))
+        run.train_step(log)
+        two.save(2, args=DeltaSaveArgs(run.state, log=log))
+        two.wait_until_finished()
+        assert_same_leaves(run.state, load(tmp_path / "two", 2, run.state))
 
 
 def test_an_update_that_raises_is_not_recorded(run: Run, tmp_path: Path) -> None:
