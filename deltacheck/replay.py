@@ -82,8 +82,8 @@ def refuse(root: Root, manifest: Manifest, paths: Iterable[str]) -> None:
     if manifest.replay is not None and wanted:
         raise ReplayNeeded(
             f"step {manifest.step} keeps leaf {wanted[0]!r} and {len(wanted) - 1} others as gradients: restoring it replays "
-            f"{len(manifest.replay.steps)} updates of {manifest.replay.update}. Restore it with that optimizer "
-            f"(Engine.restore(step, optimizer=...)). {way_out(root, manifest)}"
+            f"{len(manifest.replay.steps)} updates of {manifest.replay.update}. Restore it with that optimizer or update "
+            f"(GradientLog.restore, or Engine.restore(step, optimizer=...)). {way_out(root, manifest)}"
         )
 
 

@@ -17,16 +17,13 @@ from typing import Any
 from orbax import checkpoint as ocp
 
 from deltacheck import tree
-from deltacheck.backends.base import specs_of
 from deltacheck.backends.orbax import leaves
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
-from deltacheck.backends.orbax.item import Commit, Item
+from deltacheck.backends.orbax.item import Commit, Item, Log
 from deltacheck.backends.orbax.load import abstract_tree, restore_tree
 from deltacheck.backends.orbax.writer import has_store
 from deltacheck.errors import NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
-from deltacheck.records import LeafSpec
-from deltacheck.save import LeafSource
 from deltacheck.store.root import Root, open_root, read_manifest
 from deltacheck.store.schema import Manifest
 
@@ -98,6 +95,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             paths=args.leaves,
             contract=args.contract,
             max_bytes=args.max_bytes,
+            log=args.log,
         )
         if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
             self._item(place).adopt(restored, manifest)
@@ -133,6 +131,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
     # --- our side ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every leaf is stored as it is."""
+        return self._policy.is_exact
+
     def _check_open(self) -> None:
         if self._closed or self._read_only:
             raise SaveFailed(f"this handler is {'closed' if self._closed else 'read-only'}; open a new manager to save")
@@ -141,11 +144,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
         flat = tree.flatten(args.item, leaves.describe, leaves.expand)
-        sources = {path: _source(spec, flat.arrays[path]) for path, spec in specs_of(flat).items()}
         metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-        flattened = time.perf_counter() - begin
-        with leaves.own_rules():
-            return self._item(place).begin(place, flat.skeleton, sources, metrics, flattened)
+        return self._item(place).begin(place, args.item, flat, metrics, begin, args.log)
 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
@@ -173,21 +173,19 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             ) from None
 
 
-def _source(spec: LeafSpec, value: object) -> LeafSource:
-    return LeafSource(spec, lambda: value)
-
-
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
 @dataclass
 class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and ``None``.
 
     Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as soon as ``save`` returns;
-    NumPy arrays may be written to. ``metrics``: numbers kept with the step.
+    NumPy arrays may be written to. ``metrics``: numbers kept with the step. ``log``: a ``GradientLog`` that may keep the item as
+    gradients, as its ``save`` does; one log serves one item.
     """
 
     item: Any
     metrics: Mapping[str, float] | None = None
+    log: Log | None = None
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_restore=True)
@@ -200,13 +198,14 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     each array in the form (JAX, NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
     ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the target's. ``leaves``: only
     these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
-    ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+    ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
+    ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs ``item``.
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
 
     Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
-    ``ContractNotMet`` naming the leaves,
+    ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is kept as gradients where there is no ``log``,
     ``StepNotFound`` for a leaf that is not there, ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved
     with ``DeltaSaveArgs``.
     """
@@ -216,3 +215,4 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     leaves: Iterable[str] | None = None
     contract: str | None = None
     max_bytes: int | None = None
+    log: Log | None = None

@@ -6,25 +6,42 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from deltacheck.backends.base import specs_of
+from deltacheck.backends.orbax import leaves, load
 from deltacheck.backends.orbax._orbax import ItemPlace
 from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
 from deltacheck.backends.orbax.writer import Writer, holders, writer_of
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.handle import SaveHandle
+from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
 from deltacheck.store.root import encode_manifest
 from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import sync_directory
-from deltacheck.tree import Node
+from deltacheck.tree import Flat
 
 log = logging.getLogger("deltacheck")
+
+
+class Log(load.Log, Protocol):
+    """What may keep an item as gradients: a ``GradientLog``."""
+
+    def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
+        """What a save of ``state`` stores."""
+        ...
+
+    def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
+        """Learn that this save has begun as planned; seconds that the training has lost to the log since the last save."""
+        ...
 
 
 class Item:
@@ -47,27 +64,44 @@ class Item:
     def begin(
         self,
         place: ItemPlace,
-        tree: Node,
-        sources: Mapping[str, LeafSource],
+        state: object,
+        flat: Flat,
         metrics: Mapping[str, float],
-        spent_seconds: float,
+        began: float,
+        log: Log | None = None,
     ) -> Commit:
-        """Begin to save; returns when everything is captured.
+        """Begin to save ``state``; returns when everything is captured.
 
-        ``spent_seconds``: time that the training thread has lost to this save before the call.
+        ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this save (``perf_counter``).
         """
         step = place.step
-        saver, writer = self._open()
-        self._settle(saver)
+        with leaves.own_rules():
+            saver, writer = self._open()
+            self._settle(saver)
+        epoch = saver.standing()[0]
+        # Not by our own rules: a log calls the training's update.
+        plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
+        sources = _sources(plan.rest) | dict(plan.sources)
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._io_timeout_seconds)
-        handle = saver.save(step, tree, sources, gate.commit, metrics=metrics)
-        handle._add_blocking(spent_seconds)
+        with leaves.own_rules():
+            handle = saver.save(
+                step,
+                plan.rest.skeleton,
+                {path: sources[path] for path in sorted(sources)},
+                gate.commit,
+                metrics=metrics,
+                replay=plan.replay,
+                note=plan.note,
+            )
         try:
             self._last = Commit(handle, gate, place)
         except BaseException:
             gate.abandon("Orbax could not wait for it")
             raise
+        # The epoch of before: a save that has failed since is no base.
+        spent = 0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
+        handle._add_blocking(max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds))
         return self._last
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
@@ -137,6 +171,14 @@ class Item:
         found = set() if self._saver is None else self._saver.protected_segments()
         adopted = self._adopted
         return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
+
+
+def _sources(flat: Flat) -> dict[str, LeafSource]:
+    return {path: LeafSource(spec, partial(_itself, flat.arrays[path])) for path, spec in specs_of(flat).items()}
+
+
+def _itself(value: object) -> object:
+    return value
 
 
 class Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,24 @@ class Restored(NamedTuple):
     stored: Mapping[str, U8]
 
 
+class Read(NamedTuple):
+    """What reading a step gives: every leaf, the chains that they stand on, and the bytes that those gave."""
+
+    loaded: Mapping[str, Loaded]
+    chains: Mapping[str, Chain]
+    stored: Mapping[str, U8]
+
+
+class Log(Protocol):
+    """What replays steps that are kept as gradients."""
+
+    def replayed(self, root: Root, manifest: Manifest, target: Any, max_bytes: int | None) -> Read:
+        """Every leaf of such a step, proven."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class Wanted:
     """One array to make. ``owner``: the leaf that holds its bytes. ``tag``: as in the tree; ``None`` asks for a JAX array."""
 
     owner: str
@@ -75,46 +91,61 @@ def restore_tree(
     paths: Iterable[str] | None,
     contract: str | None,
     max_bytes: int | None,
+    log: Log | None = None,
 ) -> Restored:
     """Restore a step, or only the leaves ``paths`` of it."""
     owners = tree.array_paths(manifest.tree)
     restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
+    read = None
+    if log is not None and manifest.replay is not None and paths is None:
+        read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
     with leaves.own_rules():
-        return _restore_tree(root, manifest, target, shardings, paths, max_bytes)
+        return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
 
 
 def _restore_tree(
-    root: Root, manifest: Manifest, target: Any, shardings: Any, paths: Iterable[str] | None, max_bytes: int | None
+    root: Root,
+    manifest: Manifest,
+    target: Any,
+    shardings: Any,
+    paths: Iterable[str] | None,
+    max_bytes: int | None,
+    read: Read | None,
 ) -> Restored:
-    stored = _places(manifest.tree)
+    stored = places_of(manifest.tree)
     where = _shardings_by_path(shardings, stored, manifest.step)
     if paths is not None:
         if target is not None:
             raise ValueError("name leaves or give a target, not both")
         paths = list(dict.fromkeys(paths))
+        stored |= {path: (path, None) for path in (manifest.replay.inputs if manifest.replay is not None else ())}
         unknown = [path for path in paths if path not in stored]
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
         found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
-        return Restored(_make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
+        return Restored(make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
     else:
         asked, target = target, leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target)
         wanted = _as_targeted(target, stored, manifest, where)
-    found = restore.resolve(root, manifest)
-    bases: dict[str, U8] = {}
-    made = _make(wanted, restore.load(found, max_bytes=max_bytes, stored=bases))
-    chains = restore.stored_chains(found.values())
+    read = read or _read(root, manifest, max_bytes)
+    made = make(wanted, read.loaded)
     if target is None:
-        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), chains, bases)
+        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), read.chains, read.stored)
     numbers = tree.scalars(manifest.tree)
 
     def fill(path: str, leaf: Any) -> Any:
         return made[path] if path in made else _number_as(leaf, numbers[path])
 
-    return Restored(leaves.map_leaves(fill, asked), chains, bases)
+    return Restored(leaves.map_leaves(fill, asked), read.chains, read.stored)
+
+
+def _read(root: Root, manifest: Manifest, max_bytes: int | None) -> Read:
+    found = restore.resolve(root, manifest)
+    bases: dict[str, U8] = {}
+    return Read(restore.load(found, max_bytes=max_bytes, stored=bases), restore.stored_chains(found.values()), bases)
 
 
 def abstract_tree(manifest: Manifest) -> Any:
@@ -130,7 +161,7 @@ def abstract_tree(manifest: Manifest) -> Any:
     return tree.unflatten(manifest.tree, place)
 
 
-def _places(skeleton: Node) -> dict[str, tuple[str, str | None]]:
+def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
     """Every array place of a tree: path -> (leaf that holds its bytes, tag)."""
     found: dict[str, tuple[str, str | None]] = {}
 
@@ -141,17 +172,17 @@ def _places(skeleton: Node) -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]) -> _Wanted:
+def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]) -> Wanted:
     """An array in the form that it was saved in; as NumPy where JAX would round it to fewer bits."""
     owner, tag = place
     if tag not in _NUMPY and not leaves.jax_has(manifest.spec(owner).dtype):
-        return _Wanted(owner, NUMPY_ARRAY, None)
-    return _Wanted(owner, tag, where.get(path))
+        return Wanted(owner, NUMPY_ARRAY, None)
+    return Wanted(owner, tag, where.get(path))
 
 
 def _as_targeted(
     target: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest, where: Mapping[str, Sharding]
-) -> dict[str, _Wanted]:
+) -> dict[str, Wanted]:
     """Every array of the target in the form that the target asks for; ``TreeMismatch`` where the two trees differ."""
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest)
@@ -162,7 +193,7 @@ def _as_targeted(
         if saved != described.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(described.tag):
             raise TreeMismatch(f"leaf {path!r} is a {saved} in step {manifest.step}, a {described.tag} in the target")
         tag = described.tag if leaves.jax_has(described.dtype) else NUMPY_ARRAY
-        wanted[path] = _Wanted(chosen[path], tag, where.get(path) or _sharding_of(flat.arrays[path]))
+        wanted[path] = Wanted(chosen[path], tag, where.get(path) or sharding_of(flat.arrays[path]))
     return wanted
 
 
@@ -222,10 +253,10 @@ def _number_as(leaf: Any, number: object) -> Any:
     held = np.asarray(number, leaf.dtype)
     if described.tag in _NUMPY:
         return held[()] if described.tag == NUMPY_SCALAR else held
-    return leaves.on_devices({"": held}, {"": _sharding_of(leaf)})[""]
+    return leaves.on_devices({"": held}, {"": sharding_of(leaf)})[""]
 
 
-def _sharding_of(leaf: object) -> Sharding | None:
+def sharding_of(leaf: object) -> Sharding | None:
     """Where a target wants a leaf; ``None``: nowhere in particular."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
@@ -256,7 +287,7 @@ def _describe_sharding(value: object) -> ArrayLeaf | None:
     return ArrayLeaf((), "uint8") if isinstance(value, Sharding | jax.Device) else None
 
 
-def _make(wanted: Mapping[str, _Wanted], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
+def make(wanted: Mapping[str, Wanted], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     """The asked arrays, each in memory of its own."""
     made: dict[str, Any] = {}
     host: dict[str, np.ndarray[Any, Any]] = {}

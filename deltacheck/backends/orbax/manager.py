@@ -18,7 +18,7 @@ from deltacheck.policy import Policy
 
 log = logging.getLogger("deltacheck")
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()  # with their handlers
 
 
 def manager(
@@ -55,8 +55,16 @@ def manager(
         registry.add(item, DeltaRestoreArgs, handler)
     made = ocp.CheckpointManager(path, options=options, handler_registry=registry, metadata=metadata)
     _finish_at_exit()
-    _open.add(made)
+    _open[made] = handler
     return made
+
+
+def handler_of(manager: Any) -> DeltaCheckpointHandler:
+    """The handler of a manager that ``manager()`` made; ``ValueError`` for another."""
+    try:
+        return _open[manager]
+    except (KeyError, TypeError):
+        raise ValueError(f"{manager!r} was not made by deltacheck.backends.orbax.manager") from None
 
 
 @functools.cache
