@@ -63,9 +63,10 @@ class GradientLog:
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
         plan = book.plan(flat, engine._saver.standing(), lambda: replica.memory_of(self._optimizer))
+        epoch = engine._saver.standing()[0]  # from before: a save that fails from now on must not become a base
         handle = engine._save(step, plan.rest, metrics, more=plan.sources, replay=plan.replay, note=plan.note)
         if handle.state != "skipped":
-            standing = engine._saver.standing()
+            standing = (epoch, engine._saver.standing()[1])
             book.saved(plan, step, standing, lambda: self._based(step, flat, standing))
         handle._add_blocking(max(0.0, time.perf_counter() - begin + self._seconds - handle.blocking_seconds))
         self._seconds = 0.0
