@@ -354,7 +354,7 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
 
 
 class _Span(NamedTuple):
-    """Neighbouring runs of one part, read together."""
+    """Runs of one part, read together with the few rows between them."""
 
     segment: Segment
     part: int
@@ -389,7 +389,7 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
     runs = sorted(runs, key=lambda run: run.first)
     current: list[_Run] = []
     for run in runs:
-        if current and run.first != current[-1].stop:
+        if current and run.first != current[-1].stop and not segment.part(part).is_small(current[-1].stop, run.first):
             yield _Span(segment, part, current)
             current = []
         current.append(run)
@@ -427,8 +427,8 @@ def _calls(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
 
 
 def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:
-    part, block = span.segment.part(span.part), runs[0].item.block
-    rows = part.index[runs[0].first : runs[-1].stop]
+    block = runs[0].item.block
+    rows = _rows(span, runs)
     lengths = [run.stop - run.first for run in runs]
     local = rows[:, columns.CHUNK].astype(np.int64)
     at = 0
@@ -444,25 +444,41 @@ def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], co
         spec = run.item.chain.spec
         raise Damaged(f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
     try:
-        codec.apply(_encoded(span, runs[0].first, runs[-1].stop, local, streams), block.data, block.bounds, block.word_bytes)
+        codec.apply(_encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes)
     except DamagedStream as error:
         _name_damage(span, runs, local, streams, codec)
         raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}") from error
 
 
-def _encoded(span: _Span, first: int, stop: int, local: NDArray[np.int64], streams: Mapping[str, U8]) -> Encoded:
-    """Rows ``first`` to ``stop`` of a span's part with their bytes. ``local``: their chunk numbers for the codec."""
-    part = span.segment.part(span.part)
-    rows = part.index[first:stop]
+def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
+    index = span.segment.part(span.part).index
+    pieces = [index[first:stop] for first, stop in _stretches(runs)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _stretches(runs: Sequence[_Run]) -> list[tuple[int, int]]:
+    """The rows of some runs, neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for run in runs:
+        first = found.pop()[0] if found and found[-1][1] == run.first else run.first
+        found.append((first, run.stop))
+    return found
+
+
+def _encoded(span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8]) -> Encoded:
+    """Some runs of a span with their bytes. ``local``: the chunk numbers of their rows for the codec."""
+    rows = _rows(span, runs)
     encoded = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
     encoded[:, CHUNK] = local
     encoded[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
+    edges = np.array(_stretches(runs))
     mine = {}
     for name, stream in streams.items():
-        offsets = part.offsets[name]
-        begin, end = int(offsets[first] - offsets[span.first]), int(offsets[stop] - offsets[span.first])
-        if end > begin:
-            mine[name] = stream[begin:end]
+        offsets = span.segment.part(span.part).offsets[name]
+        ends = (offsets[edges] - offsets[span.first]).tolist()
+        pieces = [stream[begin:end] for begin, end in ends if end > begin]
+        if pieces:
+            mine[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     return Encoded(encoded, mine)
 
 
@@ -470,10 +486,11 @@ def _name_damage(
     span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8], codec: Codec[Any]
 ) -> None:
     """Decode leaf by leaf what could not be decoded at once; raises for the leaf that cannot be."""
+    at = 0
     for run in runs:
         item = run.item
-        begin = run.first - runs[0].first
-        encoded = _encoded(span, run.first, run.stop, local[begin : begin + run.stop - run.first] - item.first, streams)
+        begin, at = at, at + run.stop - run.first
+        encoded = _encoded(span, [run], local[begin:at] - item.first, streams)
         bounds = item.block.bounds[item.first : item.first + len(item.chunks) + 1]
         try:
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)

@@ -329,9 +329,19 @@ class PartReader:
     def _arrays(self) -> Mapping[str, ReadableArray]:
         return {n: ReadableArray(self._path / n, stream_spec(n, s), self._where) for n, s in self._part.streams.items()}
 
+    @cached_property
+    def _ends(self) -> U64:
+        """Bytes of all streams before each row, ``(rows + 1,)``."""
+        ends: U64 = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
+        return ends
+
     def stream_bytes(self, first: int, stop: int) -> int:
         """Bytes of the streams of rows ``first`` to ``stop``."""
-        return sum(int(offsets[stop] - offsets[first]) for offsets in self.offsets.values())
+        return int(self._ends[stop] - self._ends[first])
+
+    def is_small(self, first: int, stop: int) -> bool:
+        """Whether reading past these rows costs less than a read of its own: a chunk of a stream is decoded whole in any case."""
+        return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
 
     def start(self, first: int, stop: int) -> dict[str, Reading]:
         """Begin to read the streams of rows ``first`` to ``stop``."""
