@@ -414,16 +414,12 @@ def _ahead(reads: Sequence[_PackedRead] | Sequence[_Span]) -> Iterator[Any]:
         held -= size
 
 
-def _calls(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Runs that one call of the codec can take: neighbours of one block, in its order."""
-    current: list[_Run] = []
+def _calls(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Runs that one call of the codec takes: those of one block, in its order."""
+    found: dict[int, list[_Run]] = {}
     for run in runs:
-        if current and (run.item.block is not current[-1].item.block or run.item.first < current[-1].item.first):
-            yield current
-            current = []
-        current.append(run)
-    if current:
-        yield current
+        found.setdefault(id(run.item.block), []).append(run)
+    return [sorted(of, key=lambda run: (run.item.first, run.first)) for of in found.values()]
 
 
 def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:
