@@ -6,7 +6,7 @@ segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,7 +83,6 @@ class _Block:
     data: U8
     bounds: U64
     expected: U64
-    items: list[_Filling]
 
 
 class _Links(NamedTuple):
@@ -196,7 +195,7 @@ def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Co
     REQUIRES: the caller can hold them. Raises ``Damaged`` naming the leaf and file.
     """
     blocks = _blocks(chains, chunks)
-    items = {item.chain.spec.path: item for block in blocks for item in block.items}
+    items = {item.chain.spec.path: item for block in blocks for item in block}
     _read_keyframes(items)
     _apply_deltas(items, codec or default_codec())
     _verify(blocks)
@@ -210,8 +209,8 @@ def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
     return int(np.diff(spec.bounds())[list(chunks)].sum()) * spec.word_bytes if chunks else 0
 
 
-def _blocks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> list[_Block]:
-    """Memory for the named chunks. Small leaves of one element size share it, in the order in which they are stored."""
+def _blocks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> list[list[_Filling]]:
+    """Memory for the named chunks, block by block. Small leaves of one element size share it, in the order in which they are stored."""
     groups: list[list[str]] = []
     filling: dict[tuple[int, int], tuple[list[str], int]] = {}
     for path in sorted(chains, key=lambda path: _place(chains[path])):
@@ -235,18 +234,18 @@ def _place(chain: Chain) -> tuple[int, int]:
     return chain.encoded[-1][1].delta[0][:2] if chain.encoded else (-1, 0)
 
 
-def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> _Block:
+def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[_Filling]:
     sizes = [_sizes(chain.spec, numbers) for chain, numbers in leaves]
     bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)])
     expected = [c.digests if len(n) == c.spec.chunk_count else c.digests[n] for c, n in leaves]
     word_bytes = leaves[0][0].spec.word_bytes
-    block = _Block(word_bytes, np.empty(int(bounds[-1]) * word_bytes, np.uint8), bounds, np.concatenate(expected), [])
-    first = 0
+    block = _Block(word_bytes, np.empty(int(bounds[-1]) * word_bytes, np.uint8), bounds, np.concatenate(expected))
+    items, first = [], 0
     for chain, numbers in leaves:
         begin, end = int(bounds[first]) * word_bytes, int(bounds[first + len(numbers)]) * word_bytes
-        block.items.append(_Filling(chain, numbers, block, first, block.data[begin:end]))
+        items.append(_Filling(chain, numbers, block, first, block.data[begin:end]))
         first += len(numbers)
-    return block
+    return items
 
 
 def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
@@ -415,11 +414,16 @@ def _ahead(reads: Sequence[_PackedRead] | Sequence[_Span]) -> Iterator[Any]:
 
 
 def _calls(runs: Sequence[_Run]) -> list[list[_Run]]:
-    """Runs that one call of the codec takes: those of one block, in its order."""
-    found: dict[int, list[_Run]] = {}
+    """Runs that one call of the codec takes: those of one block in its order, of each leaf at most one.
+
+    The codec wants ascending rows, and those of a leaf that several devices have written ascend in each run only.
+    """
+    found: dict[tuple[int, int], list[_Run]] = {}
+    before: Counter[int] = Counter()
     for run in runs:
-        found.setdefault(id(run.item.block), []).append(run)
-    return [sorted(of, key=lambda run: (run.item.first, run.first)) for of in found.values()]
+        found.setdefault((id(run.item.block), before[id(run.item)]), []).append(run)
+        before[id(run.item)] += 1
+    return [sorted(of, key=lambda run: run.item.first) for of in found.values()]
 
 
 def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:
@@ -498,15 +502,16 @@ def _at(span: _Span, run: _Run) -> str:
     return f"segment {span.segment.id}, part {span.part}, leaf {run.item.chain.spec.path!r}"
 
 
-def _verify(blocks: Sequence[_Block]) -> None:
+def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
     """Compare every loaded chunk with the digest that its manifest leads to."""
 
-    def check(block: _Block) -> None:
+    def check(items: Sequence[_Filling]) -> None:
+        block = items[0].block
         found = chunk_digests(block.data, block.bounds, block.word_bytes, range(block.expected.shape[0]))
         wrong = np.flatnonzero((found != block.expected).any(axis=1))
         if wrong.size:
             number = int(wrong[0])
-            item = next(item for item in block.items if number < item.first + len(item.chunks))
+            item = next(item for item in items if number < item.first + len(item.chunks))
             involved = ", ".join([item.chain.key[0].id, *item.chain.delta_segments])
             raise Damaged(
                 f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved "
