@@ -6,12 +6,14 @@ segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltacheck import grid
 from deltacheck.codec import default_codec
@@ -26,6 +28,12 @@ from deltacheck.store.schema import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.segment import Segment
 
 _HASH_THREADS = 4
+# Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small leaf keeps its whole block.
+_ALONE_BYTES = 1 << 20
+_BLOCK_BYTES = 16 << 20
+_PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+# Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
+_AHEAD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,38 @@ class Chain:
 
 
 class _Filling(NamedTuple):
-    """Chunks of a stored leaf on their way."""
+    """Chunks of a stored leaf on their way: from number ``first`` on in a block, ``data`` being their memory there."""
 
     chain: Chain
     chunks: list[int]
+    block: _Block
+    first: int
     data: U8
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.chunks) == self.chain.spec.chunk_count
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory that chunks of leaves share, one leaf after the other, so that one call decodes or hashes many small ones.
+
+    ``bounds``: of its chunks, in words. ``expected``: the digests that they must have in the end.
+    """
+
+    word_bytes: int
+    data: U8
+    bounds: U64
+    expected: U64
+
+
+class _Links(NamedTuple):
+    """What is stored of a leaf, oldest first, as positions among a step's segments."""
+
+    spec: LeafSpec
+    record: LeafRecord
+    entries: list[tuple[int, LeafEntry]]
 
 
 def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Chain]:
@@ -64,52 +99,94 @@ def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, C
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
     segments = open_segments(root, manifest)
-    return {path: _resolve_leaf(path, manifest.leaves[path], segments, manifest) for path in paths}
+    links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
+    chains: dict[str, Chain] = {}
+    for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
+        if leaf_digest(digests) != record.digest:
+            raise Damaged(
+                f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give {leaf_digest(digests)}, "
+                f"the manifest promises {record.digest}"
+            )
+        key, *deltas = [(segments[number], entry) for number, entry in entries]
+        chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+    return chains
 
 
-def _resolve_leaf(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> Chain:
-    spec = record.spec(path)
+def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
     at = f"step {manifest.step}, leaf {path!r}"
-    holding = [(segment, segment.table.leaves[path]) for segment in segments if path in segment.table.leaves]
-    keys = [number for number, (_, entry) in enumerate(holding) if entry.is_whole]
-    if not keys:
+    entries: list[tuple[int, LeafEntry]] = []
+    for number in range(len(segments) - 1, -1, -1):
+        found = segments[number].table.leaves.get(path)
+        if found is not None:
+            entries.append((number, found))
+            if found.is_whole:
+                break
+    if not entries or not entries[-1][1].is_whole:
         raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
-    key, *deltas = holding[keys[-1] :]
-    for (_, before), (segment, entry) in zip([key, *deltas], deltas, strict=False):
+    entries.reverse()
+    what = (record.dtype, record.shape, record.chunk)
+    before = entries[0][1]
+    fits = (before.dtype, before.shape, before.chunk) == what
+    for number, entry in entries[1:]:
         if entry.base != before.digest:
-            raise ChainBroken(f"{at}: segment {segment.id} is a delta to {entry.base}, but the leaf is {before.digest} there")
-    last = (deltas or [key])[-1][1]
-    if last.digest != record.digest or any(entry.spec(path) != spec for _, entry in [key, *deltas]):
-        raise ChainBroken(f"{at}: its segments give digest {last.digest}, the manifest promises {record.digest}")
-    chain = Chain(spec, key, tuple(deltas), _expected_digests(spec, key, deltas))
-    if leaf_digest(chain.digests) != record.digest:
-        raise Damaged(
-            f"{at}: the chunk digests of its segments give {leaf_digest(chain.digests)}, the manifest promises {record.digest}"
-        )
-    return chain
+            raise ChainBroken(
+                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there"
+            )
+        fits = fits and (entry.dtype, entry.shape, entry.chunk) == what
+        before = entry
+    if before.digest != record.digest or not fits:
+        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}")
+    return _Links(record.spec(path), record, entries)
 
 
-def _expected_digests(spec: LeafSpec, key: tuple[Segment, LeafEntry], deltas: Sequence[tuple[Segment, LeafEntry]]) -> U64:
-    count = spec.chunk_count
-    segment, entry = key
-    if entry.key is not None:
-        digests = segment.digests[entry.digests : entry.digests + count].copy()
-    else:
-        digests = np.zeros((count, 2), np.uint64)
-        deltas = [key, *deltas]
-    for segment, entry in deltas:
-        row = entry.digests
-        covered = np.zeros(count, np.bool_)
-        for part, first, rows in entry.delta:
-            chunks = segment.part(part).index[first : first + rows, columns.CHUNK]
-            if digests.shape[0] != count or (chunks.size and int(chunks.max()) >= count):
-                raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {count} chunks")
-            digests[chunks] = segment.digests[row : row + rows]
-            covered[chunks] = True
-            row += rows
-        if entry.is_whole and not covered.all():
-            raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has no row for chunk {int(np.argmin(covered))}")
-    return digests
+def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
+    """The digests that the chunks of every leaf must have in the end, as its segments say one after the other."""
+    counts = np.array([link.spec.chunk_count for link in links], np.int64)
+    bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    digests = np.zeros((int(bases[-1]), 2), np.uint64)
+    keys: list[list[tuple[int, int, int]]] = [[] for _ in segments]  # leaf, row of its first digest, chunks
+    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [{} for _ in segments]  # by part: leaf, row of its digests, run
+    encoded_keys: list[list[int]] = [[] for _ in segments]
+    for leaf, (spec, _, entries) in enumerate(links):
+        for number, entry in entries:
+            if entry.key is not None:
+                keys[number].append((leaf, entry.digests, spec.chunk_count))
+                continue
+            if entry.is_whole:
+                encoded_keys[number].append(leaf)
+            row = entry.digests
+            for part, first, count in entry.delta:
+                rows[number].setdefault(part, []).append((leaf, row, first, count))
+                row += count
+    for number, segment in enumerate(segments):
+        segment.start_tables(rows[number], digests=bool(keys[number] or rows[number]))
+    for number, segment in enumerate(segments):
+        for leaf, row, count in keys[number]:
+            digests[bases[leaf] : bases[leaf + 1]] = segment.digests[row : row + count]
+        covered = np.zeros(digests.shape[0] if encoded_keys[number] else 0, np.bool_)
+        for part, runs in rows[number].items():
+            leaf_of, row_of, first_of, count_of = np.array(runs, np.int64).T
+            owners = np.repeat(leaf_of, count_of)
+            chunks = segment.part(part).index[_ranges(first_of, count_of), columns.CHUNK].astype(np.int64)
+            beyond = np.flatnonzero(chunks >= counts[owners])
+            if beyond.size:
+                spec = links[owners[beyond[0]]].spec
+                raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks")
+            digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
+            if covered.size:
+                covered[bases[owners] + chunks] = True
+        for leaf in encoded_keys[number]:
+            missing = np.flatnonzero(~covered[bases[leaf] : bases[leaf + 1]])
+            if missing.size:
+                raise Damaged(f"segment {segment.id}: leaf {links[leaf].spec.path!r} has no row for chunk {int(missing[0])}")
+    return [digests[bases[leaf] : bases[leaf + 1]] for leaf in range(len(links))]
+
+
+def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of ranges that begin at ``first`` and have ``count`` numbers, one range after the other."""
+    ends = np.cumsum(count)
+    numbers: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) + np.repeat(first - (ends - count), count)
+    return numbers
 
 
 def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None) -> dict[str, U8]:
@@ -117,40 +194,126 @@ def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Co
 
     REQUIRES: the caller can hold them. Raises ``Damaged`` naming the leaf and file.
     """
-    items = {}
-    for path, chain in chains.items():
-        items[path] = _Filling(chain, chunks[path], np.empty(bytes_of(chain.spec, chunks[path]), np.uint8))
+    blocks = _blocks(chains, chunks)
+    items = {item.chain.spec.path: item for block in blocks for item in block}
     _read_keyframes(items)
     _apply_deltas(items, codec or default_codec())
-    _verify(items)
-    return {path: item.data for path, item in items.items()}
+    _verify(blocks)
+    return {path: items[path].data for path in chains}
 
 
 def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
-    """Bytes of some chunks in memory."""
+    """Bytes of some chunks in memory. REQUIRES: none is named twice."""
+    if len(chunks) == spec.chunk_count:
+        return spec.raw_bytes
     return int(np.diff(spec.bounds())[list(chunks)].sum()) * spec.word_bytes if chunks else 0
+
+
+def _blocks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> list[list[_Filling]]:
+    """Memory for the named chunks, block by block. Small leaves of one element size share it, in the order in which they are stored."""
+    groups: list[list[str]] = []
+    filling: dict[tuple[int, int], tuple[list[str], int]] = {}
+    for path in sorted(chains, key=lambda path: _place(chains[path])):
+        chain = chains[path]
+        size = bytes_of(chain.spec, chunks[path])
+        if size >= _ALONE_BYTES:
+            groups.append([path])
+            continue
+        kind = (chain.spec.element.item_bytes, chain.spec.word_bytes)  # no other: each leaf then begins at a whole element
+        group, filled = filling.get(kind, ([], 0))
+        if not group or filled + size > _BLOCK_BYTES:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(path)
+        filling[kind] = group, filled + size
+    return [_block([(chains[path], chunks[path]) for path in group]) for group in groups]
+
+
+def _place(chain: Chain) -> tuple[int, int]:
+    """Sorts leaves as their newest rows lie; saves write them in much the same order every time."""
+    return chain.encoded[-1][1].delta[0][:2] if chain.encoded else (-1, 0)
+
+
+def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[_Filling]:
+    sizes = [_sizes(chain.spec, numbers) for chain, numbers in leaves]
+    bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)])
+    expected = [c.digests if len(n) == c.spec.chunk_count else c.digests[n] for c, n in leaves]
+    word_bytes = leaves[0][0].spec.word_bytes
+    block = _Block(word_bytes, np.empty(int(bounds[-1]) * word_bytes, np.uint8), bounds, np.concatenate(expected))
+    items, first = [], 0
+    for chain, numbers in leaves:
+        begin, end = int(bounds[first]) * word_bytes, int(bounds[first + len(numbers)]) * word_bytes
+        items.append(_Filling(chain, numbers, block, first, block.data[begin:end]))
+        first += len(numbers)
+    return items
+
+
+def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
+    """Words of some chunks."""
+    words: U64 = np.diff(spec.bounds())
+    return words if len(chunks) == spec.chunk_count else words[chunks]
 
 
 def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     natural: list[Reading] = []
-    packed: list[tuple[_Filling, Reading]] = []
+    packed: dict[tuple[str, str], list[_Filling]] = {}
     for item in items.values():
         segment, entry = item.chain.key
         spec, at = item.chain.spec, entry.key
         if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
-            packed.append((item, segment.start_packed(spec, at)))
-        elif len(item.chunks) == spec.chunk_count:
+            packed.setdefault((segment.id, at.packed), []).append(item)
+        elif item.is_whole:
             natural.append(segment.start_natural(spec, at.array, item.data))
         else:
             all_boxes = list(grid.boxes(spec.shape, spec.chunk))
             for chunk, (begin, end) in zip(item.chunks, extents(spec, item.chunks), strict=True):
                 natural.append(segment.start_natural(spec, at.array, item.data[begin:end], all_boxes[chunk]))
+    reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
+    for read, reading in _ahead(reads):
+        values = np.ascontiguousarray(reading.result()).view(np.uint8)
+        for item, begin in read.leaves:
+            whole = values[begin : begin + item.chain.spec.raw_bytes]
+            if not item.is_whole:
+                every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
+                whole = np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
+            item.data[:] = whole
     for reading in natural:
         reading.result()
-    for item, reading in packed:
-        item.data[:] = np.ascontiguousarray(reading.result()).view(np.uint8)
+
+
+class _PackedRead(NamedTuple):
+    """Neighbouring packed leaves, read together; each with the byte at which it begins among them."""
+
+    segment: Segment
+    storage: str
+    offset: int
+    elements: int
+    leaves: list[tuple[_Filling, int]]
+    size: int
+
+    def start(self) -> Reading:
+        return self.segment.start_packed(self.storage, self.offset, self.elements)
+
+
+def _packed_reads(storage: str, items: Sequence[_Filling]) -> Iterator[_PackedRead]:
+    """REQUIRES: the leaves lie in one segment."""
+    segment = items[0].chain.key[0]
+    placed = sorted(((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None), key=lambda one: one[0])
+    begin = end = 0
+    leaves: list[tuple[_Filling, int]] = []
+    for offset, item in placed:
+        spec = item.chain.spec
+        width = spec.element.item_bytes
+        if leaves and (offset != end or (end - begin) * width >= _PACKED_READ_BYTES):
+            yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * width)
+            leaves = []
+        if not leaves:
+            begin = offset
+        leaves.append((item, (offset - begin) * width))
+        end = offset + spec.raw_bytes // width
+    yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * placed[0][1].chain.spec.element.item_bytes)
 
 
 def extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -172,20 +335,25 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
     """Apply the deltas segment by segment, part by part: a part is read once, whatever number of leaves it serves."""
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
     for item in items.values():
+        is_whole = item.is_whole
         for segment, entry in item.chain.encoded:
             for part, first, rows in entry.delta:
                 runs = by_part.setdefault((segment.id, part), (segment, []))[1]
-                runs += [_Run(item, a, b) for a, b in _wanted_rows(segment.part(part).index, first, rows, item.chunks)]
-    ordered = sorted(by_part.items())
+                if is_whole:
+                    runs.append(_Run(item, first, first + rows))
+                else:
+                    wanted = _wanted_rows(segment.part(part).index, first, rows, item.chunks)
+                    runs += [_Run(item, begin, end) for begin, end in wanted]
+    ordered = sorted(by_part.items(), key=lambda one: one[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
-    started = _ahead(spans)
-    for span, readings in started:
+    for span, readings in _ahead(spans):
         streams = {name: reading.result() for name, reading in readings.items()}
-        _apply_span(span, streams, codec)
+        for runs in _calls(span.runs):
+            _apply_runs(span, runs, streams, codec)
 
 
 class _Span(NamedTuple):
-    """Neighbouring runs of one part, read together."""
+    """Runs of one part, read together with the few rows between them."""
 
     segment: Segment
     part: int
@@ -198,6 +366,14 @@ class _Span(NamedTuple):
     @property
     def stop(self) -> int:
         return self.runs[-1].stop
+
+    @property
+    def size(self) -> int:
+        """Bytes of its streams."""
+        return self.segment.part(self.part).stream_bytes(self.first, self.stop)
+
+    def start(self) -> dict[str, Reading]:
+        return self.segment.part(self.part).start(self.first, self.stop)
 
 
 def _wanted_rows(index: U32, first: int, rows: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -212,7 +388,7 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
     runs = sorted(runs, key=lambda run: run.first)
     current: list[_Run] = []
     for run in runs:
-        if current and run.first != current[-1].stop:
+        if current and run.first != current[-1].stop and not segment.part(part).is_small(current[-1].stop, run.first):
             yield _Span(segment, part, current)
             current = []
         current.append(run)
@@ -220,62 +396,128 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
         yield _Span(segment, part, current)
 
 
-def _ahead(spans: Sequence[_Span]) -> Iterator[tuple[_Span, dict[str, Reading]]]:
-    """The spans with their reads started one span ahead, so that the disk works while the decoder does."""
-    following = spans[0].segment.part(spans[0].part).start(spans[0].first, spans[0].stop) if spans else {}
-    for number, span in enumerate(spans):
-        readings = following
-        if number + 1 < len(spans):
-            after = spans[number + 1]
-            following = after.segment.part(after.part).start(after.first, after.stop)
-        yield span, readings
+def _ahead(reads: Sequence[_PackedRead] | Sequence[_Span]) -> Iterator[Any]:
+    """What to read, each with what ``start`` gave: started ahead, at least one and as many as fit, so that the disk works while the
+    decoder does.
+    """
+    started: deque[tuple[Any, Any, int]] = deque()
+    held = following = 0
+    while following < len(reads) or started:
+        while following < len(reads) and (len(started) < 2 or held + reads[following].size <= _AHEAD_BYTES):
+            read = reads[following]
+            started.append((read, read.start(), read.size))
+            held += read.size
+            following += 1
+        read, begun, size = started.popleft()
+        yield read, begun
+        held -= size
 
 
-def _apply_span(span: _Span, streams: Mapping[str, U8], codec: Codec[Any]) -> None:
-    index = span.segment.part(span.part).index
-    taken = dict.fromkeys(streams, 0)
-    for run in span.runs:
-        rows = index[run.first : run.stop]
-        sizes = {name: int(size.sum()) for name, size in columns.stream_sizes(rows).items() if name in streams}
-        mine = {name: streams[name][taken[name] : taken[name] + size] for name, size in sizes.items() if size}
-        for name, size in sizes.items():
-            taken[name] += size
-        _apply_run(span, run, rows, mine, codec)
+def _calls(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Runs that one call of the codec takes: those of one block in its order, of each leaf at most one.
+
+    The codec wants ascending rows, and those of a leaf that several devices have written ascend in each run only.
+    """
+    found: dict[tuple[int, int], list[_Run]] = {}
+    before: Counter[int] = Counter()
+    for run in runs:
+        found.setdefault((id(run.item.block), before[id(run.item)]), []).append(run)
+        before[id(run.item)] += 1
+    return [sorted(of, key=lambda run: run.item.first) for of in found.values()]
 
 
-def _apply_run(span: _Span, run: _Run, rows: U32, streams: Mapping[str, U8], codec: Codec[Any]) -> None:
-    item, spec = run.item, run.item.chain.spec
-    at = f"segment {span.segment.id}, part {span.part}, leaf {spec.path!r}"
-    local = np.searchsorted(np.asarray(item.chunks), rows[:, columns.CHUNK])
-    words = np.diff(spec.bounds())[item.chunks]
-    if not np.array_equal(rows[:, columns.WORDS], words[local]) or np.any(rows[:, columns.WORD_BYTES] != spec.word_bytes):
-        raise Damaged(f"{at}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
-    encoded_rows = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
-    encoded_rows[:, CHUNK] = local
-    encoded_rows[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
-    bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
+def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:
+    block = runs[0].item.block
+    rows = _rows(span, runs)
+    lengths = [run.stop - run.first for run in runs]
+    local = rows[:, columns.CHUNK].astype(np.int64)
+    at = 0
+    for run, length in zip(runs, lengths, strict=True):
+        if not run.item.is_whole:
+            local[at : at + length] = np.searchsorted(np.asarray(run.item.chunks), local[at : at + length])
+        at += length
+    local += np.repeat(np.array([run.item.first for run in runs], np.int64), lengths)
+    words = np.diff(block.bounds)
+    wrong = np.flatnonzero((rows[:, columns.WORDS] != words[local]) | (rows[:, columns.WORD_BYTES] != block.word_bytes))
+    if wrong.size:
+        run = runs[int(np.searchsorted(np.cumsum(lengths), wrong[0], "right"))]
+        spec = run.item.chain.spec
+        raise Damaged(f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
     try:
-        codec.apply(Encoded(encoded_rows, streams), item.data, bounds, spec.word_bytes)
+        codec.apply(_encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes)
     except DamagedStream as error:
-        raise DamagedStream(f"{at}: {error}") from error
+        _name_damage(span, runs, local, streams, codec)
+        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}") from error
 
 
-def _verify(items: Mapping[str, _Filling]) -> None:
+def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
+    index = span.segment.part(span.part).index
+    pieces = [index[first:stop] for first, stop in _stretches(runs)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _stretches(runs: Sequence[_Run]) -> list[tuple[int, int]]:
+    """The rows of some runs, neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for run in runs:
+        first = found.pop()[0] if found and found[-1][1] == run.first else run.first
+        found.append((first, run.stop))
+    return found
+
+
+def _encoded(span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8]) -> Encoded:
+    """Some runs of a span with their bytes. ``local``: the chunk numbers of their rows for the codec."""
+    rows = _rows(span, runs)
+    encoded = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
+    encoded[:, CHUNK] = local
+    encoded[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
+    edges = np.array(_stretches(runs))
+    mine = {}
+    for name, stream in streams.items():
+        offsets = span.segment.part(span.part).offsets[name]
+        ends = (offsets[edges] - offsets[span.first]).tolist()
+        pieces = [stream[begin:end] for begin, end in ends if end > begin]
+        if pieces:
+            mine[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return Encoded(encoded, mine)
+
+
+def _name_damage(
+    span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8], codec: Codec[Any]
+) -> None:
+    """Decode leaf by leaf what could not be decoded at once; raises for the leaf that cannot be."""
+    at = 0
+    for run in runs:
+        item = run.item
+        begin, at = at, at + run.stop - run.first
+        encoded = _encoded(span, [run], local[begin:at] - item.first, streams)
+        bounds = item.block.bounds[item.first : item.first + len(item.chunks) + 1]
+        try:
+            codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)
+        except DamagedStream as error:
+            raise DamagedStream(f"{_at(span, run)}: {error}") from error
+
+
+def _at(span: _Span, run: _Run) -> str:
+    return f"segment {span.segment.id}, part {span.part}, leaf {run.item.chain.spec.path!r}"
+
+
+def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
     """Compare every loaded chunk with the digest that its manifest leads to."""
 
-    def check(item: _Filling) -> None:
-        spec = item.chain.spec
-        words = np.diff(spec.bounds())[item.chunks]
-        bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
-        found = chunk_digests(item.data, bounds, spec.word_bytes, range(len(item.chunks)))
-        wrong = np.flatnonzero((found != item.chain.digests[item.chunks]).any(axis=1))
+    def check(items: Sequence[_Filling]) -> None:
+        block = items[0].block
+        found = chunk_digests(block.data, block.bounds, block.word_bytes, range(block.expected.shape[0]))
+        wrong = np.flatnonzero((found != block.expected).any(axis=1))
         if wrong.size:
-            chunk = item.chunks[int(wrong[0])]
+            number = int(wrong[0])
+            item = next(item for item in items if number < item.first + len(item.chunks))
             involved = ", ".join([item.chain.key[0].id, *item.chain.delta_segments])
             raise Damaged(
-                f"leaf {spec.path!r}, chunk {chunk}: the bytes read are not those that were saved (segments {involved})"
+                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved "
+                f"(segments {involved})"
             )
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for _ in pool.map(check, items.values()):
+        for _ in pool.map(check, blocks):
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +49,23 @@ def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, .
         yield tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(index, chunk, shape, strict=True))
 
 
-def bounds(shape: Sequence[int], chunk: Sequence[int], words_per_item: int = 1) -> NDArray[np.uint64]:
-    """Word offsets of the chunks, ``(chunks + 1,)`` from 0 to the number of words. REQUIRES: ``is_contiguous(shape, chunk)``."""
+@lru_cache(256)  # leaves have few shapes
+def bounds(shape: tuple[int, ...], chunk: tuple[int, ...], words_per_item: int = 1) -> NDArray[np.uint64]:
+    """Word offsets of the chunks, ``(chunks + 1,)`` from 0 to the number of words, read-only. REQUIRES: ``is_contiguous(shape, chunk)``."""
     sizes = np.ones((1,), np.uint64)
     for s, c in zip(shape, chunk, strict=True):
         along = np.minimum(c, s - np.arange(0, s, c, dtype=np.int64)).astype(np.uint64)
         sizes = np.multiply.outer(sizes, along).reshape(-1)
-    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes * np.uint64(words_per_item), dtype=np.uint64)])
+    found: NDArray[np.uint64] = np.zeros(sizes.size + 1, np.uint64)
+    np.cumsum(sizes * np.uint64(words_per_item), out=found[1:])
+    found.flags.writeable = False  # callers share it
+    return found
+
+
+@lru_cache(1024)
+def chunk_count(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
+    """Chunks of a leaf."""
+    return math.prod(grid_shape(shape, chunk))
 
 
 def shard_shape(shape: Sequence[int], chunk: Sequence[int], item_bytes: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class LeafSpec:
 
     @property
     def chunk_count(self) -> int:
-        return math.prod(grid.grid_shape(self.shape, self.chunk))
+        return grid.chunk_count(self.shape, self.chunk)
 
     def bounds(self) -> NDArray[np.uint64]:
         """Word offsets of the leaf's chunks, uint64 ``(chunks + 1,)``."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltacheck import restore
 from deltacheck.errors import Damaged, DeltacheckError
-from deltacheck.store.root import Root, StepRef, read_manifest
-from deltacheck.store.schema import Manifest
+from deltacheck.store.root import Root, open_segments
+from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,61 +33,70 @@ def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[F
     findings: list[Finding] = []
     root = root.afresh()
     if step is None:
-        for path in root.manifest_paths():
-            try:
-                read_manifest(path)
-            except FileNotFoundError:
-                continue  # deleted by a running training since it was listed
-            except DeltacheckError as error:
-                findings.append(Finding(None, None, str(error)))
-        checkpoints = root.checkpoints()
+        checkpoints, damaged = root.read_all()
+        findings += [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
     else:
         manifest = root.manifest(step)
         checkpoints = [ref for ref in root.checkpoints() if ref.seq == manifest.seq]
-    metadata_seen: dict[Path, str | None] = {}
+    known = _Known({}, [])
     for ref in checkpoints:
-        findings += _verify_step(root, ref, deep, metadata_seen)
+        try:
+            manifest = root.read(ref.manifest_path)
+        except FileNotFoundError:
+            continue  # deleted by a running training since it was listed
+        findings += _verify_step(root, manifest, deep, known)
     return findings
 
 
-def _verify_step(root: Root, ref: StepRef, deep: bool, metadata_seen: dict[Path, str | None]) -> list[Finding]:
+@dataclass(slots=True)
+class _Known:
+    """What the steps before have shown.
+
+    ``problems``: of the metadata of a group or a segment. ``opened``: the segments of the last step, which the next one shares.
+    """
+
+    problems: dict[Path | SegmentRef, list[str]]
+    opened: list[Segment]
+
+
+def _verify_step(root: Root, manifest: Manifest, deep: bool, known: _Known) -> list[Finding]:
     try:
-        manifest = read_manifest(ref.manifest_path)
-    except FileNotFoundError:
-        return []  # deleted by a running training since it was listed
-    try:
+        known.opened = open_segments(root, manifest)
         leaves = restore.resolve(root, manifest, stored=True)
     except DeltacheckError as error:
-        return [Finding(ref.step, None, str(error))]
-    findings = [Finding(ref.step, None, problem) for problem in _metadata_problems(root, manifest, metadata_seen)]
+        return [Finding(manifest.step, None, str(error))]
+    findings = [Finding(manifest.step, None, problem) for problem in _metadata_problems(root, manifest, known.problems)]
     for path, promise in manifest.contracts.items():
         if not promise.used(manifest.step) <= 1:
-            findings.append(
-                Finding(ref.step, path, f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}")
-            )
+            problem = f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
+            findings.append(Finding(manifest.step, path, problem))
     for path, leaf in leaves.items() if deep else ():
         try:
             restore.load({path: leaf})
         except Damaged as error:
-            findings.append(Finding(ref.step, path, str(error)))
+            findings.append(Finding(manifest.step, path, str(error)))
     return findings
 
 
-def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path, str | None]) -> list[str]:
+def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path | SegmentRef, list[str]]) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
     problems = []
-    for path in root.store.group_paths(manifest):
+    for path in root.store.group_paths():
         if path not in seen:
-            seen[path] = _group_problem(path / "zarr.json")
-        problems += [problem for problem in [seen[path]] if problem is not None]
+            seen[path] = _group_problems([path])
+        problems += seen[path]
     for ref in manifest.segments:
-        for path, spec in root.store.segment(ref).array_specs().items():
-            if path not in seen:
-                seen[path] = _metadata_problem(path / "zarr.json", spec.metadata())
-            problem = seen[path]
-            if problem is not None:
-                problems.append(problem)
+        if ref not in seen:
+            segment = root.store.segment(ref)
+            seen[ref] = _group_problems(segment.group_paths())
+            found = [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
+            seen[ref] += [problem for problem in found if problem is not None]
+        problems += seen[ref]
     return problems
+
+
+def _group_problems(paths: Iterable[Path]) -> list[str]:
+    return [problem for path in paths if (problem := _group_problem(path / "zarr.json")) is not None]
 
 
 def _group_problem(path: Path) -> str | None:

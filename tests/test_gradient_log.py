@@ -692,4 +692,4 @@ def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(tmp_path: 
     twice[:, 1] = 0  # the column of chunk numbers
     monkeypatch.setattr(type(segment.part(0)), "index", twice)
     with pytest.raises(errors.Damaged, match="no row for chunk 1"):
-        restore.resolve(root, root.manifest(1), ["%gradient/0/0"])
+        restore.resolve(root.afresh(), root.manifest(1), ["%gradient/0/0"])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tensorstore as ts
 
@@ -43,6 +44,8 @@ class Store:
     def __init__(self, path: Path, threads: int | None = None) -> None:
         self.path = path
         self.threads = threads
+        # Those that someone still works with: steps share most of theirs, and nothing stays in memory because of this.
+        self._open: WeakValueDictionary[SegmentRef, Segment] = WeakValueDictionary()
 
     @cached_property
     def _reading(self) -> ts.Context:
@@ -86,12 +89,9 @@ class Store:
         """Every segment directory, committed or not, ascending."""
         return sorted(entry.name for entry in _entries(self.path / layout.SEGMENTS) if layout.is_segment_id(entry.name))
 
-    def group_paths(self, manifest: Manifest) -> list[Path]:
-        """The groups that plain zarr passes through on its way to a step's arrays."""
-        folders = [self.path / name for name in (layout.SEGMENTS, layout.CHECKPOINTS)]
-        for ref in manifest.segments:
-            folders += self.segment(ref).group_paths()
-        return folders
+    def group_paths(self) -> list[Path]:
+        """The groups that plain zarr passes through on its way to any segment or step."""
+        return [self.path / name for name in (layout.SEGMENTS, layout.CHECKPOINTS)]
 
     def close(self) -> None:
         """End the threads that write. REQUIRES: no save is under way; a later one starts them again."""
@@ -107,8 +107,14 @@ class Store:
         return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort)
 
     def segment(self, ref: SegmentRef) -> Segment:
-        """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed."""
-        return Segment(self.path, ref, self._reading)
+        """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed.
+
+        Where the last caller's is still in use, that one, whose table is not read again.
+        """
+        opened = self._open.get(ref)
+        if opened is None:
+            opened = self._open[ref] = Segment(self.path, ref, self._reading)
+        return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class Root:
 
     def checkpoints(self) -> list[StepRef]:
         """Every committed checkpoint whose manifest is whole, ascending by sequence number."""
-        return self._read_all()[0]  # verify names the damaged ones; here they are simply not steps that can be restored
+        return self.read_all()[0]  # verify names the damaged ones; here they are simply not steps that can be restored
 
     def steps(self) -> list[int]:
         """The training steps that are committed, ascending."""
@@ -169,7 +175,10 @@ class Root:
         Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that
         is meant: falling back to an older step is the caller's choice.
         """
-        checkpoints, damaged = self._read_all()
+        newest = self._newest(step)
+        if newest is not None:
+            return newest
+        checkpoints, damaged = self.read_all()
         matching = [ref for ref in checkpoints if step is None or ref.step == step]
         # A damaged manifest may be the step that is meant: any of them where none matches, a newer one where the newest is asked for.
         suspects = [p for p in damaged if not matching or (step is None and _age(p) > _age(checkpoints[-1].manifest_path))]
@@ -183,22 +192,41 @@ class Root:
             raise type(error)(f"{error}. {way_out}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
-        newest = max(matching, key=lambda ref: ref.seq)
+        found = max(matching, key=lambda ref: ref.seq)
         if self.is_manager_root and self._item is None:
-            items = sorted({ref.manifest_path.parent.name for ref in matching if ref.step == newest.step})
+            items = sorted({ref.manifest_path.parent.name for ref in matching if ref.step == found.step})
             if len(items) > 1:
                 raise StepNotFound(
-                    f"step {newest.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...) or --item"
+                    f"step {found.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...) or --item"
                 )
-        return self._read(newest.manifest_path)
+        return self.read(found.manifest_path)
 
-    def _read_all(self) -> tuple[list[StepRef], dict[Path, Damaged | UnsupportedFormat]]:
+    def _newest(self, step: int | None) -> Manifest | None:
+        """What ``manifest`` gives, found without reading every other manifest; ``None`` where only reading them all can tell.
+
+        In an engine root the directories' names are the sequence numbers, so the first that fits, from the newest down, is meant. Anything
+        unusual on the way (a manifest that cannot be read or lies under another number) is left to ``manifest``.
+        """
+        for path in () if self.is_manager_root else reversed(self.manifest_paths()):
+            try:
+                manifest = self.read(path)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except (Damaged, UnsupportedFormat):
+                return None
+            if layout.checkpoint_id(manifest.seq) != path.parent.name:
+                return None
+            if step is None or manifest.step == step:
+                return manifest
+        return None
+
+    def read_all(self) -> tuple[list[StepRef], dict[Path, Damaged | UnsupportedFormat]]:
         """The checkpoints, ascending by sequence number, and what is wrong with the manifests that cannot be read."""
         found: list[StepRef] = []
         damaged: dict[Path, Damaged | UnsupportedFormat] = {}
         for path in self.manifest_paths():
             try:
-                manifest = self._read(path)
+                manifest = self.read(path)
             except FileNotFoundError:
                 continue  # deleted since it was listed
             except (Damaged, UnsupportedFormat) as error:
@@ -207,7 +235,8 @@ class Root:
                 found.append(StepRef(manifest.step, manifest.seq, path))
         return sorted(found, key=lambda ref: ref.seq), damaged
 
-    def _read(self, path: Path) -> Manifest:
+    def read(self, path: Path) -> Manifest:
+        """A committed manifest; read and checked again only where its file has changed. Raises ``FileNotFoundError``, ``Damaged``."""
         stamp = path.stat().st_mtime_ns
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
@@ -304,7 +333,7 @@ def newest_whole_step(root: Root, before: int | None = None) -> int | None:
         if before is not None and ref.seq >= before:
             continue
         try:
-            for segment in read_manifest(ref.manifest_path).segments:
+            for segment in root.read(ref.manifest_path).segments:
                 root.store.segment(segment)
         except DeltacheckError:
             continue

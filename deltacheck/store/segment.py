@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -229,11 +229,21 @@ class Segment:
             raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
         self._parts: dict[int, PartReader] = {}
 
+    def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
+        """Begin to read the indexes of some parts and, if asked, the chunk digests: what ``part(number).index`` and ``digests`` wait for."""
+        if digests:
+            _ = self._digests
+        for number in parts:
+            self.part(number).start_index()
+
+    @cached_property
+    def _digests(self) -> Reading:
+        return ReadableArray(self.path / layout.DIGESTS, digests_spec(self.table.digests), self._where).start()
+
     @cached_property
     def digests(self) -> U64:
         """Chunk digests, uint64 ``(rows, 2)``."""
-        spec = digests_spec(self.table.digests)
-        return np.asarray(ReadableArray(self.path / layout.DIGESTS, spec, self._where).read(), np.uint64)
+        return np.asarray(self._digests.result(), np.uint64)
 
     def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
@@ -246,10 +256,9 @@ class Segment:
         folder = self.path / layout.PACKED
         return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
 
-    def start_packed(self, spec: LeafSpec, at: KeyframeAt) -> Reading:
-        """Begin to read a packed leaf."""
-        count = spec.raw_bytes // spec.element.item_bytes
-        return self._packed[at.packed].start([slice(at.offset, at.offset + count)])
+    def start_packed(self, storage: str, offset: int, count: int) -> Reading:
+        """Begin to read elements of packed leaves."""
+        return self._packed[storage].start([slice(offset, offset + count)])
 
     def part(self, number: int) -> PartReader:
         if number not in self._parts:
@@ -294,11 +303,18 @@ class PartReader:
     @cached_property
     def index(self) -> U32:
         """uint32 ``(rows, 8)``, columns ``INDEX``."""
-        array = ReadableArray(self._path / "index", index_spec(self._part.rows), self._where)
-        return np.asarray(array.read(), np.uint32)
+        return np.asarray(self._index.result(), np.uint32)
 
     @cached_property
-    def _offsets(self) -> Mapping[str, U64]:
+    def _index(self) -> Reading:
+        return ReadableArray(self._path / "index", index_spec(self._part.rows), self._where).start()
+
+    def start_index(self) -> None:
+        """Begin to read ``index``."""
+        _ = self._index
+
+    @cached_property
+    def offsets(self) -> Mapping[str, U64]:
         """Per stream, the offset of each row's bytes, ``(rows + 1,)``."""
         sizes = stream_sizes(self.index)
         zero = np.zeros(1, np.uint64)
@@ -313,10 +329,24 @@ class PartReader:
     def _arrays(self) -> Mapping[str, ReadableArray]:
         return {n: ReadableArray(self._path / n, stream_spec(n, s), self._where) for n, s in self._part.streams.items()}
 
+    @cached_property
+    def _ends(self) -> U64:
+        """Bytes of all streams before each row, ``(rows + 1,)``."""
+        ends: U64 = np.sum(list(self.offsets.values()), axis=0, dtype=np.uint64)
+        return ends
+
+    def stream_bytes(self, first: int, stop: int) -> int:
+        """Bytes of the streams of rows ``first`` to ``stop``."""
+        return int(self._ends[stop] - self._ends[first])
+
+    def is_small(self, first: int, stop: int) -> bool:
+        """Whether reading past these rows costs less than a read of its own: a chunk of a stream is decoded whole in any case."""
+        return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
+
     def start(self, first: int, stop: int) -> dict[str, Reading]:
         """Begin to read the streams of rows ``first`` to ``stop``."""
         readings: dict[str, Reading] = {}
-        for name, offsets in self._offsets.items():
+        for name, offsets in self.offsets.items():
             begin, end = int(offsets[first]), int(offsets[stop])
             if end > begin:
                 readings[name] = self._arrays[name].start([slice(begin, end)])
