@@ -13,6 +13,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from deltacheck.codec import lattice
 from deltacheck.contracts import Bounded, Reused
 from deltacheck.policy import adam
 from deltacheck.records import LeafKind
@@ -138,6 +139,15 @@ def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(sav
         promise = made.manifest().contracts[f"optimizer/state/{number}/master"]
         assert 0 < error / made.run.rate == pytest.approx(promise.measured)
         assert promise.terms == Bounded(32.0, "lr")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.7, 3.0])
+def test_a_lattice_keeps_the_progress_of_steps_of_any_size(share: float) -> None:  # law 2
+    masters = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32)
+    spacing = 1e-3
+    moved = masters + np.float32(share * spacing)
+    before, after = (lattice.values(lattice.codes(x, spacing, 5).codes, spacing, 5) for x in (masters, moved))
+    assert np.mean(after - before, dtype=np.float64) / np.mean(moved - masters, dtype=np.float64) == pytest.approx(1, abs=0.02)
 
 
 def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
