@@ -2,7 +2,7 @@
 
 One ``Treatment`` a saver. At each save it decides, from small things only, how every leaf is kept; the leaves themselves are read
 when the saver captures them, often behind the training loop. There codes are made, the error of what they decode to is measured, and
-a leaf whose contract would not hold is stored exactly after all. Law and figure numbers are those of ``docs/explanation/policy.md``.
+a leaf whose contract would not hold is stored exactly after all. Laws are numbered as in ``docs/explanation/policy.md``.
 """
 
 from __future__ import annotations
