@@ -29,6 +29,7 @@ from deltacheck.policy.chain import staggered
 from deltacheck.policy.planner import LeafRate, Machine, Rates, Run
 from deltacheck.profile.record import FORMAT, VERSION, Curve, LeafProfile, Profile
 from deltacheck.report.collect import collect
+from tests.adam_run import AdamRun
 
 GB = 1e9
 DISK = Machine(write=0.5 * GB, read=1 * GB, encode=2 * GB, apply=4 * GB, copy=10 * GB)
@@ -404,3 +405,18 @@ def test_a_probe_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch:
 def test_planning_needs_no_library_of_the_report() -> None:
     code = "import sys; sys.modules['matplotlib'] = None; import deltacheck.cli.plan, deltacheck.cli.report, deltacheck.report.collect"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(tmp_path: Path) -> None:
+    run = AdamRun((96, 96), 3)
+    run.advance(100)
+    stored = []
+    with Engine(tmp_path, policy=Policy.model_exact(moments="dropped", max_chain_depth=100)) as engine:
+        for _ in range(14):
+            run.advance(10)
+            stored.append(engine.save(run.step, run.state()).result())
+    rates = _rates(collect(tmp_path))
+    assert rates.state_bytes == stored[-1].raw_bytes
+    delta = sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
+    assert delta == pytest.approx(statistics.fmean(report.stored_bytes for report in stored[-4:]), rel=0.2)
+    assert delta < stored[2].stored_bytes / 2

@@ -143,6 +143,9 @@ def _rates(record: Record) -> Rates:
         )
         for leaf in record.leaves.values()
     )
+    computed = steps[-1].raw_bytes - sum(leaf.raw_bytes for leaf in leaves)  # at a restore, or stored as smaller codes
+    if computed > 0:
+        leaves += (LeafRate(computed, 1, 0.0, 0.0, 0.0),)
     tables = statistics.fmean(step.written["tables"] for step in steps[1:])
     return Rates(statistics.median(apart), leaves, tables)
 

@@ -15,7 +15,7 @@ from deltacheck.contracts import Bounded, name_of
 from deltacheck.errors import DeltacheckError
 from deltacheck.history import LeafState, Step
 from deltacheck.profile.record import Profile
-from deltacheck.records import LeafKind
+from deltacheck.records import LeafKind, LeafSpec
 from deltacheck.report.groups import classes, groups
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
@@ -85,7 +85,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class LeafTotal:
-    """What all saves of one leaf came to. ``key_bytes``: as stored, of its newest keyframe.
+    """What the saves of one leaf came to since it is stored as it is now. ``key_bytes``: as stored, of its newest keyframe.
 
     ``saves``: those that found it unchanged or wrote a delta; ``delta_bytes``, ``density``: their sums.
     """
@@ -103,6 +103,7 @@ class Record:
     """A root. ``groups``: of the heat map, name -> leaf paths. ``problems``: what could not be read.
 
     ``total_bytes``: of all manifests and of the segments that they name; a root may hold others, which ``deltacheck gc`` removes.
+    ``leaves``: what is stored of the newest step's.
     """
 
     root: str
@@ -132,15 +133,18 @@ def collect(path: str | os.PathLike[str], item: str | None = None, profile: str 
     grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
     steps = []
+    present: Mapping[str, LeafState] = {}
     for step in history.steps(root, committed):
+        present = step.states or present
         record = _step(step, segments, grouped, classed)
         if record.problem is not None:
             problems.append(f"step {record.step}: {record.problem}")
         steps.append(record)
     writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
-    total = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
-    return Record(str(root.path), total, writers, tuple(steps), grouped, segments.totals, read, tuple(problems))
+    stored = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
+    totals = {path: total for path, total in segments.totals.items() if path in present}
+    return Record(str(root.path), stored, writers, tuple(steps), grouped, totals, read, tuple(problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,7 @@ class _Segments:
     def __init__(self) -> None:
         self._costs: dict[str, Cost] = {}
         self.totals: dict[str, LeafTotal] = {}
+        self._specs: dict[str, LeafSpec] = {}
 
     def cost(self, segment: Segment) -> Cost:
         if segment.id not in self._costs:
@@ -229,7 +234,9 @@ class _Segments:
 
     def count(self, path: str, state: LeafState, density: float | None) -> None:
         key, last = (self.cost(segment).by_leaf.get(path, 0.0) for segment, _ in (state.chain[0], state.chain[-1]))
-        old = self.totals.get(path, LeafTotal(0, 1, 0.0))
+        fresh = self._specs.get(path) != state.spec  # values before, codes now: what went before says nothing of what comes
+        self._specs[path] = state.spec
+        old = LeafTotal(0, 1, 0.0) if fresh else self.totals[path]
         compared = state.kind is not LeafKind.KEYFRAME
         self.totals[path] = LeafTotal(
             state.spec.raw_bytes,
