@@ -163,7 +163,7 @@ class _Save:
         self._treatment = treatment
         self._step = step
         self._stage = stage
-        self._live = {path: source for path, source in sources.items()}
+        self._live = sources
         self._derived: dict[str, Derived] = {}
         self._contracts: dict[str, Promise] = {}
 
@@ -177,8 +177,8 @@ class _Save:
         group = _Group(self, parameter, situation, decisions)
         for path, decision in decisions.items():
             self._replace(path, group.capture_of(path, decision), group.paths)
-        second = parameter.second
-        if second in self._live and second not in decisions and parameter.adam and self._treatment._policy.hidden is not None:
+        second, hidden = parameter.second, self._treatment._policy.hidden
+        if second is not None and second not in decisions and parameter.adam and hidden is not None:
             self._replace(second, partial(self._watched, second, group.rescale_since_last()), (second,))
 
     def share_equal(self, paths: Sequence[str]) -> None:
@@ -242,7 +242,6 @@ class _Group:
         self._situation = situation
         self._decisions = decisions
         self._moments: dict[str, Any] | None = None
-        self._master: Array | None = None
         self.paths = tuple(
             path for path in (parameter.weight, parameter.master, parameter.first, parameter.second) if path is not None
         )
