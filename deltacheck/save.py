@@ -32,7 +32,7 @@ from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
-from deltacheck.tree import Node, scalars
+from deltacheck.tree import Node
 from deltacheck.work import Leaf, LeafSource, Setup, Work
 
 __all__ = ["LeafSource", "Saver"]
@@ -129,7 +129,7 @@ class Saver:
             pending = self.pending()
         for earlier in pending:
             earlier._settle("encoded")  # the shadow is free from here on
-        sources, terms = self._treatment.plan(step, sources, scalars(tree), metrics or {})
+        sources, terms = self._treatment.plan(step, sources, tree, metrics or {})
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]

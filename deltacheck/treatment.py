@@ -30,6 +30,7 @@ from deltacheck.policy.roles import Hyperparameters, Parameter
 from deltacheck.policy.stage import STABLE, Observation, Stage, advance
 from deltacheck.records import LeafSpec
 from deltacheck.store.schema import Derived
+from deltacheck.tree import Node, scalars
 from deltacheck.work import Coded, LeafSource, Terms
 
 log = logging.getLogger("deltacheck")
@@ -72,16 +73,13 @@ class Treatment:
         self._counts.clear()
 
     def plan(
-        self, step: int, sources: Mapping[str, LeafSource], scalars: Mapping[str, object], metrics: Mapping[str, float]
+        self, step: int, sources: Mapping[str, LeafSource], tree: Node, metrics: Mapping[str, float]
     ) -> tuple[dict[str, LeafSource], Callable[[], Terms]]:
-        """What to store at this save, and what its manifest will say of it; that is complete once every source was captured.
-
-        ``scalars``: the Python numbers of the tree, by path.
-        """
+        """What to store at this save, and what its manifest will say of it; that is complete once every source was captured."""
         if self._policy.is_exact:
             return dict(sources), Terms
         specs = {path: source.spec for path, source in sources.items()}
-        known = dict(scalars) | self._single(sources)
+        known = dict(scalars(tree)) | self._single(sources)
         found = roles.find(specs, known, list(sources))
         told = next((metrics[name] for name in _RATES if name in metrics), None)
         rates = {
