@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deltacheck.chain import Chain
     from deltacheck.export import Progress
     from deltacheck.store.root import Root, StepRef
+    from deltacheck.store.schema import Manifest
     from deltacheck.verify import Finding
 
 
@@ -34,7 +35,8 @@ def verify(
     checkpoints, findings = _shallow(root, wanted.steps)
     if deep:
         findings += _deep(root, checkpoints)
-    contracts = _contracts(checkpoints)
+    manifests = _readable(checkpoints)
+    contracts = _contracts(manifests)
     if as_json:
         about = {"root": str(root.path), "deep": deep, "steps": [ref.step for ref in checkpoints], "ok": not findings}
         output.print_json({**about, "findings": [asdict(finding) for finding in findings], "contracts": contracts})
@@ -48,7 +50,7 @@ def verify(
             output.print_line(_summed(contracts))
         number = f"{len(checkpoints)} step{'' if len(checkpoints) == 1 else 's'}"
         depth = "every byte read" if deep else "tables and metadata read; --deep reads every byte"
-        replayed = _kept_as_gradients(checkpoints)
+        replayed = sum(manifest.replay is not None for manifest in manifests)
         if replayed:
             output.print_line(
                 f"{replayed} of them are kept as gradients: what is stored was checked; a restore's replay proves the rest"
@@ -68,18 +70,26 @@ _CONTRACT_COLUMNS = (
 )
 
 
-def _contracts(checkpoints: list[StepRef]) -> list[Row]:
-    """The leaves that are not exact, step by step."""
-    from deltacheck.contracts import name_of
+def _readable(checkpoints: list[StepRef]) -> list[Manifest]:
     from deltacheck.errors import DeltacheckError
     from deltacheck.store.root import read_manifest
 
-    rows: list[Row] = []
+    manifests = []
     for ref in checkpoints:
         with contextlib.suppress(FileNotFoundError, DeltacheckError):  # deleted since, or damaged: a finding says so
-            for path, promise in read_manifest(ref.manifest_path).contracts.items():
-                row: Row = {"step": ref.step, "leaf": path, "contract": name_of(promise.terms), "measured": promise.measured}
-                rows.append(row | {"limit": promise.allowed, "from_step": promise.from_step, "used": promise.used(ref.step)})
+            manifests.append(read_manifest(ref.manifest_path))
+    return manifests
+
+
+def _contracts(manifests: list[Manifest]) -> list[Row]:
+    """The leaves that are not exact, step by step."""
+    from deltacheck.contracts import name_of
+
+    rows: list[Row] = []
+    for manifest in manifests:
+        for path, promise in manifest.contracts.items():
+            row: Row = {"step": manifest.step, "leaf": path, "contract": name_of(promise.terms), "measured": promise.measured}
+            rows.append(row | {"limit": promise.allowed, "from_step": promise.from_step, "used": promise.used(manifest.step)})
     return rows
 
 
@@ -87,17 +97,6 @@ def _summed(contracts: list[Row]) -> str:
     steps = {row["step"] for row in contracts}
     kinds = [f"{sum(row['contract'] == kind for row in contracts)} {kind}" for kind in ("bounded", "reused")]
     return f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP lists those of one step"
-
-
-def _kept_as_gradients(checkpoints: list[StepRef]) -> int:
-    from deltacheck.errors import DeltacheckError
-    from deltacheck.store.root import read_manifest
-
-    count = 0
-    for ref in checkpoints:
-        with contextlib.suppress(FileNotFoundError, DeltacheckError):  # deleted since, or damaged: a finding says so
-            count += read_manifest(ref.manifest_path).replay is not None
-    return count
 
 
 def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], list[Finding]]:
