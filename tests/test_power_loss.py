@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import cut, power, scenarios, shim
+from faults import cut, image, power, scenarios, shim
 from faults.power import Op
 
 import deltacheck
@@ -224,3 +224,22 @@ def test_the_judge_finds_a_step_that_is_gone(tmp_path: Path) -> None:
     assert scenarios.violations(scenario, tmp_path / "root", {0, 1, 2}) == [
         "step 2 was acknowledged, but only [0, 1] are there"
     ]
+
+
+# --- a real file system -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_image_copied_while_steps_are_saved_has_every_acknowledged_one(place: Path, seed: int) -> None:
+    reason = image.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    outcome = image.try_cuts("engine", 3, "ext4", seed, place)
+    assert not outcome.bad, outcome.first
+
+
+def test_where_no_image_can_be_mounted_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert image.why_not() == "mounting an image needs root"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "losetup" else f"/bin/{name}")
+    assert image.why_not() == "there is no losetup"

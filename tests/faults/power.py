@@ -97,7 +97,7 @@ class File:
     def variants(self) -> list[bytes]:
         """Every content that a power cut may leave, the one that is expected first."""
         old, new = self.content(self.synced), self.content(len(self.acts))
-        common = len(os.path.commonprefix([old, new]))
+        common = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         torn = [new[:cut] for cut in {(common + len(new)) // 2, len(new) - 1} if common <= cut < len(new)]
         filled = [new[:common] + of * (len(new) - common) for of in (b"\0", b"\xa5")]
         return list(dict.fromkeys([new, old, *torn, *filled]))
