@@ -40,22 +40,31 @@ _AHEAD_BYTES = 32 << 20
 class Chain:
     """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
 
-    A keyframe is an array, or rows like those of a delta, for every chunk.
+    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the caller has of the leaf already; it stands
+    for the keyframe and for the deltas before ``deltas``.
     """
 
     spec: LeafSpec
     key: tuple[Segment, LeafEntry]
     deltas: tuple[tuple[Segment, LeafEntry], ...]
     digests: U64
+    held: U8 | None = None
 
     @property
     def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
-        """What of it is rows, in order."""
-        return ((self.key,) if self.key[1].key is None else ()) + self.deltas
+        """What of it is rows that are to be applied, in order."""
+        return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
         return [segment.id for segment, _ in self.deltas]
+
+
+class Held(NamedTuple):
+    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is known to have."""
+
+    data: U8
+    digest: str
 
 
 class _Filling(NamedTuple):
@@ -93,10 +102,11 @@ class _Links(NamedTuple):
     entries: list[tuple[int, LeafEntry]]
 
 
-def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Chain]:
+def resolve(root: Root, manifest: Manifest, paths: Iterable[str], held: Mapping[str, Held] | None = None) -> dict[str, Chain]:
     """The chain of every named leaf of ``manifest.leaves``, each link checked by the digests that the tables carry.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
+    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes
+    after that is read. Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
     segments = open_segments(root, manifest)
     links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
@@ -108,8 +118,18 @@ def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, C
                 f"the manifest promises {record.digest}"
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
-        chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        mine = (held or {}).get(spec.path)
+        first = 0 if mine is None else _links_of(entries, mine.digest)
+        if mine is None or not first:
+            chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        else:
+            chains[spec.path] = Chain(spec, key, tuple(deltas[first - 1 :]), digests, mine.data)
     return chains
+
+
+def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
+    """How many links of a chain give content with this digest, as many as possible; 0 where none do."""
+    return max((number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest), default=0)
 
 
 def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
@@ -259,8 +279,13 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     packed: dict[tuple[str, str], list[_Filling]] = {}
     for item in items.values():
         segment, entry = item.chain.key
-        spec, at = item.chain.spec, entry.key
-        if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
+        spec, at, held = item.chain.spec, entry.key, item.chain.held
+        if not item.chunks:
+            continue
+        if held is not None:
+            item.data[:] = _chosen(item, held)
+            continue
+        if at is None:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
             packed.setdefault((segment.id, at.packed), []).append(item)
@@ -274,11 +299,7 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     for read, reading in _ahead(reads):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)
         for item, begin in read.leaves:
-            whole = values[begin : begin + item.chain.spec.raw_bytes]
-            if not item.is_whole:
-                every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
-                whole = np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
-            item.data[:] = whole
+            item.data[:] = _chosen(item, values[begin : begin + item.chain.spec.raw_bytes])
     for reading in natural:
         reading.result()
 
@@ -321,6 +342,14 @@ def extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
     sizes = np.diff(spec.bounds())[chunks] * np.uint64(spec.word_bytes)
     ends = np.cumsum(sizes).astype(np.int64)
     return list(zip((ends - sizes.astype(np.int64)).tolist(), ends.tolist(), strict=True))
+
+
+def _chosen(item: _Filling, whole: U8) -> U8:
+    """The wanted chunks of a leaf, one after the other, from its whole bytes."""
+    if item.is_whole:
+        return whole
+    every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
+    return np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
 
 
 class _Run(NamedTuple):

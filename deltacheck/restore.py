@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from deltacheck import chain, derive, grid, replay
-from deltacheck.chain import Chain
+from deltacheck.chain import Chain, Held
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
@@ -43,12 +43,19 @@ class Loaded(NamedTuple):
     data: U8
 
 
-def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False) -> dict[str, Leaf]:
+def resolve(
+    root: Root,
+    manifest: Manifest,
+    paths: Sequence[str] | None = None,
+    *,
+    stored: bool = False,
+    held: Mapping[str, Held] | None = None,
+) -> dict[str, Leaf]:
     """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
     ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
-    (``ReplayNeeded``). Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
-    have.
+    (``ReplayNeeded``). ``held``: what the caller has of leaves as they are stored, which is then not read again. Raises
+    ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have.
     """
     specs = manifest.specs
     inputs = set() if manifest.replay is None else manifest.replay.inputs
@@ -63,7 +70,7 @@ def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, 
     needed = dict.fromkeys(wanted)
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
-    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves])
+    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves], held)
     made: dict[str, Leaf] = {}
 
     def make(path: str) -> Leaf:
