@@ -9,7 +9,10 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import grid, restore, tree, verify
+from deltacheck import blame, branch, grid, restore, tree, verify
+from deltacheck.blame import Blame
+from deltacheck.branch import Branched
+from deltacheck.errors import StepNotFound
 from deltacheck.restore import Leaf, Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
@@ -115,6 +118,28 @@ class Checkpoints:
         return tree.unflatten(
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
         )
+
+    def blame(self, step: int | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
+        """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
+
+        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does not store too, and ``Damaged`` or
+        ``ChainBroken`` where a step on the way is not whole.
+        """
+        manifest = self.manifest(step)
+        wanted = list(manifest.leaves if leaves is None else leaves)
+        for path in wanted:
+            if path not in manifest.leaves:
+                raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
+        return blame.blame(self._root, manifest, wanted)
+
+    def branch(self, step: int | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+        """Make a root of its own at ``to``, new or empty, that begins with a step of this one (``None``: the newest) and goes on by itself.
+
+        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs, but damage to one root's is then none to the
+        other's. Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
+        anything, ``OSError``.
+        """
+        return branch.branch(self._root, step, to, copy=copy)
 
     def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
