@@ -179,6 +179,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "time": output.utc(manifest.time),
         "writer": manifest.writer,
         "contract": manifest.contract,
+        "durability": manifest.durability,
         "stage": manifest.stage,
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),

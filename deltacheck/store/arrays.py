@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 from deltacheck import grid
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store.background import Background
+from deltacheck.store.durability import Durability
 
 Attributes = Mapping[str, Any]
 
 # A missing key's generation: a write under this condition creates, and never replaces.
 _ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
+UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 
 
@@ -132,9 +134,9 @@ def _fill_value(dtype: str) -> Any:
     return "NaN" if dtype.startswith("float") else 0
 
 
-def context(threads: int | None = None, cache_bytes: int = 0) -> ts.Context:
+def context(threads: int | None = None, cache_bytes: int = 0, durability: Durability = Durability.POWER) -> ts.Context:
     """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it."""
-    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}}
+    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": durability.syncs}
     if threads is not None:
         resources |= {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(4, threads)}}
     return ts.Context(resources)
@@ -164,7 +166,7 @@ def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) 
     """
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
-    described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
+    described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode(), where)
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
     return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
@@ -213,8 +215,9 @@ class StreamWriter:
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
 
-    def __init__(self, where: ts.Context) -> None:
+    def __init__(self, where: ts.Context, durability: Durability = Durability.POWER) -> None:
         self._where = where
+        self._durability = durability
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
         self._spent = Spent(0.0, 0.0)
@@ -241,11 +244,11 @@ class StreamWriter:
         native = native_stream_writer()
         if native is None:
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
-        described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
-        kept, making = [np.ascontiguousarray(piece) for piece in pieces], self._making
+        described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode(), self._where)
+        kept, making, durability = [np.ascontiguousarray(piece) for piece in pieces], self._making, self._durability
 
         def work() -> None:
-            spent = _write_stream(path, spec, kept, native, making, level)
+            spent = _write_stream(path, spec, kept, native, making, level, durability)
             with making:
                 self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
 
@@ -269,6 +272,7 @@ def _write_stream(
     write: Callable[..., int],
     making: threading.Lock,
     level: int,
+    durability: Durability,
 ) -> Spent:
     """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
     path.mkdir(parents=True, exist_ok=True)
@@ -281,7 +285,7 @@ def _write_stream(
                 write_stream_file(write, descriptor, spec, pieces, number, level)
                 made += time.perf_counter() - begin
             begin = time.perf_counter()
-            os.fsync(descriptor)
+            durability.sync_file(descriptor)
             synced += time.perf_counter() - begin
         finally:
             os.close(descriptor)
@@ -358,20 +362,26 @@ def group_json(attributes: Attributes) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, separators=(",", ":")).encode()
 
 
-def create_file(directory: Path, name: str, content: bytes) -> bool:
+def create_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> bool:
     """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
-    return bool(_start_create(directory, name, content).result().generation)
+    return bool(_start_create(directory, name, content, _files(durability)).result().generation)
 
 
-def _start_create(directory: Path, name: str, content: bytes) -> Any:
+@cache
+def _files(durability: Durability) -> ts.Context:
+    return context(durability=durability)
+
+
+def _start_create(directory: Path, name: str, content: bytes, where: ts.Context) -> Any:
     """The future of a file's conditional creation; its result has no generation where the file exists already."""
-    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=where).result()
     return store.write(name, content, if_equal=_ABSENT)
 
 
-def replace_file(directory: Path, name: str, content: bytes) -> None:
+def replace_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
-    ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result().write(name, content).result()
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
+    store.write(name, content).result()
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ needed by an older step too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed
 from deltacheck.store import arrays, layout
-from deltacheck.store.root import Root, read_manifest
-from deltacheck.store.segment import sync_directory
+from deltacheck.store.durability import Durability
+from deltacheck.store.root import Root, Store, read_manifest
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
 
@@ -33,11 +34,11 @@ class Collected:
 
 def delete_checkpoint(root: Root, seq: int) -> None:
     """Make a checkpoint of an engine root not exist; its segments stay until they are collected."""
-    folder = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq)
+    folder, durability = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq), root.store.durability
     (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
-    sync_directory(folder)
+    durability.sync_directory(folder)
     shutil.rmtree(folder)
-    sync_directory(folder.parent)
+    durability.sync_directory(folder.parent)
 
 
 def collect(
@@ -77,9 +78,11 @@ def collect(
     if not dry_run:
         if writer_is_dead:
             _remove_unfinished_checkpoints(root)
+        if remove:
+            _sync_deletions(root)
         for name in remove:
-            _remove(root.store.path / layout.SEGMENTS / name)
-        _write_marks(root.store.path, {name: since[name] for name in unneeded - set(remove)}, marks)
+            _remove(root.store.path / layout.SEGMENTS / name, root.store.durability)
+        _write_marks(root.store, {name: since[name] for name in unneeded - set(remove)}, marks)
     return Collected(tuple(remove), tuple(sorted(unneeded - set(remove))), freed)
 
 
@@ -90,15 +93,30 @@ def _remove_unfinished_checkpoints(root: Root) -> None:
             shutil.rmtree(folder)
 
 
-def _remove(path: Path) -> None:
+def _sync_deletions(root: Root) -> None:
+    """Make the deletion of steps durable before that of what they needed: a power cut must not bring one back without it.
+
+    Who deleted them may not have done so: Orbax does not, and a process may be killed before it does.
+    """
+    folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
+    steps = [entry for entry in folder.iterdir() if entry.is_dir() and entry != root.store.path]
+    inner = [entry for step in steps for entry in step.iterdir() if entry.is_dir()] if root.is_manager_root else []
+    for directory in (*inner, *steps):
+        if not (directory / "zarr.json").exists():
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                root.store.durability.sync_directory(directory)
+    root.store.durability.sync_directory(folder)
+
+
+def _remove(path: Path, durability: Durability) -> None:
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
     (path / "zarr.json").unlink(
         missing_ok=True
     )  # without its table it is no segment: a crash from here on leaves garbage, not damage
-    sync_directory(path)
+    durability.sync_directory(path)
     shutil.rmtree(path)
-    sync_directory(path.parent)
+    durability.sync_directory(path.parent)
 
 
 def _read_marks(store: Path) -> dict[str, float]:
@@ -109,9 +127,9 @@ def _read_marks(store: Path) -> dict[str, float]:
         return {}  # marks are a courtesy to readers: without them every segment waits anew
 
 
-def _write_marks(store: Path, marks: dict[str, float], before: dict[str, float]) -> None:
+def _write_marks(store: Store, marks: dict[str, float], before: dict[str, float]) -> None:
     if marks == before:
         return
-    folder = store / layout.CONTROL / _MARKS
+    folder = store.path / layout.CONTROL / _MARKS
     folder.mkdir(parents=True, exist_ok=True)
-    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}))
+    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability)

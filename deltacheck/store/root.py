@@ -29,9 +29,10 @@ from deltacheck.errors import (
 )
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.arrays import Spent, StreamWriter
+from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
 from deltacheck.store.schema import Manifest, SegmentRef
-from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
+from deltacheck.store.segment import Segment, SegmentWriter
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root
 _CACHE_BYTES = 64 << 20  # of decoded zarr chunks while reading: packed leaves share chunks
@@ -39,11 +40,12 @@ _COMMIT_MARK = "commit_success.txt"  # keeps Orbax's clean-up of unfinished step
 
 
 class Store:
-    """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default."""
+    """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default. ``durability``: of what is written."""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path, threads: int | None = None, durability: Durability = Durability.POWER) -> None:
         self.path = path
         self.threads = threads
+        self.durability = durability
         # Those that someone still works with: steps share most of theirs, and nothing stays in memory because of this.
         self._open: WeakValueDictionary[SegmentRef, Segment] = WeakValueDictionary()
 
@@ -55,35 +57,34 @@ class Store:
     def _writing(self) -> ts.Context:
         # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of
         # it since.
-        return arrays.context(self.threads, cache_bytes=0)
+        return arrays.context(self.threads, cache_bytes=0, durability=self.durability)
 
     @cached_property
     def _streams(self) -> StreamWriter:
-        return StreamWriter(self._writing)
+        return StreamWriter(self._writing, self.durability)
 
     @classmethod
-    def create(cls, path: Path, threads: int | None = None) -> Store:
-        """Make the directories of a store where they are not there yet, durably.
+    def create(cls, path: Path, threads: int | None = None, durability: Durability = Durability.POWER) -> Store:
+        """Make the directories of a store where they are not there yet, and the way to them durable.
 
         Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else,
         ``UnsupportedFormat``.
         """
         if _group_attributes(path) is None:
-            if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
+            if path.is_dir() and not _is_empty(path):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
-            missing = [p for p in (path, *path.parents) if not p.exists()]
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
-                arrays.create_file(path / name, "zarr.json", arrays.group_json({}))
-                sync_directory(path / name)
+                arrays.create_file(path / name, "zarr.json", arrays.group_json({}), durability)
             about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
-            arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}))
-            for directory in (path, *(p.parent for p in missing)):
-                sync_directory(directory)
+            arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}), durability)
         check_root(path)
+        # Also of a root that is there: whoever made it may have been killed, or have made its parents a moment ago, before a sync.
+        durability.sync_directory(path)
+        durability.sync_ancestors(path)
         if not os.access(path / layout.SEGMENTS, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(path))
-        return cls(path, threads)
+        return cls(path, threads, durability)
 
     def segment_ids(self) -> list[str]:
         """Every segment directory, committed or not, ascending."""
@@ -104,7 +105,7 @@ class Store:
         return self._streams.take_spent()
 
     def writer(self, seq: int, effort: Effort = Effort.NORMAL) -> SegmentWriter:
-        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort)
+        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort, self.durability)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed.
@@ -138,7 +139,7 @@ class Root:
 
     def afresh(self) -> Root:
         """The same root with nothing cached: what is read next comes from the disk."""
-        return Root(self.path, Store(self.store.path, self.store.threads), self._item)
+        return Root(self.path, Store(self.store.path, self.store.threads, self.store.durability), self._item)
 
     def manifest_paths(self) -> list[Path]:
         """Every committed manifest file."""
@@ -277,12 +278,12 @@ def check_root(path: Path) -> None:
     schema.check_version(about, str(path / "zarr.json"))
 
 
-def create_manager_store(root: Path, threads: int | None = None) -> Store:
+def create_manager_store(root: Path, threads: int | None = None, durability: Durability = Durability.POWER) -> Store:
     """The store beside the steps of a ``CheckpointManager``."""
     path = root / MANAGER_STORE
     path.mkdir(parents=True, exist_ok=True)
     (path / _COMMIT_MARK).touch()
-    return Store.create(path, threads)
+    return Store.create(path, threads, durability)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -298,7 +299,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
-def commit(root: Path, manifest: Manifest) -> int:
+def commit(root: Path, manifest: Manifest, durability: Durability = Durability.POWER) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
     Raises ``RootBusy`` where another writer has taken the sequence number.
@@ -306,12 +307,12 @@ def commit(root: Path, manifest: Manifest) -> int:
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
     folder.mkdir(exist_ok=True)
-    if not arrays.create_file(folder, "zarr.json", content):  # <- the step exists from here on
+    if not arrays.create_file(folder, "zarr.json", content, durability):  # <- the step exists from here on
         raise RootBusy(
             f"checkpoint {folder.name} of {root} was committed by {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
-    sync_directory(folder)
-    sync_directory(folder.parent)
+    durability.sync_directory(folder)
+    durability.sync_directory(folder.parent)
     return len(content)
 
 
@@ -364,6 +365,27 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             return sorted((e for e in found if e.is_dir(follow_symlinks=False)), key=lambda e: e.name)
     except FileNotFoundError:
         return []
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a directory holds nothing but what the creation of a root begins with, which may have been cut short."""
+    for entry in path.iterdir():
+        if entry.name in (layout.SEGMENTS, layout.CHECKPOINTS):
+            if entry.is_symlink() or not entry.is_dir() or any(not _is_group_file(inner) for inner in entry.iterdir()):
+                return False
+        elif entry.name not in (layout.CONTROL, _COMMIT_MARK) and not _is_group_file(entry):
+            return False
+    return True
+
+
+def _is_group_file(path: Path) -> bool:
+    """A group's ``zarr.json`` that says nothing of its own, as far as it has been written."""
+    if path.name == f"zarr.json{arrays.UNFINISHED}":
+        return True
+    try:
+        return path.name == "zarr.json" and arrays.read_file(path, 4096) in (arrays.group_json({}), b"")
+    except (OSError, Damaged):
+        return False
 
 
 def _is_manager_step(entry: os.DirEntry[str]) -> bool:

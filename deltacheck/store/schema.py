@@ -188,6 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the
     epoch, for people only. ``contract``: the weakest that a leaf has. ``derived``: leaves of the tree that are not simply stored.
     ``contracts``: of leaves that are not exact. ``stage``: of the policy, ``warm``, ``stable`` or ``degraded``; none under the exact one.
+    ``durability``: what the save survived when it was acknowledged, a cut of ``power`` or the end of its ``process``.
     """
 
     format: str
@@ -207,6 +208,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     contracts: dict[str, Promise] = {}
     stage: str = ""
     replay: Replay | None = None  # None: nothing is replayed
+    durability: str = "power"
 
     @property
     def raw_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from deltacheck.errors import ChainBroken, Damaged, SaveFailed
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
@@ -89,8 +89,17 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
+    def __init__(
+        self,
+        root: Path,
+        segment_id: str,
+        where: ts.Context,
+        streams: StreamWriter,
+        effort: Effort,
+        durability: Durability = Durability.POWER,
+    ) -> None:
         self._effort = effort
+        self._durability = durability
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
         self._where = where
@@ -177,10 +186,10 @@ class SegmentWriter:
         if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
             raise SaveFailed(f"segment {self.id}: its table does not decode to itself; this is a defect, please report it")
         for group in self._groups():
-            arrays.create_file(group, "zarr.json", arrays.group_json({}))
-        if not arrays.create_file(self.path, "zarr.json", content):
+            arrays.create_file(group, "zarr.json", arrays.group_json({}), self._durability)
+        if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
-        sync_tree(self.path)
+        self._durability.sync_tree(self.path)
         return SegmentRef(self.id, document_digest(content), arrays.bytes_on_disk(self.path))
 
     def _groups(self) -> list[Path]:
@@ -191,22 +200,6 @@ class SegmentWriter:
 def document_digest(content: bytes) -> str:
     """xxh3_128 of a whole file, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(content))
-
-
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """fsync every directory of a tree and its ancestor's entry for it (TensorStore syncs files, not directories)."""
-    for directory, _, _ in os.walk(path):
-        sync_directory(Path(directory))
-    sync_directory(path.parent)
 
 
 class Segment:

@@ -13,8 +13,10 @@ from typing import Any
 
 from orbax import checkpoint as ocp
 
+from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.policy import Policy
+from deltacheck.store.durability import Durability
 
 log = logging.getLogger("deltacheck")
 
@@ -30,6 +32,7 @@ def manager(
     host_cache_bytes: int = 256 << 20,
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
+    durability: str = "power",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """An ``ocp.CheckpointManager`` whose steps are saved with ``DeltaSaveArgs`` and restored with ``DeltaRestoreArgs``.
@@ -37,6 +40,11 @@ def manager(
     ``options``: ``ocp.CheckpointManagerOptions``. ``items``: names used with ``ocp.args.Composite``; any name can be saved and
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
+
+    ``durability``: what a step survives once ``wait_until_finished`` has returned (or, without Orbax's asynchronous saves, ``save``).
+    ``"power"``: a power cut. Plain Orbax syncs neither its metadata nor the renames that make a step exist, and deletes older steps after
+    them; here both are synced, the metadata before the rename and the rename before any deletion. Costs a flush of the disk's cache for each file and
+    directory. ``"process"``: only the end of this process; nothing is synced, a power cut may take the last steps.
 
     A save under way when the interpreter exits is finished first; plain Orbax loses it.
     """
@@ -47,12 +55,15 @@ def manager(
         host_cache_bytes=host_cache_bytes,
         grace_seconds=grace_seconds,
         io_timeout_seconds=io_timeout_seconds,
+        durability=durability,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
         registry.add(item, DeltaSaveArgs, handler)
         registry.add(item, DeltaRestoreArgs, handler)
+    if Durability.of(durability).syncs:
+        options = with_durable_steps(path, options)
     made = ocp.CheckpointManager(path, options=options, handler_registry=registry, metadata=metadata)
     _finish_at_exit()
     _open[made] = handler

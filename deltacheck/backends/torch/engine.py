@@ -28,6 +28,7 @@ from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect
+from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit
 from deltacheck.store.schema import Manifest, Replay
@@ -51,7 +52,10 @@ class Engine:
     copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
     memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``effort``: of
     the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training;
-    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
+    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``durability``: what an acknowledged save survives.
+    ``"power"``: a power cut; every file and directory entry is synced first, which costs a flush of the disk's cache for each.
+    ``"process"``: only the end of this process, however it comes; nothing is synced and saves end sooner, but a power cut or a crash of
+    the operating system may take the last saves, or leave steps that are listed and raise ``Damaged``. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
     wait for pending saves at interpreter exit.
@@ -71,6 +75,7 @@ class Engine:
         capture: str = "auto",
         shadow: str = "auto",
         effort: str = "normal",
+        durability: str = "power",
         keep_last: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
@@ -85,7 +90,7 @@ class Engine:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         path = Path(root).absolute()
-        store = Store.create(path)
+        store = Store.create(path, durability=Durability.of(durability))
         self._lease = Lease(path)
         self._root = Root(path, store)
         self._on_busy = on_busy
@@ -254,7 +259,7 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> int:
-        written = commit(self._root.path, manifest)
+        written = commit(self._root.path, manifest, self._root.store.durability)
         if self._keep_last is not None:
             try:
                 self._retain(self._keep_last)
