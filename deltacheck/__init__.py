@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
+    from deltacheck.exits import finish_on_signal
     from deltacheck.handle import SaveHandle
     from deltacheck.policy import Policy
     from deltacheck.profile import Profile
@@ -31,6 +32,7 @@ _PUBLIC = {
     "Profiler": "deltacheck.backends.profiler",
     "SaveHandle": "deltacheck.handle",
     "SaveReport": "deltacheck.records",
+    "finish_on_signal": "deltacheck.exits",
     "open": "deltacheck.reader",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "errors",
+    "finish_on_signal",
     "open",
 ]
 
