@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
+    from deltacheck.exits import finish_on_signal
     from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
     from deltacheck.policy import Policy
@@ -36,6 +37,7 @@ _PUBLIC = {
     "SaveReport": "deltacheck.records",
     "Update": "deltacheck.follower",
     "follow": "deltacheck.follower",
+    "finish_on_signal": "deltacheck.exits",
     "open": "deltacheck.reader",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "SaveReport",
     "Update",
     "errors",
+    "finish_on_signal",
     "follow",
     "open",
 ]

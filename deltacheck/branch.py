@@ -16,7 +16,6 @@ from deltacheck.errors import NotACheckpointRoot
 from deltacheck.store import layout
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit, open_segments
-from deltacheck.store.segment import sync_tree
 
 # Where a hard link cannot be made: another file system, one without links, too many of them.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
@@ -62,9 +61,9 @@ def branch(root: Root, step: int | None, to: str | os.PathLike[str], *, copy: bo
                     if not copy and _link(Path(folder) / name, inner / name):
                         linked += size
                     else:
-                        _copy(Path(folder) / name, inner / name)
+                        _copy(Path(folder) / name, inner / name, store.durability)
                         copied += size
-            sync_tree(made)
+            store.durability.sync_tree(made)
         new = Root(target, store)
         about = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
         own = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=about)
@@ -86,8 +85,8 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, durability: Durability) -> None:
     with source.open("rb") as file, target.open("xb") as copy:
         shutil.copyfileobj(file, copy, 1 << 20)
         copy.flush()
-        os.fsync(copy.fileno())
+        durability.sync_file(copy.fileno())

@@ -23,7 +23,8 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck import grid
-from deltacheck.errors import ChainBroken, Damaged
+from deltacheck.deadline import Deadline
+from deltacheck.errors import ChainBroken, Damaged, StorageTimeout
 from deltacheck.store.background import Background
 from deltacheck.store.durability import Durability
 
@@ -33,6 +34,9 @@ Attributes = Mapping[str, Any]
 _ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
 UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
+TIMEOUT_SECONDS = (
+    600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
+)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 
 
@@ -300,9 +304,9 @@ class _Writes:
         self._data = data
 
     def result(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         for future in (*self._data, self._described):
-            future.result(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            future.result(timeout=deadline.left)
         if not self._described.result().generation:
             raise ValueError("ALREADY_EXISTS: the array is there already")  # as TensorStore's create would say
 
@@ -343,8 +347,9 @@ class Reading:
         self._path = path
 
     def result(self) -> Any:
+        """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            return self._future.result()
+            return _await(self._future, self._path)
         except ValueError as error:
             raise read_error(error, self._path) from error
 
@@ -364,7 +369,7 @@ def group_json(attributes: Attributes) -> bytes:
 
 def create_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> bool:
     """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
-    return bool(_start_create(directory, name, content, _files(durability)).result().generation)
+    return bool(_await(_start_create(directory, name, content, _files(durability)), directory / name).generation)
 
 
 @cache
@@ -381,7 +386,15 @@ def _start_create(directory: Path, name: str, content: bytes, where: ts.Context)
 def replace_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
     store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
-    store.write(name, content).result()
+    _await(store.write(name, content), directory / name)
+
+
+def _await(future: Any, path: Path) -> Any:
+    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
+    try:
+        return future.result(timeout=TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise StorageTimeout(f"{path}: the storage did not answer within {TIMEOUT_SECONDS:g} s; it may hang") from None
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deltacheck import grid
 from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
-from deltacheck.errors import ChainBroken, Damaged, SaveFailed
+from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
@@ -171,7 +171,9 @@ class SegmentWriter:
             try:
                 pending.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise SaveFailed(f"segment {self.id}: writing took longer than the deadline; the storage may hang") from None
+                raise StorageTimeout(
+                    f"segment {self.id}: writing took longer than the deadline; the storage may hang"
+                ) from None
         self._pending.clear()
         table = SegmentTable(
             format=layout.FORMAT,
