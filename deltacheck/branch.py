@@ -14,6 +14,7 @@ import msgspec
 
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.store import layout
+from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit, open_segments
 

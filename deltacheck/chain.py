@@ -6,6 +6,7 @@ segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from deltacheck import grid
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import ChainBroken, Damaged, DamagedStream
+from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged, DamagedStream
 from deltacheck.records import LeafSpec
 from deltacheck.store import segment as columns
 from deltacheck.store.arrays import Reading
@@ -32,6 +33,9 @@ _HASH_THREADS = 4
 _ALONE_BYTES = 1 << 20
 _BLOCK_BYTES = 16 << 20
 _PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per digest and row of a segment.
+_CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
+_TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 # Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
 _AHEAD_BYTES = 32 << 20
 
@@ -102,13 +106,22 @@ class _Links(NamedTuple):
     entries: list[tuple[int, LeafEntry]]
 
 
-def resolve(root: Root, manifest: Manifest, paths: Iterable[str], held: Mapping[str, Held] | None = None) -> dict[str, Chain]:
+def resolve(
+    root: Root,
+    manifest: Manifest,
+    paths: Iterable[str],
+    max_bytes: int | None = None,
+    held: Mapping[str, Held] | None = None,
+) -> dict[str, Chain]:
     """The chain of every named leaf of ``manifest.leaves``, each link checked by the digests that the tables carry.
 
-    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes
-    after that is read. Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
+    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger than this and than ``_TABLES_BYTES``.
+    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes after that is read.
+    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
+    paths = list(paths)
     segments = open_segments(root, manifest)
+    _refuse_large_tables(manifest, paths, segments, max_bytes)
     links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
     chains: dict[str, Chain] = {}
     for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
@@ -130,6 +143,24 @@ def resolve(root: Root, manifest: Manifest, paths: Iterable[str], held: Mapping[
 def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
     """How many links of a chain give content with this digest, as many as possible; 0 where none do."""
     return max((number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest), default=0)
+
+
+def machine_bytes() -> int:
+    """Memory of this machine: the budget of whoever names none."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None) -> None:
+    chunks = sum(manifest.leaves[path].spec(path).chunk_count for path in paths)
+    stored = sum(segment.table.digests for segment in segments)
+    rows = sum(part.rows for segment in segments for part in segment.table.parts)
+    size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * stored + _INDEX_ROW_BYTES * rows
+    budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
+    if size > budget:
+        raise BudgetExceeded(
+            f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size} bytes, more than {budget}; "
+            "raise max_bytes, or name fewer leaves"
+        )
 
 
 def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
@@ -292,9 +323,9 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
         elif item.is_whole:
             natural.append(segment.start_natural(spec, at.array, item.data))
         else:
-            all_boxes = list(grid.boxes(spec.shape, spec.chunk))
             for chunk, (begin, end) in zip(item.chunks, extents(spec, item.chunks), strict=True):
-                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], all_boxes[chunk]))
+                box = grid.box(spec.shape, spec.chunk, chunk)
+                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
     reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
     for read, reading in _ahead(reads):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)

@@ -97,7 +97,7 @@ class Checkpoints:
         owners = tree.array_paths(manifest.tree)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
+        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted], max_bytes=max_bytes)
         loaded: dict[str, NDArray[Any]] = {}
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
@@ -113,7 +113,7 @@ class Checkpoints:
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
-        loaded = restore.load(restore.resolve(self._root, manifest), max_bytes=max_bytes)
+        loaded = restore.load(restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
         arrays = {path: restore.as_array(item) for path, item in loaded.items()}
         return tree.unflatten(
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
@@ -151,6 +151,7 @@ class Checkpoints:
 
 
 def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
+    restore.refuse_more_than(max_bytes, restore.box_bytes(leaf.spec, box))
     chunks = grid.chunks_of_slices(leaf.spec.shape, leaf.spec.chunk, box)
     path = leaf.spec.path
     return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]

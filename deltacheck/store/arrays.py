@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from deltacheck import grid
 from deltacheck.deadline import Deadline
 from deltacheck.errors import ChainBroken, Damaged, StorageTimeout
+from deltacheck.store import chunk_files
 from deltacheck.store.background import Background
+from deltacheck.store.chunk_files import Cells
 from deltacheck.store.durability import Durability
 
 Attributes = Mapping[str, Any]
@@ -90,6 +92,13 @@ class ArraySpec:
     def file_count(self) -> int:
         """Files of a 1-D array's data."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
+
+    @property
+    def cells(self) -> Cells:
+        """How its files are cut."""
+        return chunk_files.cells(
+            self.shape, self.chunk, self.shard, np.dtype(self.dtype).itemsize, blosc=self.codec == "values"
+        )
 
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
@@ -320,7 +329,13 @@ class ReadableArray:
     def __init__(self, path: Path, spec: ArraySpec, where: ts.Context) -> None:
         self._path = path
         self._spec = spec
-        self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        self._cells = spec.cells
+        self._looked_at: set[str] = set()
+        chunk_files.check_directory(path)
+        try:
+            self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        except ValueError as error:
+            raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -329,14 +344,25 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
-        wanted = self._array[tuple(box)] if box else self._array
-        return Reading(wanted.read(), self._path)
+        return Reading(self._wanted(box).read(), self._path)
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
-        wanted = self._array[tuple(box)] if box else self._array
+        wanted = self._wanted(box)
         target = ts.array(out, copy=False)
         return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path)
+
+    def _wanted(self, box: Sequence[slice]) -> Any:
+        """A box of the array, once its files are known to be what may be opened. ``Damaged`` where it is none of the array's."""
+        shape = self._spec.shape
+        whole = box or [slice(0, size) for size in shape]
+        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
+            raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
+        for name in self._cells.names(whole):
+            if name not in self._looked_at:
+                chunk_files.check_file(self._path / name, self._cells)
+                self._looked_at.add(name)
+        return self._array[tuple(box)] if box else self._array
 
 
 class Reading:

@@ -220,7 +220,7 @@ class Engine:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest, stored=optimizer is not None)
+        found = restore.resolve(self._root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         inputs: set[str] = set()
