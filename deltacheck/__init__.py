@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
+    from deltacheck.exits import finish_on_signal
+    from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
     from deltacheck.policy import Policy
     from deltacheck.profile import Profile
@@ -24,6 +26,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.verify",
+    "Follower": "deltacheck.follower",
+    "LeafChange": "deltacheck.follower",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
     "Policy": "deltacheck.policy",
@@ -31,12 +35,17 @@ _PUBLIC = {
     "Profiler": "deltacheck.backends.profiler",
     "SaveHandle": "deltacheck.handle",
     "SaveReport": "deltacheck.records",
+    "Update": "deltacheck.follower",
+    "follow": "deltacheck.follower",
+    "finish_on_signal": "deltacheck.exits",
     "open": "deltacheck.reader",
 }
 
 __all__ = [
     "Checkpoints",
     "Finding",
+    "Follower",
+    "LeafChange",
     "LeafReport",
     "LeafSpec",
     "Policy",
@@ -44,7 +53,10 @@ __all__ = [
     "Profiler",
     "SaveHandle",
     "SaveReport",
+    "Update",
     "errors",
+    "finish_on_signal",
+    "follow",
     "open",
 ]
 

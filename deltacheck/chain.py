@@ -6,6 +6,7 @@ segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from deltacheck import grid
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import ChainBroken, Damaged, DamagedStream
+from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged, DamagedStream
 from deltacheck.records import LeafSpec
 from deltacheck.store import segment as columns
 from deltacheck.store.arrays import Reading
@@ -32,6 +33,9 @@ _HASH_THREADS = 4
 _ALONE_BYTES = 1 << 20
 _BLOCK_BYTES = 16 << 20
 _PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per digest and row of a segment.
+_CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
+_TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 # Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
 _AHEAD_BYTES = 32 << 20
 
@@ -40,22 +44,31 @@ _AHEAD_BYTES = 32 << 20
 class Chain:
     """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
 
-    A keyframe is an array, or rows like those of a delta, for every chunk.
+    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the caller has of the leaf already; it stands
+    for the keyframe and for the deltas before ``deltas``.
     """
 
     spec: LeafSpec
     key: tuple[Segment, LeafEntry]
     deltas: tuple[tuple[Segment, LeafEntry], ...]
     digests: U64
+    held: U8 | None = None
 
     @property
     def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
-        """What of it is rows, in order."""
-        return ((self.key,) if self.key[1].key is None else ()) + self.deltas
+        """What of it is rows that are to be applied, in order."""
+        return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
         return [segment.id for segment, _ in self.deltas]
+
+
+class Held(NamedTuple):
+    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is known to have."""
+
+    data: U8
+    digest: str
 
 
 class _Filling(NamedTuple):
@@ -93,12 +106,22 @@ class _Links(NamedTuple):
     entries: list[tuple[int, LeafEntry]]
 
 
-def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Chain]:
+def resolve(
+    root: Root,
+    manifest: Manifest,
+    paths: Iterable[str],
+    max_bytes: int | None = None,
+    held: Mapping[str, Held] | None = None,
+) -> dict[str, Chain]:
     """The chain of every named leaf of ``manifest.leaves``, each link checked by the digests that the tables carry.
 
+    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger than this and than ``_TABLES_BYTES``.
+    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes after that is read.
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
+    paths = list(paths)
     segments = open_segments(root, manifest)
+    _refuse_large_tables(manifest, paths, segments, max_bytes)
     links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
     chains: dict[str, Chain] = {}
     for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
@@ -108,8 +131,36 @@ def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, C
                 f"the manifest promises {record.digest}"
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
-        chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        mine = (held or {}).get(spec.path)
+        first = 0 if mine is None else _links_of(entries, mine.digest)
+        if mine is None or not first:
+            chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        else:
+            chains[spec.path] = Chain(spec, key, tuple(deltas[first - 1 :]), digests, mine.data)
     return chains
+
+
+def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
+    """How many links of a chain give content with this digest, as many as possible; 0 where none do."""
+    return max((number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest), default=0)
+
+
+def machine_bytes() -> int:
+    """Memory of this machine: the budget of whoever names none."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None) -> None:
+    chunks = sum(manifest.leaves[path].spec(path).chunk_count for path in paths)
+    stored = sum(segment.table.digests for segment in segments)
+    rows = sum(part.rows for segment in segments for part in segment.table.parts)
+    size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * stored + _INDEX_ROW_BYTES * rows
+    budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
+    if size > budget:
+        raise BudgetExceeded(
+            f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size} bytes, more than {budget}; "
+            "raise max_bytes, or name fewer leaves"
+        )
 
 
 def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
@@ -259,26 +310,27 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     packed: dict[tuple[str, str], list[_Filling]] = {}
     for item in items.values():
         segment, entry = item.chain.key
-        spec, at = item.chain.spec, entry.key
-        if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
+        spec, at, held = item.chain.spec, entry.key, item.chain.held
+        if not item.chunks:
+            continue
+        if held is not None:
+            item.data[:] = _chosen(item, held)
+            continue
+        if at is None:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
             packed.setdefault((segment.id, at.packed), []).append(item)
         elif item.is_whole:
             natural.append(segment.start_natural(spec, at.array, item.data))
         else:
-            all_boxes = list(grid.boxes(spec.shape, spec.chunk))
             for chunk, (begin, end) in zip(item.chunks, extents(spec, item.chunks), strict=True):
-                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], all_boxes[chunk]))
+                box = grid.box(spec.shape, spec.chunk, chunk)
+                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
     reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
     for read, reading in _ahead(reads):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)
         for item, begin in read.leaves:
-            whole = values[begin : begin + item.chain.spec.raw_bytes]
-            if not item.is_whole:
-                every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
-                whole = np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
-            item.data[:] = whole
+            item.data[:] = _chosen(item, values[begin : begin + item.chain.spec.raw_bytes])
     for reading in natural:
         reading.result()
 
@@ -321,6 +373,14 @@ def extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
     sizes = np.diff(spec.bounds())[chunks] * np.uint64(spec.word_bytes)
     ends = np.cumsum(sizes).astype(np.int64)
     return list(zip((ends - sizes.astype(np.int64)).tolist(), ends.tolist(), strict=True))
+
+
+def _chosen(item: _Filling, whole: U8) -> U8:
+    """The wanted chunks of a leaf, one after the other, from its whole bytes."""
+    if item.is_whole:
+        return whole
+    every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
+    return np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
 
 
 class _Run(NamedTuple):

@@ -41,6 +41,10 @@ class RootBusy(DeltacheckError):
     """Another writer holds the root."""
 
 
+class StorageTimeout(DeltacheckError, TimeoutError):
+    """The storage did not answer in time; it may hang. Nothing is said of what it holds."""
+
+
 class SaveFailed(DeltacheckError):
     """A save did not become a checkpoint; every earlier step is as it was."""
 

@@ -9,7 +9,10 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import grid, restore, tree, verify
+from deltacheck import blame, branch, grid, restore, tree, verify
+from deltacheck.blame import Blame
+from deltacheck.branch import Branched
+from deltacheck.errors import StepNotFound
 from deltacheck.restore import Leaf, Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
@@ -94,7 +97,7 @@ class Checkpoints:
         owners = tree.array_paths(manifest.tree)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
+        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted], max_bytes=max_bytes)
         loaded: dict[str, NDArray[Any]] = {}
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
@@ -110,11 +113,33 @@ class Checkpoints:
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
-        loaded = restore.load(restore.resolve(self._root, manifest), max_bytes=max_bytes)
+        loaded = restore.load(restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
         arrays = {path: restore.as_array(item) for path, item in loaded.items()}
         return tree.unflatten(
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
         )
+
+    def blame(self, step: int | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
+        """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
+
+        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does not store too, and ``Damaged`` or
+        ``ChainBroken`` where a step on the way is not whole.
+        """
+        manifest = self.manifest(step)
+        wanted = list(manifest.leaves if leaves is None else leaves)
+        for path in wanted:
+            if path not in manifest.leaves:
+                raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
+        return blame.blame(self._root, manifest, wanted)
+
+    def branch(self, step: int | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+        """Make a root of its own at ``to``, new or empty, that begins with a step of this one (``None``: the newest) and goes on by itself.
+
+        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs, but damage to one root's is then none to the
+        other's. Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
+        anything, ``OSError``.
+        """
+        return branch.branch(self._root, step, to, copy=copy)
 
     def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
@@ -126,6 +151,7 @@ class Checkpoints:
 
 
 def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
+    restore.refuse_more_than(max_bytes, restore.box_bytes(leaf.spec, box))
     chunks = grid.chunks_of_slices(leaf.spec.shape, leaf.spec.chunk, box)
     path = leaf.spec.path
     return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]

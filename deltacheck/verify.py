@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltacheck import restore
 from deltacheck.errors import Damaged, DeltacheckError
+from deltacheck.store import arrays, schema
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment
@@ -101,20 +103,24 @@ def _group_problems(paths: Iterable[Path]) -> list[str]:
 
 def _group_problem(path: Path) -> str | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = _json_of(path)
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
     return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
 def _metadata_problem(path: Path, expected: dict[str, object]) -> str | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = _json_of(path)
         same = _normal(found) == _normal(expected)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {error}"
     return None if same else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
+
+
+def _json_of(path: Path) -> Any:
+    return json.loads(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES))
 
 
 def _normal(value: object) -> object:

@@ -23,8 +23,11 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck import grid
-from deltacheck.errors import ChainBroken, Damaged
+from deltacheck.deadline import Deadline
+from deltacheck.errors import ChainBroken, Damaged, StorageTimeout
+from deltacheck.store import chunk_files
 from deltacheck.store.background import Background
+from deltacheck.store.chunk_files import Cells
 from deltacheck.store.durability import Durability
 
 Attributes = Mapping[str, Any]
@@ -33,6 +36,9 @@ Attributes = Mapping[str, Any]
 _ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
 UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
+TIMEOUT_SECONDS = (
+    600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
+)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 
 
@@ -86,6 +92,13 @@ class ArraySpec:
     def file_count(self) -> int:
         """Files of a 1-D array's data."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
+
+    @property
+    def cells(self) -> Cells:
+        """How its files are cut."""
+        return chunk_files.cells(
+            self.shape, self.chunk, self.shard, np.dtype(self.dtype).itemsize, blosc=self.codec == "values"
+        )
 
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
@@ -300,9 +313,9 @@ class _Writes:
         self._data = data
 
     def result(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         for future in (*self._data, self._described):
-            future.result(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            future.result(timeout=deadline.left)
         if not self._described.result().generation:
             raise ValueError("ALREADY_EXISTS: the array is there already")  # as TensorStore's create would say
 
@@ -316,7 +329,13 @@ class ReadableArray:
     def __init__(self, path: Path, spec: ArraySpec, where: ts.Context) -> None:
         self._path = path
         self._spec = spec
-        self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        self._cells = spec.cells
+        self._looked_at: set[str] = set()
+        chunk_files.check_directory(path)
+        try:
+            self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        except ValueError as error:
+            raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -325,14 +344,25 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
-        wanted = self._array[tuple(box)] if box else self._array
-        return Reading(wanted.read(), self._path)
+        return Reading(self._wanted(box).read(), self._path)
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
-        wanted = self._array[tuple(box)] if box else self._array
+        wanted = self._wanted(box)
         target = ts.array(out, copy=False)
         return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path)
+
+    def _wanted(self, box: Sequence[slice]) -> Any:
+        """A box of the array, once its files are known to be what may be opened. ``Damaged`` where it is none of the array's."""
+        shape = self._spec.shape
+        whole = box or [slice(0, size) for size in shape]
+        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
+            raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
+        for name in self._cells.names(whole):
+            if name not in self._looked_at:
+                chunk_files.check_file(self._path / name, self._cells)
+                self._looked_at.add(name)
+        return self._array[tuple(box)] if box else self._array
 
 
 class Reading:
@@ -343,8 +373,9 @@ class Reading:
         self._path = path
 
     def result(self) -> Any:
+        """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            return self._future.result()
+            return _await(self._future, self._path)
         except ValueError as error:
             raise read_error(error, self._path) from error
 
@@ -364,7 +395,7 @@ def group_json(attributes: Attributes) -> bytes:
 
 def create_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> bool:
     """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
-    return bool(_start_create(directory, name, content, _files(durability)).result().generation)
+    return bool(_await(_start_create(directory, name, content, _files(durability)), directory / name).generation)
 
 
 @cache
@@ -381,7 +412,15 @@ def _start_create(directory: Path, name: str, content: bytes, where: ts.Context)
 def replace_file(directory: Path, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
     store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
-    store.write(name, content).result()
+    _await(store.write(name, content), directory / name)
+
+
+def _await(future: Any, path: Path) -> Any:
+    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
+    try:
+        return future.result(timeout=TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise StorageTimeout(f"{path}: the storage did not answer within {TIMEOUT_SECONDS:g} s; it may hang") from None
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed
-from deltacheck.store import arrays, layout
+from deltacheck.store import arrays, chunk_files, layout, schema
 from deltacheck.store.durability import Durability
 from deltacheck.store.root import Root, Store, read_manifest
 
@@ -62,7 +62,7 @@ def collect(
         except FileNotFoundError:
             continue  # deleted since it was listed
         except DeltacheckError as error:
-            if path in others and layout.ATTRIBUTE.encode() not in path.read_bytes():
+            if path in others and layout.ATTRIBUTE.encode() not in arrays.read_file(path, schema.MAX_DOCUMENT_BYTES):
                 continue  # another format's zarr.json
             raise Damaged(
                 f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
@@ -121,9 +121,10 @@ def _remove(path: Path, durability: Durability) -> None:
 
 def _read_marks(store: Path) -> dict[str, float]:
     try:
-        marks = json.loads((store / layout.CONTROL / _MARKS / "zarr.json").read_bytes())["attributes"][layout.ATTRIBUTE]
+        content = arrays.read_file(store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES)
+        marks = json.loads(content)["attributes"][layout.ATTRIBUTE]
         return {str(name): float(when) for name, when in marks.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Damaged):
         return {}  # marks are a courtesy to readers: without them every segment waits anew
 
 
@@ -131,5 +132,6 @@ def _write_marks(store: Store, marks: dict[str, float], before: dict[str, float]
     if marks == before:
         return
     folder = store.path / layout.CONTROL / _MARKS
+    chunk_files.check_directory(folder)
     folder.mkdir(parents=True, exist_ok=True)
     arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability)

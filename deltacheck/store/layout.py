@@ -21,6 +21,7 @@ LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
 _SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
 _CHECKPOINT_ID = re.compile(r"c[0-9]{10}\Z")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_UNSAFE_NAME = re.compile(r"[^A-Za-z0-9_.%~-]")
 _MAX_NAME = 160  # characters; file systems allow 255 bytes
 
 
@@ -39,6 +40,11 @@ def is_segment_id(name: str) -> bool:
 
 def is_checkpoint_id(name: str) -> bool:
     return _CHECKPOINT_ID.match(name) is not None
+
+
+def is_array_name(name: str) -> bool:
+    """Whether ``array_names`` may have given it: one path component that leads nowhere else."""
+    return _UNSAFE_NAME.search(name) is None and _is_usable(name)
 
 
 def seq_of(name: str) -> int:

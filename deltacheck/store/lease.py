@@ -10,11 +10,12 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import weakref
 from pathlib import Path
 
-from deltacheck.errors import RootBusy
-from deltacheck.store import arrays, layout
+from deltacheck.errors import Damaged, RootBusy
+from deltacheck.store import arrays, chunk_files, layout
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
@@ -25,7 +26,12 @@ class Lease:
     def __init__(self, root: Path) -> None:
         folder = root / layout.CONTROL
         folder.mkdir(exist_ok=True)
-        self._descriptor = os.open(folder / "zarr.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        chunk_files.check_directory(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it is written to: never through a link
+        self._descriptor = os.open(folder / "zarr.json", flags, 0o666)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self._close()
+            raise Damaged(f"{folder / 'zarr.json'} is not a regular file; remove it, it only names the writer")
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -27,7 +27,7 @@ from deltacheck.errors import (
     StepNotFound,
     UnsupportedFormat,
 )
-from deltacheck.store import arrays, layout, schema
+from deltacheck.store import arrays, chunk_files, layout, schema
 from deltacheck.store.arrays import Spent, StreamWriter
 from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
@@ -145,10 +145,11 @@ class Root:
         """Every committed manifest file."""
         if not self.is_manager_root:
             folder = self.path / layout.CHECKPOINTS
-            found = [folder / entry.name / "zarr.json" for entry in _entries(folder) if layout.is_checkpoint_id(entry.name)]
-        else:
-            found = [p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item)]
-        return sorted(path for path in found if os.path.lexists(path))
+            # A link or a file in a checkpoint's place is damage: no step may go missing without a word.
+            ours = [entry for entry in _entries(folder, every=True) if layout.is_checkpoint_id(entry.name)]
+            found = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
+            return [path for path, is_plain in found.items() if not is_plain or os.path.lexists(path)]
+        return sorted(p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item))
 
     def other_manifest_paths(self) -> list[Path]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
@@ -238,10 +239,16 @@ class Root:
 
     def read(self, path: Path) -> Manifest:
         """A committed manifest; read and checked again only where its file has changed. Raises ``FileNotFoundError``, ``Damaged``."""
-        stamp = path.stat().st_mtime_ns
+        chunk_files.check_directory(path.parent)
+        stamp = os.lstat(path).st_mtime_ns  # of the file itself: a link that leads nowhere is damage, and not a deleted step
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            cached = (stamp, read_manifest(path))
+            manifest = read_manifest(path)
+            if not self.is_manager_root and layout.checkpoint_id(manifest.seq) != path.parent.name:
+                raise Damaged(
+                    f"{path} is the manifest of checkpoint {layout.checkpoint_id(manifest.seq)}, put in another's place"
+                )
+            cached = (stamp, manifest)
             self._manifests[path] = cached
         return cached[1]
 
@@ -249,7 +256,9 @@ class Root:
         """One more than any sequence number that this root has seen."""
         taken = [layout.seq_of(name) for name in self.store.segment_ids()]
         taken += [
-            layout.seq_of(e.name) for e in _entries(self.store.path / layout.CHECKPOINTS) if layout.is_checkpoint_id(e.name)
+            layout.seq_of(e.name)
+            for e in _entries(self.store.path / layout.CHECKPOINTS, every=True)
+            if layout.is_checkpoint_id(e.name)
         ]
         if self.is_manager_root:
             taken += [ref.seq for ref in self.checkpoints()]
@@ -262,6 +271,8 @@ def open_root(path: str | os.PathLike[str], item: str | None = None, threads: in
     if not directory.is_dir():
         raise NotACheckpointRoot(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     for store in (directory, directory / MANAGER_STORE):
+        if store != directory:
+            chunk_files.check_directory(store)
         if _group_attributes(store) is not None:
             check_root(store)
             return Root(directory, Store(store, threads), item)
@@ -276,13 +287,16 @@ def check_root(path: Path) -> None:
     if about is None:
         raise NotACheckpointRoot(f"{path} is not a deltacheck root")
     schema.check_version(about, str(path / "zarr.json"))
+    for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
+        chunk_files.check_directory(path / name)
 
 
 def create_manager_store(root: Path, threads: int | None = None, durability: Durability = Durability.POWER) -> Store:
     """The store beside the steps of a ``CheckpointManager``."""
     path = root / MANAGER_STORE
+    chunk_files.check_directory(path)
     path.mkdir(parents=True, exist_ok=True)
-    (path / _COMMIT_MARK).touch()
+    os.close(os.open(path / _COMMIT_MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
     return Store.create(path, threads, durability)
 
 
@@ -358,11 +372,11 @@ def _age(manifest_path: Path) -> tuple[int, str]:
     return int(name.lstrip("c") or 0), name
 
 
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Directories in ``path`` (no links), or nothing where it is not there."""
+def _entries(path: Path, every: bool = False) -> list[os.DirEntry[str]]:
+    """Directories in ``path`` (no links), or nothing where it is not there. ``every``: what is not a directory, too."""
     try:
         with os.scandir(path) as found:
-            return sorted((e for e in found if e.is_dir(follow_symlinks=False)), key=lambda e: e.name)
+            return sorted((e for e in found if every or e.is_dir(follow_symlinks=False)), key=lambda e: e.name)
     except FileNotFoundError:
         return []
 
@@ -401,8 +415,7 @@ def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
 def _group_attributes(path: Path) -> dict[str, Any] | None:
     """Our attributes of a group, or ``None`` where it is not one of ours."""
     try:
-        with (path / "zarr.json").open("rb") as file:
-            about = json.loads(file.read(1 << 20))["attributes"][layout.ATTRIBUTE]
-    except (OSError, ValueError, KeyError, TypeError):
+        about = json.loads(arrays.read_file(path / "zarr.json", 1 << 20))["attributes"][layout.ATTRIBUTE]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged):
         return None
     return about if isinstance(about, dict) else None

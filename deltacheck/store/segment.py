@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from deltacheck import grid
 from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
-from deltacheck.errors import ChainBroken, Damaged, SaveFailed
+from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
 from deltacheck.records import LeafSpec
-from deltacheck.store import arrays, layout, schema
+from deltacheck.store import arrays, chunk_files, layout, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
@@ -171,7 +171,9 @@ class SegmentWriter:
             try:
                 pending.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise SaveFailed(f"segment {self.id}: writing took longer than the deadline; the storage may hang") from None
+                raise StorageTimeout(
+                    f"segment {self.id}: writing took longer than the deadline; the storage may hang"
+                ) from None
         self._pending.clear()
         table = SegmentTable(
             format=layout.FORMAT,
@@ -209,6 +211,8 @@ class Segment:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
+        for folder in (self.path.parent, self.path):
+            chunk_files.check_directory(folder)
         try:
             content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
@@ -231,7 +235,7 @@ class Segment:
 
     @cached_property
     def _digests(self) -> Reading:
-        return ReadableArray(self.path / layout.DIGESTS, digests_spec(self.table.digests), self._where).start()
+        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where).start()
 
     @cached_property
     def digests(self) -> U64:
@@ -241,12 +245,12 @@ class Segment:
     def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self.path / layout.LEAVES / name, natural_spec(spec), self._where)
+        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._where)
         return array.start_into(out.view(spec.element.storage).reshape(shape), box)
 
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
-        folder = self.path / layout.PACKED
+        folder = self._folder(layout.PACKED)
         return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
 
     def start_packed(self, storage: str, offset: int, count: int) -> Reading:
@@ -255,9 +259,17 @@ class Segment:
 
     def part(self, number: int) -> PartReader:
         if number not in self._parts:
-            path = self.path / layout.DELTA / str(number)
+            path = self._folder(layout.DELTA, str(number))
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
+
+    def _folder(self, *names: str) -> Path:
+        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the root."""
+        path = self.path
+        for name in names:
+            path = path / name
+            chunk_files.check_directory(path)
+        return path
 
     def group_paths(self) -> list[Path]:
         """The groups below the segment's own."""
@@ -295,8 +307,12 @@ class PartReader:
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``."""
-        return np.asarray(self._index.result(), np.uint32)
+        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk: sizes are computed from them all."""
+        index = np.asarray(self._index.result(), np.uint32)
+        known = np.isin(index[:, WORD_BYTES], (1, 2, 4, 8)) & (index[:, METHOD] > 0) & (index[:, METHOD] <= codec_format.RAW)
+        if not known.all():
+            raise Damaged(f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or word size")
+        return index
 
     @cached_property
     def _index(self) -> Reading:

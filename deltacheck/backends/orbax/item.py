@@ -18,6 +18,7 @@ from deltacheck.backends.orbax._orbax import ItemPlace
 from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
 from deltacheck.backends.orbax.writer import Writer, holders, writer_of
+from deltacheck.deadline import Deadline
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.handle import SaveHandle
 from deltacheck.logbook import Plan
@@ -133,7 +134,10 @@ class Item:
         except (DeltacheckError, TimeoutError) as error:
             log.error("while closing: %s", error)
         finally:
-            self.writer.release(self)
+            if self._saver is None:
+                self.writer.release(self)
+            elif self._saver.is_ours():
+                self._saver.when_stopped(partial(self.writer.release, self))
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or self.writer is None:
@@ -195,7 +199,7 @@ class Gate:
     def __init__(self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER) -> None:
         self._directory = directory
         self._durability = durability
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._verdict = ""  # of the first to speak; "" until then
@@ -219,8 +223,8 @@ class Gate:
 
         Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
         """
-        if not self._changed.wait(self._timeout_seconds):
-            raise SaveFailed(f"Orbax did not create {self._directory} within {self._timeout_seconds:.0f} s")
+        if not self._changed.wait(self.timeout_seconds):
+            raise SaveFailed(f"Orbax did not create {self._directory} within {self.timeout_seconds:g} s")
         if self._verdict != "open":
             raise SaveFailed(f"step {manifest.step} was not committed: {self._verdict} before its directory existed")
         content = encode_manifest(manifest)
@@ -249,10 +253,10 @@ class Commit:
             self._opening.close()  # Orbax's thread may wait for the directory for minutes yet, and will not run it
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the commit. Raises what failed it, ``TimeoutError``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._directory_created.result(timeout)
-        self.handle.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed it, ``TimeoutError``."""
+        deadline = Deadline.after(timeout)
+        self._directory_created.result(self.gate.timeout_seconds if timeout is None else timeout)
+        self.handle.result(deadline.left)
 
     def cancel(self) -> None:
         """Give the save up, if its directory does not exist yet."""

@@ -123,7 +123,7 @@ def _restore_tree(
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
-        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
+        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()], max_bytes=max_bytes)
         return Restored(make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
@@ -143,7 +143,7 @@ def _restore_tree(
 
 
 def _read(root: Root, manifest: Manifest, max_bytes: int | None) -> Read:
-    found = restore.resolve(root, manifest)
+    found = restore.resolve(root, manifest, max_bytes=max_bytes)
     bases: dict[str, U8] = {}
     return Read(restore.load(found, max_bytes=max_bytes, stored=bases), restore.stored_chains(found.values()), bases)
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck import restore, tree
+from deltacheck import exits, restore, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
@@ -58,7 +56,8 @@ class Engine:
     the operating system may take the last saves, or leave steps that are listed and raise ``Damaged``. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
-    wait for pending saves at interpreter exit.
+    wait for pending saves at interpreter exit; where one fails then, or takes longer, that is said on stderr, and the exit
+    status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
     ``UnsupportedFormat``, ``OSError`` where it cannot be written.
@@ -115,7 +114,7 @@ class Engine:
             self._lease.release()
             raise
         self._guard = Guard(self.before_update)
-        self._at_exit = _close_at_exit(self, exit_timeout_seconds)
+        exits.finish_at_exit(self, str(path), exit_timeout_seconds)
 
     @property
     def root(self) -> Path:
@@ -184,7 +183,9 @@ class Engine:
         self._guard.add(optimizer)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout`` seconds."""
+        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout``
+        seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice ``io_timeout_seconds``.
+        """
         self._saver.wait(timeout)
 
     def steps(self) -> list[int]:
@@ -219,7 +220,7 @@ class Engine:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest, stored=optimizer is not None)
+        found = restore.resolve(self._root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         inputs: set[str] = set()
@@ -238,14 +239,25 @@ class Engine:
         return state
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than once does nothing."""
+        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than once does nothing.
+
+        Where time ran out, the saves go on as long as the process lives, and the root is given back after them. In a forked
+        child: does nothing to its parent's saves.
+        """
         self._guard.close()
-        atexit.unregister(self._at_exit)
+        exits.forget(self)
+        if not self._saver.is_ours():
+            return
         try:
             self._saver.close(timeout)
             self._root.store.close()
         finally:
-            self._lease.release()
+            self._saver.when_stopped(self._lease.release)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied: it holds its root. Save in the process that opened it, or open another root there"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -285,19 +297,3 @@ def _fill(value: object, item: restore.Loaded) -> object:
         np.copyto(value, restore.as_array(item))
         return value
     return restore.as_array(item)[()]
-
-
-def _close_at_exit(engine: Engine, timeout: float) -> Any:
-    """Finish pending saves when the interpreter ends, without keeping the engine alive."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        living = reference()
-        if living is not None:
-            try:
-                living.close(timeout)
-            except (DeltacheckError, TimeoutError) as error:
-                log.error("at exit: %s", error)
-
-    atexit.register(close)
-    return close

@@ -32,5 +32,5 @@ def load(
     opened = open_root(root, item)
     manifest = opened.manifest(step)
     restore.require(manifest, contract)
-    loaded = restore.load(restore.resolve(opened, manifest), max_bytes=max_bytes)
+    loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
     return leaves.tree_of(manifest.tree, loaded)
