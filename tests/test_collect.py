@@ -147,3 +147,14 @@ def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
     collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
     assert not (root / "checkpoints" / "c0000000099").exists()
     assert deltacheck.open(root).steps() == list(range(8))
+
+
+def test_a_segment_that_the_next_save_builds_on_stays(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    opened = open_root(root)
+    for step in range(7):
+        collect.delete_checkpoint(opened, opened.manifest(step).seq)
+    unneeded = collect.collect(opened, grace_seconds=0, dry_run=True).removed
+    assert collect.collect(opened, grace_seconds=0, protected=unneeded[:1]).removed == unneeded[1:]
+    assert (root / "segments" / unneeded[0]).is_dir()
