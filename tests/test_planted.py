@@ -12,9 +12,10 @@ import pytest
 QUICK = [bug.name for bug in planted.BUGS if bug.quick]
 
 
+@pytest.mark.timeout(300)
 def test_planted_bugs_are_caught() -> None:
     script = Path(planted.__file__)
-    done = subprocess.run([sys.executable, script, *QUICK], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, script, *QUICK], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(QUICK)} of {len(QUICK)} planted bugs were caught" in done.stdout
 
@@ -35,7 +36,8 @@ def test_a_bug_whose_place_has_gone_is_an_error_and_not_a_success() -> None:
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
 def test_every_bug_still_has_its_place(bug: planted.Bug) -> None:
     for edit in bug.edits:
-        assert planted.places(edit), f"no function of {edit.module} contains {edit.old!r} any more"
+        file = Path(planted.__file__).parent.parent / f"{edit.module.replace('.', '/')}.py"
+        assert edit.old in file.read_text(), f"{edit.module} does not contain {edit.old!r} any more"
 
 
 def test_an_unknown_bug_is_refused_with_the_names_there_are() -> None:
