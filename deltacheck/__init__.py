@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
     from deltacheck.handle import SaveHandle
-    from deltacheck.policy import Policy
+    from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.verify",
+    "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
     "Policy": "deltacheck.policy",
@@ -37,6 +38,7 @@ _PUBLIC = {
 __all__ = [
     "Checkpoints",
     "Finding",
+    "KeepBest",
     "LeafReport",
     "LeafSpec",
     "Policy",

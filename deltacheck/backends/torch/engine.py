@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck import restore, tree
+from deltacheck import restore, retain, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
@@ -25,9 +25,10 @@ from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
 from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
-from deltacheck.policy import Policy
+from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect
+from deltacheck.store import collect, tags
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit
 from deltacheck.store.schema import Manifest, Replay
@@ -51,10 +52,12 @@ class Engine:
     copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
     memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``effort``: of
     the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training;
-    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
-    delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
-    before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
-    wait for pending saves at interpreter exit.
+    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``, ``keep_every``, ``keep_best``: after each
+    save, delete the checkpoints that none of them keeps (default: keep all): so many of the newest, steps that a number divides, those
+    with the best metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any case. Larger: more to go
+    back to, more disk space. ``grace_seconds``: how long unneeded segments stay for readers that are about to open them; what a reader
+    has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
+    ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
     ``UnsupportedFormat``, ``OSError`` where it cannot be written.
@@ -72,6 +75,8 @@ class Engine:
         shadow: str = "auto",
         effort: str = "normal",
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: KeepBest | Iterable[KeepBest] = (),
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -82,8 +87,8 @@ class Engine:
             raise ValueError(f"shadow must be 'auto', 'device', 'host' or 'none', not {shadow!r}")
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
+        self._retention = Retention(keep_last, keep_every, best)
         path = Path(root).absolute()
         store = Store.create(path)
         self._lease = Lease(path)
@@ -92,7 +97,6 @@ class Engine:
         policy = policy or Policy.exact()
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
-        self._keep_last = keep_last
         self._grace_seconds = grace_seconds
         try:
             self._saver = Saver(
@@ -186,16 +190,40 @@ class Engine:
         """The committed steps, ascending."""
         return self._root.steps()
 
+    def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
+        """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it stays until the tag is taken away.
+
+        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step.
+        Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
+        """
+        tags.put(self._root, step, name, move=move)
+
+    def untag(self, name: str) -> None:
+        """Take a tag away. Raises ``StepNotFound`` where there is none."""
+        tags.remove(self._root, name)
+
+    def tags(self) -> dict[str, int]:
+        """The tags and their training steps."""
+        return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
+
+    def delete(self, step: int) -> None:
+        """Delete a committed step; other steps stay whole, whatever they share with it.
+
+        Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
+        """
+        self._lease.check()
+        retain.delete(self._root, step, still_ours=self._lease.check)
+
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         into: object = None,
         *,
         contract: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
     ) -> Any:
-        """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
+        """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
@@ -254,20 +282,18 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> int:
-        written = commit(self._root.path, manifest)
-        if self._keep_last is not None:
+        written = commit(self._root.path, manifest, self._lease.check)
+        if not self._retention.keeps_all:
             try:
-                self._retain(self._keep_last)
+                self._retain()
             except Exception:
                 log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
         return written
 
-    def _retain(self, keep_last: int) -> None:
-        checkpoints = self._root.checkpoints()
-        for old in checkpoints[: max(0, len(checkpoints) - keep_last)]:
-            collect.delete_checkpoint(self._root, old.seq)
-        if len(checkpoints) > keep_last:
-            collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+    def _retain(self) -> None:
+        retain.prune(self._root, self._retention, still_ours=self._lease.check)
+        self._lease.check()
+        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
 
 
 def _fill(value: object, item: restore.Loaded) -> object:
