@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report
+from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report, retention
 
 app = typer.Typer(
     name="deltacheck",
@@ -36,6 +36,10 @@ for name, command in (
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("tag", retention.tag),
+    ("untag", retention.untag),
+    ("prune", retention.prune),
+    ("delete", retention.delete),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),

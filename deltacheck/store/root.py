@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import tensorstore as ts
 
 from deltacheck.errors import (
+    ChainBroken,
     Damaged,
     DeltacheckError,
     NotACheckpointRoot,
@@ -435,9 +436,22 @@ def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
     try:
         return [root.store.segment(ref) for ref in manifest.segments]
     except Damaged as error:
+        if isinstance(error, ChainBroken) and not _is_there(root, manifest):
+            raise StepNotFound(
+                f"step {manifest.step} of {root.path} was deleted while it was being opened. {describe_steps(root.steps())}. "
+                "A longer grace_seconds leaves more time"
+            ) from error
         other = newest_whole_step(root, before=manifest.seq)
         way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
         raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+
+
+def _is_there(root: Root, manifest: Manifest) -> bool:
+    """Whether a step that was read still exists, in the form that was read."""
+    paths = root.manifest_paths()
+    if not root.is_manager_root:
+        return any(path.parent.name == layout.checkpoint_id(manifest.seq) for path in paths)
+    return any(brief.nonce == manifest.nonce for brief in root.briefs()[0].values()) or bool(root.briefs()[1])
 
 
 def _age(manifest_path: Path) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltacheck.errors import Damaged, DeltacheckError, RootBusy, StepNotFound, UnsupportedFormat
+from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.schema import Manifest, Tag
 from deltacheck.store.segment import sync_directory
@@ -94,14 +94,14 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         if move:
             arrays.replace_file(folder, "zarr.json", content)
         elif not arrays.create_file(folder, "zarr.json", content):
-            with contextlib.suppress(DeltacheckError):
-                before = find(store, name)
-                if before.nonce == tag.nonce:
-                    return before
-                raise RootBusy(
-                    f"tag {name!r} is step {before.step} (seq {before.seq}) already; to move it to {tag.step}, say so: --move, move=True"
-                )
-            raise RootBusy(f"there is a tag {name!r} already, which cannot be read; untag it first")
+            before = read_all(store)[0].get(name)
+            if before is None:
+                raise RootBusy(f"there is a tag {name!r} already, which cannot be read; untag it first")
+            if before.nonce == tag.nonce:
+                return before
+            raise RootBusy(
+                f"tag {name!r} is step {before.step} (seq {before.seq}) already; to give it to step {tag.step}, say so: move=True, --move"
+            )
         sync_directory(folder)
         sync_directory(folder.parent)
     return tag
