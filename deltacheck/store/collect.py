@@ -7,6 +7,7 @@ needed by an older step too. What goes is what has been unneeded for a grace per
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -146,12 +147,13 @@ def _remove(path: Path) -> bool:
         if not pins.unlink_unless_pinned(path / "zarr.json"):
             return False
         sync_directory(path)  # without its table it is no segment: a crash from here on leaves garbage, not damage
-        shutil.rmtree(path)
-        sync_directory(path.parent)
     except FileNotFoundError:
-        if path.exists():
-            raise
-    return True  # also where another collector was faster
+        pass  # another collector was faster
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # as above: each attempt finds less
+            shutil.rmtree(path)
+    sync_directory(path.parent)
+    return True
 
 
 def _now() -> _Mark:
