@@ -94,6 +94,37 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
+def test_a_root_whose_creation_was_killed_is_created_by_the_next_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = arrays.create_file
+
+    def killed(directory: Path, name: str, content: bytes) -> bool:
+        if directory == tmp_path:
+            raise KeyboardInterrupt
+        return create(directory, name, content)
+
+    monkeypatch.setattr(arrays, "create_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "zarr.json.__lock").touch()
+    with Engine(tmp_path) as engine:
+        engine.save(0, state(0)).wait(timeout=60)
+        assert engine.steps() == [0]
+
+
+def test_a_directory_with_anything_else_in_it_is_no_root(tmp_path: Path) -> None:
+    for foreign in (tmp_path / "a" / "notes.txt", tmp_path / "b" / "segments" / "mine" / "x", tmp_path / "c" / "zarr.json"):
+        foreign.parent.mkdir(parents=True)
+        foreign.write_text("{}")
+        top = tmp_path / foreign.relative_to(tmp_path).parts[0]
+        if top.name == "c":
+            (top / "array").mkdir()
+        with pytest.raises(errors.NotACheckpointRoot):
+            Engine(top)
+
+
 @pytest.mark.timeout(600)
 def test_two_writers_without_locks_never_mix_and_each_save_that_is_acknowledged_is_there(tmp_path: Path) -> None:
     command = [sys.executable, str(CHILD), str(tmp_path)]

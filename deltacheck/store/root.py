@@ -73,7 +73,7 @@ class Store:
         ``UnsupportedFormat``.
         """
         if _group_attributes(path) is None:
-            if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
+            if path.is_dir() and not _is_unfinished(path):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
             missing = [p for p in (path, *path.parents) if not p.exists()]
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
@@ -483,6 +483,14 @@ def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
     items = [e for e in _entries(Path(step.path)) if item is None or e.name == item]
     # Whatever the file holds: a damaged manifest must be named, not overlooked.
     return [path for e in items if os.path.lexists(path := Path(e.path) / "zarr.json")]
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a directory holds nothing, or what ``Store.create`` makes before the root exists: it was killed, or another is at it."""
+    own = (layout.CONTROL, layout.SEGMENTS, layout.CHECKPOINTS, _COMMIT_MARK)
+    if any(entry.name not in own and not entry.name.startswith("zarr.json") for entry in path.iterdir()):
+        return False
+    return not any(_entries(path / name) for name in (layout.SEGMENTS, layout.CHECKPOINTS))
 
 
 def _group_attributes(path: Path) -> dict[str, Any] | None:
