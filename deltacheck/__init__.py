@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deltacheck.exits import finish_on_signal
     from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
-    from deltacheck.policy import Policy
+    from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
@@ -28,6 +28,7 @@ _PUBLIC = {
     "Finding": "deltacheck.verify",
     "Follower": "deltacheck.follower",
     "LeafChange": "deltacheck.follower",
+    "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
     "Policy": "deltacheck.policy",
@@ -45,6 +46,7 @@ __all__ = [
     "Checkpoints",
     "Finding",
     "Follower",
+    "KeepBest",
     "LeafChange",
     "LeafReport",
     "LeafSpec",

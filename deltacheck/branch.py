@@ -32,8 +32,8 @@ class Branched:
     copied_bytes: int
 
 
-def branch(root: Root, step: int | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
-    """Make an engine root at ``to`` that has one step (``None``: the newest) of ``root``, under the same numbers, and nothing else.
+def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+    """Make an engine root at ``to`` that has one step (a number or a tag; ``None``: the newest) of ``root``, under the same numbers, and no more.
 
     Segments are never written to again once they are committed, so the new root gets hard links to them: that takes no space and no time
     worth speaking of, each root is collected for itself, and a file goes when the last of the two lets it go. ``copy``: copy the files

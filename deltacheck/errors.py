@@ -26,6 +26,10 @@ class StepNotFound(DeltacheckError, LookupError):
     """The asked step or leaf is not in this root."""
 
 
+class StepTagged(DeltacheckError, ValueError):
+    """A step that is to be deleted has a tag."""
+
+
 # --- refusal: the environment or another party does not allow it ------------------------------------------------------------
 
 

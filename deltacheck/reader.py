@@ -14,6 +14,7 @@ from deltacheck.blame import Blame
 from deltacheck.branch import Branched
 from deltacheck.errors import StepNotFound
 from deltacheck.restore import Leaf, Loaded
+from deltacheck.store import tags
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
 
@@ -40,14 +41,18 @@ class Checkpoints:
         """The training steps that are committed, ascending."""
         return self._root.steps()
 
-    def manifest(self, step: int | None = None) -> Manifest:
-        """What a step (by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
+    def tags(self) -> dict[str, int]:
+        """The tags and their training steps. A tag means one save, also where a later one has the same number: restore it by the tag."""
+        return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
+
+    def manifest(self, step: int | str | None = None) -> Manifest:
+        """What a step (a number, or a tag; by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
         return self._root.manifest(step)
 
     @overload
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: None = None,
         slices: None = None,
         *,
@@ -58,7 +63,7 @@ class Checkpoints:
     @overload
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
@@ -68,14 +73,14 @@ class Checkpoints:
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
     ) -> Any:
-        """Restore a step (by default the newest) and verify every byte of it.
+        """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
 
         Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from
         ml_dtypes), tied leaves as one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path:
@@ -119,7 +124,7 @@ class Checkpoints:
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
         )
 
-    def blame(self, step: int | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
+    def blame(self, step: int | str | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
         """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
 
         Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does not store too, and ``Damaged`` or
@@ -132,7 +137,7 @@ class Checkpoints:
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
         return blame.blame(self._root, manifest, wanted)
 
-    def branch(self, step: int | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+    def branch(self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
         """Make a root of its own at ``to``, new or empty, that begins with a step of this one (``None``: the newest) and goes on by itself.
 
         Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs, but damage to one root's is then none to the
@@ -141,7 +146,7 @@ class Checkpoints:
         """
         return branch.branch(self._root, step, to, copy=copy)
 
-    def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
+    def verify(self, step: int | str | None = None, *, deep: bool = False) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
 
         Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every

@@ -25,7 +25,7 @@ class Finding:
     problem: str
 
 
-def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[Finding]:
+def verify(root: Root, step: int | str | None = None, *, deep: bool = False) -> list[Finding]:
     """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares every byte.
 
     Of a step that is kept as gradients, what is stored is checked; the state itself is proven by its replay, at restore.

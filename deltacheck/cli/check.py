@@ -99,7 +99,7 @@ def _summed(contracts: list[Row]) -> str:
     return f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP lists those of one step"
 
 
-def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], list[Finding]]:
+def _shallow(root: Root, steps: tuple[int | str | None, ...]) -> tuple[list[StepRef], list[Finding]]:
     """The checkpoints to verify, and what their tables and metadata show."""
     from deltacheck import verify
     from deltacheck.cli import where
@@ -233,7 +233,9 @@ def gc(
         output.print_line(f"{name} {removed}")
     for name in done.waiting:
         output.print_line(f"{name} waits: it is known as unneeded for less than {grace:g} s")
+    for name in done.in_use:
+        output.print_line(f"{name} waits: a reader has it open")
     output.print_line(
-        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting)} unneeded ones wait"
+        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting) + len(done.in_use)} unneeded ones wait"
         + (f", run gc again in {grace:g} s" if done.waiting else "")
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import socket
 import stat
 import weakref
@@ -27,11 +28,12 @@ class Lease:
         folder = root / layout.CONTROL
         folder.mkdir(exist_ok=True)
         chunk_files.check_directory(folder)
+        self._root, self._path = root, folder / "zarr.json"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it is written to: never through a link
-        self._descriptor = os.open(folder / "zarr.json", flags, 0o666)
+        self._descriptor = os.open(self._path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self._close()
-            raise Damaged(f"{folder / 'zarr.json'} is not a regular file; remove it, it only names the writer")
+            raise Damaged(f"{self._path} is not a regular file; remove it, it only names the writer")
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -40,10 +42,22 @@ class Lease:
             raise RootBusy(
                 f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
             ) from None
-        content = arrays.group_json({layout.ATTRIBUTE: {"holder": f"process {os.getpid()} on {socket.gethostname()}"}})
+        about = {"holder": f"process {os.getpid()} on {socket.gethostname()}", "nonce": secrets.token_hex(8)}
+        self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
         _held.add(self)
+
+    def check(self) -> None:
+        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
+        try:
+            found = self._path.read_bytes()
+        except OSError as error:
+            found = str(error).encode()
+        if self._descriptor < 0 or found != self._content:
+            raise RootBusy(
+                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing more is committed or deleted by this one"
+            )
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
@@ -61,7 +75,7 @@ def _holder(content: bytes) -> str:
     try:
         return str(json.loads(content)["attributes"][layout.ATTRIBUTE]["holder"])
     except (ValueError, KeyError, TypeError):
-        return "a process that has just started"
+        return "another process"
 
 
 def _forget_in_child() -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import tensorstore as ts
 
 from deltacheck.errors import (
+    ChainBroken,
     Damaged,
     DeltacheckError,
     NotACheckpointRoot,
@@ -27,15 +29,17 @@ from deltacheck.errors import (
     StepNotFound,
     UnsupportedFormat,
 )
-from deltacheck.store import arrays, chunk_files, layout, schema
+from deltacheck.store import arrays, chunk_files, layout, schema, tags
 from deltacheck.store.arrays import Spent, StreamWriter
 from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
+from deltacheck.store.pins import Pin
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root
 _CACHE_BYTES = 64 << 20  # of decoded zarr chunks while reading: packed leaves share chunks
+_Stamp = tuple[int, int, int]
 _COMMIT_MARK = "commit_success.txt"  # keeps Orbax's clean-up of unfinished steps away from our store
 
 
@@ -114,7 +118,9 @@ class Store:
         """
         opened = self._open.get(ref)
         if opened is None:
+            pin = Pin(self.path / layout.SEGMENTS / ref.id / "zarr.json")  # first: what is read then stays
             opened = self._open[ref] = Segment(self.path, ref, self._reading)
+            opened.pin = pin
         return opened
 
 
@@ -127,6 +133,16 @@ class StepRef:
     manifest_path: Path
 
 
+class Brief(NamedTuple):
+    """What retention and collection want of a manifest. ``segments``: the ids of those that it needs."""
+
+    seq: int
+    step: int
+    nonce: str
+    metrics: Mapping[str, float | str]
+    segments: frozenset[str]
+
+
 class Root:
     """A root opened for reading; takes no lock and writes nothing. ``open_root`` makes one."""
 
@@ -135,7 +151,8 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Path, tuple[int, Manifest]] = {}
+        self._manifests: dict[Path, tuple[_Stamp, Manifest]] = {}
+        self._briefs: dict[Path, tuple[_Stamp, Brief]] = {}
 
     def afresh(self) -> Root:
         """The same root with nothing cached: what is read next comes from the disk."""
@@ -171,12 +188,14 @@ class Root:
         """The training steps that are committed, ascending."""
         return sorted({ref.step for ref in self.checkpoints()})
 
-    def manifest(self, step: int | None = None) -> Manifest:
-        """The manifest of a training step (its newest, where a resumed run repeated the step), or of the newest checkpoint.
+    def manifest(self, step: int | str | None = None) -> Manifest:
+        """The manifest of a training step (its newest, where a resumed run repeated the step), of a tag's step, or of the newest checkpoint.
 
         Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that
         is meant: falling back to an older step is the caller's choice.
         """
+        if isinstance(step, str):
+            return self._tagged(step)
         newest = self._newest(step)
         if newest is not None:
             return newest
@@ -202,6 +221,28 @@ class Root:
                     f"step {found.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...) or --item"
                 )
         return self.read(found.manifest_path)
+
+    def _tagged(self, name: str) -> Manifest:
+        """The manifest of the save that a tag means, whatever has been saved under its number since."""
+        tag = tags.find(self.store.path, name)
+        own = self.path / layout.CHECKPOINTS / layout.checkpoint_id(tag.seq) / "zarr.json"
+        paths = [] if self.is_manager_root else [own, *(path for path in reversed(self.manifest_paths()) if path != own)]
+        problem = None
+        for path in paths:
+            try:
+                manifest = self.read(path)
+            except FileNotFoundError:
+                continue
+            except (Damaged, UnsupportedFormat) as error:
+                problem = problem or error
+                continue
+            if manifest.nonce == tag.nonce:
+                return manifest
+        if problem is not None:
+            raise problem
+        raise StepNotFound(
+            f"tag {name!r} is step {tag.step} (seq {tag.seq}), which is not there any more. {describe_steps(self.steps())}"
+        )
 
     def _newest(self, step: int | None) -> Manifest | None:
         """What ``manifest`` gives, found without reading every other manifest; ``None`` where only reading them all can tell.
@@ -240,7 +281,7 @@ class Root:
     def read(self, path: Path) -> Manifest:
         """A committed manifest; read and checked again only where its file has changed. Raises ``FileNotFoundError``, ``Damaged``."""
         chunk_files.check_directory(path.parent)
-        stamp = os.lstat(path).st_mtime_ns  # of the file itself: a link that leads nowhere is damage, and not a deleted step
+        stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
             manifest = read_manifest(path)
@@ -251,6 +292,32 @@ class Root:
             cached = (stamp, manifest)
             self._manifests[path] = cached
         return cached[1]
+
+    def brief(self, path: Path) -> Brief:
+        """What collection wants of a manifest, kept where the manifest itself need not be. Raises as ``read``."""
+        stamp = _stamp(path)
+        known = self._briefs.get(path)
+        if known is None or known[0] != stamp:
+            cached = self._manifests.get(path)
+            manifest = cached[1] if cached is not None and cached[0] == stamp else read_manifest(path)
+            needed = frozenset(ref.id for ref in manifest.segments)
+            known = (stamp, Brief(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, needed))
+            self._briefs[path] = known
+        return known[1]
+
+    def briefs(self) -> tuple[dict[Path, Brief], dict[Path, Damaged | UnsupportedFormat]]:
+        """Every committed manifest in brief, and what is wrong with those that cannot be read."""
+        found: dict[Path, Brief] = {}
+        damaged: dict[Path, Damaged | UnsupportedFormat] = {}
+        for path in self.manifest_paths():
+            try:
+                found[path] = self.brief(path)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except (Damaged, UnsupportedFormat) as error:
+                damaged[path] = error
+        self._briefs = {path: self._briefs[path] for path in found}
+        return found, damaged
 
     def next_seq(self) -> int:
         """One more than any sequence number that this root has seen."""
@@ -313,21 +380,49 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
-def commit(root: Path, manifest: Manifest, durability: Durability = Durability.POWER) -> int:
+def commit(
+    root: Path,
+    manifest: Manifest,
+    durability: Durability = Durability.POWER,
+    still_ours: Callable[[], None] | None = None,
+) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    Raises ``RootBusy`` where another writer has taken the sequence number.
+    ``still_ours``: raises where the right to write has been lost. Raises ``RootBusy`` where another writer has taken the sequence number, or
+    has gone beyond it: what a writer that was taken for dead has to say then comes too late, and what it stands on may be gone.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
+    _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
     if not arrays.create_file(folder, "zarr.json", content, durability):  # <- the step exists from here on
         raise RootBusy(
             f"checkpoint {folder.name} of {root} was committed by {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
+    try:
+        _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
+    except RootBusy:
+        (folder / "zarr.json").unlink(missing_ok=True)
+        raise
     durability.sync_directory(folder)
     durability.sync_directory(folder.parent)
     return len(content)
+
+
+def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
+    """Refuse to commit beside another writer: one that holds the root now, or one whose steps are newer."""
+    if still_ours is not None:
+        still_ours()
+    for entry in reversed(_entries(root / layout.CHECKPOINTS)):
+        if not layout.is_checkpoint_id(entry.name):
+            continue
+        if layout.seq_of(entry.name) <= manifest.seq:
+            return
+        if os.path.lexists(Path(entry.path) / "zarr.json"):
+            raise RootBusy(
+                f"{root} has been written by another since: step {manifest.step} would be checkpoint {manifest.seq}, but there is "
+                f"{entry.name}. Nothing was committed; open the root again"
+            )
 
 
 def describe_steps(steps: list[int]) -> str:
@@ -361,15 +456,34 @@ def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
     try:
         return [root.store.segment(ref) for ref in manifest.segments]
     except Damaged as error:
+        if isinstance(error, ChainBroken) and not _is_there(root, manifest):
+            raise StepNotFound(
+                f"step {manifest.step} of {root.path} was deleted while it was being opened. {describe_steps(root.steps())}. "
+                "A longer grace_seconds leaves more time"
+            ) from error
         other = newest_whole_step(root, before=manifest.seq)
         way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
         raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+
+
+def _is_there(root: Root, manifest: Manifest) -> bool:
+    """Whether a step that was read still exists, in the form that was read."""
+    paths = root.manifest_paths()
+    if not root.is_manager_root:
+        return any(path.parent.name == layout.checkpoint_id(manifest.seq) for path in paths)
+    return any(brief.nonce == manifest.nonce for brief in root.briefs()[0].values()) or bool(root.briefs()[1])
 
 
 def _age(manifest_path: Path) -> tuple[int, str]:
     """What sorts manifests by age while they cannot be read: the number in the name of the checkpoint's or the step's directory."""
     name = next((p.name for p in manifest_path.parents if p.name.lstrip("c").isdigit()), "")
     return int(name.lstrip("c") or 0), name
+
+
+def _stamp(path: Path) -> _Stamp:
+    """What changes with a file. A time alone would not do: clocks are set back, and numbers of deleted steps come again."""
+    status = os.lstat(path)  # of the file itself: a link that leads nowhere is damage, and not a deleted step
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _entries(path: Path, every: bool = False) -> list[os.DirEntry[str]]:

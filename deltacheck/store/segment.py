@@ -225,6 +225,7 @@ class Segment:
         if self.table.id != ref.id:
             raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
         self._parts: dict[int, PartReader] = {}
+        self.pin: object = None  # what keeps the segment from being removed lives as long as it
 
     def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
         """Begin to read the indexes of some parts and, if asked, the chunk digests: what ``part(number).index`` and ``digests`` wait for."""
