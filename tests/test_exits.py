@@ -150,3 +150,33 @@ def test_a_save_without_memory_fails_alone(ended: dict[Any, Result]) -> None:
     result = ended["no memory", "none", "ok"]
     assert check(result, 0)
     assert "told: the save of step 1 failed" in result["output"]
+
+
+# --- the same under Orbax's CheckpointManager, whose own threads must end, too ------------------------------------------------------
+
+ORBAX_CASES = [
+    ("end", "none", "ok"),
+    ("end", "none", "full"),
+    ("end", "none", "hang"),
+    ("exit 3", "none", "ok"),
+    ("exception", "none", "stuck"),
+    ("sigterm, finish", "none", "ok"),
+    ("sigterm, finish", "none", "hang"),
+    ("end", "wait", "full"),
+]
+
+
+@pytest.fixture(scope="module")
+def managers_ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Result]:
+    return run(tmp_path_factory.mktemp("managers"), ORBAX_CASES, "--orbax")
+
+
+@pytest.mark.parametrize("case", ORBAX_CASES, ids=", ".join)
+def test_a_managers_last_save_is_durable_or_the_exit_says_that_it_is_not(
+    case: tuple[str, str, str], managers_ended: dict[Any, Result]
+) -> None:
+    result = managers_ended[case]
+    durable = check(result, KINDS[case[0]])
+    assert durable == (case[2] == "ok"), result["output"]
+    if not durable:
+        assert any(word in result["output"] for word in ("No space left", "Orbax has not finished it")), result["output"]
