@@ -35,10 +35,17 @@ class Lease:
             self._close()
             raise Damaged(f"{self._path} is not a regular file; remove it, it only names the writer")
         try:
+            self._take(root)
+        except BaseException:
+            self._close()  # which gives the lock back
+            raise
+        _held.add(self)
+
+    def _take(self, root: Path) -> None:
+        try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(os.pread(self._descriptor, 4096, 0))
-            self._close()
             raise RootBusy(
                 f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
             ) from None
@@ -46,7 +53,6 @@ class Lease:
         self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
-        _held.add(self)
 
     def check(self) -> None:
         """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
