@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import grid, restore, tree, verify
+from deltacheck import damage, grid, restore, tree, verify
 from deltacheck.restore import Leaf, Loaded
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
@@ -20,11 +20,12 @@ Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 class Checkpoints:
     """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running training.
 
-    Made by ``deltacheck.open``.
+    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore`` gave, ``None`` before the first.
     """
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self.restored_step: int | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, steps={self.steps()})"
@@ -50,6 +51,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any: ...
 
     @overload
@@ -61,6 +63,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> dict[str, NDArray[Any]]: ...
 
     def restore(
@@ -71,6 +74,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any:
         """Restore a step (by default the newest) and verify every byte of it.
 
@@ -79,15 +83,37 @@ class Checkpoints:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
         cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+        ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older values;
+        ``restored_step`` and a warning in the log say which.
 
         A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
         (``manifest(step).replay.steps`` names those of the gradients, too).
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-        ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
+        ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore), ``BudgetExceeded``, ``ValueError``
         for a wrong slice.
         """
-        manifest = self.manifest(step)
+
+        def give(manifest: Manifest) -> Any:
+            with damage.named(self._root, manifest):
+                return self._give(manifest, leaves, slices, contract, max_bytes)
+
+        if fallback:
+            manifest, given = damage.newest_whole(self._root, step, give)
+        else:
+            manifest = self.manifest(step)
+            given = give(manifest)
+        self.restored_step = manifest.step
+        return given
+
+    def _give(
+        self,
+        manifest: Manifest,
+        leaves: Iterable[str] | None,
+        slices: Slices | None,
+        contract: str | None,
+        max_bytes: int | None,
+    ) -> Any:
         if leaves is None and slices is None:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
