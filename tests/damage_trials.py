@@ -508,8 +508,9 @@ def show(tally: Tally, seed: int, seconds: float, before: float) -> None:
             print(f"{name:<32}" + "".join(f"{counts[name, outcome]:>10}" for outcome in (*OUTCOMES, *others)))
     silent = sum(count for (_, outcome), count in tally.outcomes.items() if outcome == "SILENT")
     bound = "" if silent else f": below {3 / max(1, tally.trials):.1e} with 95 % confidence, for these kinds of damage"
+    each = 1e3 * seconds / max(1, tally.trials)
     print(
-        f"\n{tally.trials} trials from seed {seed} in {seconds:.0f} s of processor time ({1e3 * seconds / max(1, tally.trials):.1f} ms each; roots {before:.0f} s)"
+        f"\n{tally.trials} trials from seed {seed} in {seconds:.0f} s of processor time ({each:.1f} ms each; roots {before:.0f} s)"
     )
     print(f"{silent} silent{bound}; {len(tally.failures)} failures; {tally.promises} promised steps restored")
     for failure in tally.failures[:20]:
