@@ -142,13 +142,22 @@ class Checkpoints:
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
         )
 
-    def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
+    def verify(
+        self,
+        step: int | None = None,
+        *,
+        deep: bool = False,
+        subset: float | None = None,
+        seed: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
 
         Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every
-        byte.
+        byte. ``subset``: reads only this share of it, drawn by ``seed``; ``resume``: a file that keeps how far a check has come, from where
+        the next one goes on. Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
         """
-        return verify.verify(self._root, step, deep=deep)
+        return list(verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume).findings)
 
 
 def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:

@@ -176,7 +176,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
                 raise type(error)(message, file=error.file) from error
         except FileNotFoundError:
             raise NotACheckpointRoot(
-                f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
+                f"step {place.step}: {place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs, or has "
+                f"lost it. {way_out(whole_steps(open_root(path)))}"
             ) from None
 
 
