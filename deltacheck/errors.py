@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class DeltacheckError(Exception):
     """Base of every error that deltacheck raises on purpose."""
@@ -77,7 +79,15 @@ class BudgetExceeded(DeltacheckError, MemoryError):
 
 
 class Damaged(DeltacheckError):
-    """Bytes on disk are not those that were committed."""
+    """Bytes on disk are not those that were committed.
+
+    ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the place that found it knows; else empty.
+    """
+
+    def __init__(self, message: str, *, file: str | os.PathLike[str] = "", leaf: str = "") -> None:
+        super().__init__(message)
+        self.file = os.fspath(file)
+        self.leaf = leaf
 
 
 class DamagedStream(Damaged):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import blame, branch, grid, restore, tree, verify
+from deltacheck import blame, branch, damage, grid, restore, tree, verify
 from deltacheck.blame import Blame
 from deltacheck.branch import Branched
 from deltacheck.errors import StepNotFound
@@ -24,11 +24,12 @@ Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 class Checkpoints:
     """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running training.
 
-    Made by ``deltacheck.open``.
+    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore`` gave, ``None`` before the first.
     """
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self.restored_step: int | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, steps={self.steps()})"
@@ -58,6 +59,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any: ...
 
     @overload
@@ -69,6 +71,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> dict[str, NDArray[Any]]: ...
 
     def restore(
@@ -79,6 +82,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any:
         """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
 
@@ -87,15 +91,37 @@ class Checkpoints:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
         cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+        ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older values;
+        ``restored_step`` and a warning in the log say which.
 
         A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
         (``manifest(step).replay.steps`` names those of the gradients, too).
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-        ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
+        ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore), ``BudgetExceeded``, ``ValueError``
         for a wrong slice.
         """
-        manifest = self.manifest(step)
+
+        def give(manifest: Manifest) -> Any:
+            with damage.named(self._root, manifest):
+                return self._give(manifest, leaves, slices, contract, max_bytes)
+
+        if fallback:
+            manifest, given = damage.newest_whole(self._root, step, give)
+        else:
+            manifest = self.manifest(step)
+            given = give(manifest)
+        self.restored_step = manifest.step
+        return given
+
+    def _give(
+        self,
+        manifest: Manifest,
+        leaves: Iterable[str] | None,
+        slices: Slices | None,
+        contract: str | None,
+        max_bytes: int | None,
+    ) -> Any:
         if leaves is None and slices is None:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
@@ -146,13 +172,22 @@ class Checkpoints:
         """
         return branch.branch(self._root, step, to, copy=copy)
 
-    def verify(self, step: int | str | None = None, *, deep: bool = False) -> list[verify.Finding]:
+    def verify(
+        self,
+        step: int | str | None = None,
+        *,
+        deep: bool = False,
+        subset: float | None = None,
+        seed: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
 
         Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every
-        byte.
+        byte. ``subset``: reads only this share of it, drawn by ``seed``; ``resume``: a file that keeps how far a check has come, from where
+        the next one goes on. Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
         """
-        return verify.verify(self._root, step, deep=deep)
+        return list(verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume).findings)
 
 
 def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:

@@ -384,8 +384,8 @@ def read_error(error: ValueError, path: Path) -> Damaged:
     """TensorStore's ``ValueError`` as one of ours: the status code stands first in its text."""
     text = str(error)
     if text.startswith("NOT_FOUND"):
-        return ChainBroken(f"array {path} lacks data that was committed: {text}")
-    return Damaged(f"array {path} is damaged: {text}")
+        return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
+    return Damaged(f"array {path} is damaged: {text}", file=path)
 
 
 def group_json(attributes: Attributes) -> bytes:
@@ -432,13 +432,13 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise Damaged(f"{path} cannot be read: {error}", file=path) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file")
+            raise Damaged(f"{path} is not a regular file", file=path)
         if status.st_size > most_bytes:
-            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have")
+            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have", file=path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(status.st_size + 1)
     finally:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,6 @@ import tensorstore as ts
 from deltacheck.errors import (
     ChainBroken,
     Damaged,
-    DeltacheckError,
     NotACheckpointRoot,
     RootBusy,
     SaveFailed,
@@ -72,9 +72,11 @@ class Store:
         """Make the directories of a store where they are not there yet, and the way to them durable.
 
         Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else,
-        ``UnsupportedFormat``.
+        ``UnsupportedFormat``, ``Damaged`` where it holds segments and has lost its own ``zarr.json``.
         """
-        if _group_attributes(path) is None:
+        about = _group_attributes(path)
+        if about is None or about.get("format") != layout.FORMAT:
+            _refuse_lost(path, cls(path))
             if path.is_dir() and not _is_empty(path):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
@@ -204,13 +206,9 @@ class Root:
         # A damaged manifest may be the step that is meant: any of them where none matches, a newer one where the newest is asked for.
         suspects = [p for p in damaged if not matching or (step is None and _age(p) > _age(checkpoints[-1].manifest_path))]
         if suspects:
-            way_out = (
-                f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number"
-                if checkpoints
-                else "No other step is left"
-            )
             error = damaged[max(suspects, key=_age)]
-            raise type(error)(f"{error}. {way_out}")
+            asked = "the newest step" if step is None else f"step {step}"
+            raise type(error)(f"{asked} of {self.path}: {error}. {way_out(whole_steps(self))}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
         found = max(matching, key=lambda ref: ref.seq)
@@ -257,8 +255,6 @@ class Root:
                 continue  # deleted since it was listed
             except (Damaged, UnsupportedFormat):
                 return None
-            if layout.checkpoint_id(manifest.seq) != path.parent.name:
-                return None
             if step is None or manifest.step == step:
                 return manifest
         return None
@@ -284,12 +280,7 @@ class Root:
         stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            manifest = read_manifest(path)
-            if not self.is_manager_root and layout.checkpoint_id(manifest.seq) != path.parent.name:
-                raise Damaged(
-                    f"{path} is the manifest of checkpoint {layout.checkpoint_id(manifest.seq)}, put in another's place"
-                )
-            cached = (stamp, manifest)
+            cached = (stamp, check_place(path, read_manifest(path), self.is_manager_root))
             self._manifests[path] = cached
         return cached[1]
 
@@ -333,25 +324,40 @@ class Root:
 
 
 def open_root(path: str | os.PathLike[str], item: str | None = None, threads: int | None = None) -> Root:
-    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, or ``UnsupportedFormat``."""
+    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, ``UnsupportedFormat``,
+    or ``Damaged`` where only the root's own ``zarr.json`` is lost."""
     directory = Path(path)
     if not directory.is_dir():
         raise NotACheckpointRoot(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     for store in (directory, directory / MANAGER_STORE):
         if store != directory:
             chunk_files.check_directory(store)
-        if _group_attributes(store) is not None:
+        about = _group_attributes(store)
+        if about is not None and about.get("format") == layout.FORMAT:
             check_root(store)
             return Root(directory, Store(store, threads), item)
+    for store in (directory, directory / MANAGER_STORE):
+        _refuse_lost(directory, Store(store, threads), item)
     raise NotACheckpointRoot(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has {MANAGER_STORE}/ in it"
     )
 
 
+def _refuse_lost(root: Path, store: Store, item: str | None = None) -> None:
+    """Raise ``Damaged`` where segments show that this was a root of ours."""
+    segments = store.segment_ids()
+    if segments:
+        raise Damaged(
+            f"{store.path / 'zarr.json'} is missing or damaged, but {len(segments)} segments lie beside it. `deltacheck repair {root}` "
+            f"writes it again; steps that restore then: {_listed(Root(root, store, item).steps()) or 'none'}",
+            file=store.path / "zarr.json",
+        )
+
+
 def check_root(path: Path) -> None:
     """Refuse a root of another format, version or with unknown features."""
     about = _group_attributes(path)
-    if about is None:
+    if about is None or about.get("format") != layout.FORMAT:
         raise NotACheckpointRoot(f"{path} is not a deltacheck root")
     schema.check_version(about, str(path / "zarr.json"))
     for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
@@ -369,7 +375,27 @@ def create_manager_store(root: Path, threads: int | None = None, durability: Dur
 
 def read_manifest(path: Path) -> Manifest:
     """Read and check one manifest file."""
-    return schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Manifest, str(path))
+    content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
+    try:
+        return schema.from_zarr_json(content, Manifest, str(path))
+    except Damaged as error:
+        error.file = str(path)
+        raise
+
+
+def check_place(path: Path, manifest: Manifest, is_manager_step: bool) -> Manifest:
+    """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is another's, as a backup may leave it."""
+    place = path.parent.parent.name if is_manager_step else path.parent.name
+    number = re.search(r"[0-9]+\Z", place)
+    if (
+        (number is not None and int(number[0]) != manifest.step)
+        if is_manager_step
+        else place != layout.checkpoint_id(manifest.seq)
+    ):
+        raise Damaged(
+            f"{path} is the manifest of another checkpoint: of step {manifest.step}, sequence number {manifest.seq}", file=path
+        )
+    return manifest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -427,43 +453,45 @@ def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None
 
 def describe_steps(steps: list[int]) -> str:
     """What a root has, in words short enough for an error."""
-    if not steps:
-        return "It has no committed step"
-    shown = (
-        ", ".join(map(str, steps))
-        if len(steps) <= 8
-        else f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
-    )
-    return f"Steps that it has: {shown}"
+    return f"Steps that it has: {_listed(steps)}" if steps else "It has no committed step"
 
 
-def newest_whole_step(root: Root, before: int | None = None) -> int | None:
-    """The newest training step whose segments are all there with the right tables; ``before``: a sequence number to stay under."""
-    for ref in reversed(root.checkpoints()):
-        if before is not None and ref.seq >= before:
-            continue
+def _listed(steps: list[int]) -> str:
+    if len(steps) <= 8:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
+
+
+def whole_steps(
+    root: Root, needs: Callable[[Manifest, Sequence[Segment]], bool] = lambda manifest, segments: False
+) -> list[int]:
+    """The training steps whose segments are all there with the right tables, ascending; those that ``needs`` tells of are left out."""
+    found = {}
+    for ref in root.checkpoints():  # of a step that was saved again the newest is meant, whole or not
         try:
-            for segment in root.read(ref.manifest_path).segments:
-                root.store.segment(segment)
-        except DeltacheckError:
-            continue
-        return ref.step
-    return None
+            manifest = root.read(ref.manifest_path)
+            found[ref.step] = not needs(manifest, open_segments(root, manifest))
+        except (Damaged, FileNotFoundError):
+            found[ref.step] = False
+    return sorted(step for step, is_whole in found.items() if is_whole)
 
 
 def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
-    """The segments of a step in order; a missing one is a ``ChainBroken`` that names the step and the way out."""
+    """The segments of a step in order. Raises ``ChainBroken``, ``Damaged``, or ``StepNotFound`` where the step was deleted meanwhile."""
     try:
         return [root.store.segment(ref) for ref in manifest.segments]
-    except Damaged as error:
-        if isinstance(error, ChainBroken) and not _is_there(root, manifest):
+    except ChainBroken as error:
+        if not _is_there(root, manifest):
             raise StepNotFound(
                 f"step {manifest.step} of {root.path} was deleted while it was being opened. {describe_steps(root.steps())}. "
                 "A longer grace_seconds leaves more time"
             ) from error
-        other = newest_whole_step(root, before=manifest.seq)
-        way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
-        raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+        raise
+
+
+def way_out(steps: list[int]) -> str:
+    """What is left, for the end of an error."""
+    return f"Steps that still restore: {_listed(steps)}" if steps else "No other step restores"
 
 
 def _is_there(root: Root, manifest: Manifest) -> bool:

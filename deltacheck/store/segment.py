@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -216,14 +217,15 @@ class Segment:
         try:
             content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
-            raise ChainBroken(f"segment {ref.id} is not in {root}") from None
+            raise ChainBroken(f"segment {ref.id} is not in {root}", file=self.path / "zarr.json") from None
         if document_digest(content) != ref.digest:
             raise Damaged(
-                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}"
+                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}",
+                file=self.path / "zarr.json",
             )
         self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
         if self.table.id != ref.id:
-            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
+            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}", file=self.path / "zarr.json")
         self._parts: dict[int, PartReader] = {}
         self.pin: object = None  # what keeps the segment from being removed lives as long as it
 
@@ -283,6 +285,20 @@ class Segment:
         found = [self.path / name for name, holds in present.items() if holds]
         return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
 
+    def leaves_in(self, file: str | os.PathLike[str]) -> list[str]:
+        """The leaves that need an array of this segment, or a file of it; its table and its digests are needed by all."""
+        inside = Path(file).relative_to(self.path).parts
+        match inside[:2]:
+            case (layout.LEAVES, name):
+                return [path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.array == name]
+            case (layout.PACKED, storage):
+                return [
+                    path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.packed == storage
+                ]
+            case (layout.DELTA, number):
+                return [path for path, entry in self.table.leaves.items() if any(str(run[0]) == number for run in entry.delta)]
+        return list(self.table.leaves)
+
     def array_specs(self) -> dict[Path, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""
         found: dict[Path, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
@@ -332,7 +348,10 @@ class PartReader:
         for name, ends in offsets.items():
             length = self._part.streams[name].length if name in self._part.streams else 0
             if int(ends[-1]) != length:
-                raise Damaged(f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}")
+                raise Damaged(
+                    f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}",
+                    file=self._path / name,
+                )
         return offsets
 
     @cached_property

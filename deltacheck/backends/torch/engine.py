@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck import exits, restore, retain, tree
+from deltacheck import damage, exits, restore, retain, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
@@ -61,7 +61,7 @@ class Engine:
     open them; what a reader has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is
     given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails then, or takes longer, that
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
-    process end.
+    process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
     ``UnsupportedFormat``, ``OSError`` where it cannot be written.
@@ -118,6 +118,7 @@ class Engine:
         except BaseException:
             self._lease.release()
             raise
+        self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
         exits.finish_at_exit(self, str(path), exit_timeout_seconds)
 
@@ -229,6 +230,7 @@ class Engine:
         contract: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any:
         """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
@@ -237,15 +239,36 @@ class Engine:
         ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
         comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
-        state beside it).
+        state beside it). ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older
+        values, and saves those steps again; ``engine.restored_step`` and a warning in the log say which.
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
-        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
+        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore).
         """
         self._saver.check_usable()
         self._saver.wait()
-        manifest = self._root.manifest(step)
+
+        def give(manifest: Manifest) -> Any:
+            with damage.named(self._root, manifest):
+                return self._give(manifest, into, contract, optimizer, max_bytes)
+
+        if fallback:
+            manifest, state = damage.newest_whole(self._root, step, give)
+        else:
+            manifest = self._root.manifest(step)
+            state = give(manifest)
+        self.restored_step = manifest.step
+        return state
+
+    def _give(
+        self,
+        manifest: Manifest,
+        into: object,
+        contract: str | None,
+        optimizer: torch.optim.Optimizer | None,
+        max_bytes: int | None,
+    ) -> Any:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)

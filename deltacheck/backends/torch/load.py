@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from deltacheck import restore
+from deltacheck import damage, restore
 from deltacheck.backends.torch import leaves
 from deltacheck.store.root import open_root
 
@@ -26,11 +26,12 @@ def load(
     than this.
 
     Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-    ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out),
+    ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
     ``BudgetExceeded``, and ``UnsupportedLeaf`` for an element type that torch does not have.
     """
     opened = open_root(root, item)
     manifest = opened.manifest(step)
     restore.require(manifest, contract)
-    loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
+    with damage.named(opened, manifest):
+        loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
     return leaves.tree_of(manifest.tree, loaded)
