@@ -15,10 +15,13 @@ _PARTS = ("models", "optimizers", "schedulers", "custom")
 
 
 def state_of(accelerator: Any) -> dict[str, Any]:
-    """Models, optimizers, schedulers, gradient scaler, what was registered for checkpointing, random states, and how often each
-    data loader was run through.
+    """Models, optimizers, schedulers, gradient scaler, what was registered for checkpointing, and random states.
 
-    The place within an epoch is the program's own: keep the number of batches, and resume with ``accelerator.skip_first_batches``.
+    Not the data loaders. For the same order after a resume: ``DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)``,
+    ``loader.set_epoch(epoch)`` before each epoch, and within one ``accelerator.skip_first_batches``. A loader draws a number from
+    torch's generator when it starts, so that what is drawn after a resume is the same only from the end of an epoch on; it is so
+    with ``accelerator.load_state``, too.
+
     Raises ``ValueError`` for trainings of more than one process.
     """
     if accelerator.num_processes > 1:
@@ -26,7 +29,6 @@ def state_of(accelerator: Any) -> dict[str, Any]:
     state: dict[str, Any] = {
         part: {str(number): one.state_dict() for number, one in enumerate(_of(accelerator, part))} for part in _PARTS
     }
-    state["epochs"] = [getattr(loader, "iteration", 0) for loader in accelerator._dataloaders]
     state["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     state["step"] = accelerator.step
     state["rng"] = rng.states()
@@ -42,9 +44,6 @@ def load_state(accelerator: Any, state: dict[str, Any]) -> None:
     for part in _PARTS:
         for number, one in enumerate(_of(accelerator, part)):
             one.load_state_dict(state[part][str(number)])
-    for loader, epoch in zip(accelerator._dataloaders, state["epochs"], strict=True):
-        if hasattr(loader, "iteration"):
-            loader.iteration = epoch
     if state["scaler"] is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]

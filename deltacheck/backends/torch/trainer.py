@@ -77,14 +77,14 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         limit = trainer.args.save_total_limit
         if limit and not trainer.args.load_best_model_at_end:
             options.setdefault("keep_last", limit)
-        with Engine(self._folder or Path(trainer.args.output_dir, "deltacheck"), **options) as engine:
-            with tempfile.TemporaryDirectory() as folder:
-                self._engine, self._saved_step = engine, -1
-                try:
-                    path = self._take_up(engine, resume_from_checkpoint, Path(folder))
-                    return original(trainer, path, *args, **kwargs)
-                finally:
-                    self._engine, self._resumed, self._resumed_path = None, None, ""
+        root = self._folder or Path(trainer.args.output_dir, "deltacheck")
+        with Engine(root, **options) as engine, tempfile.TemporaryDirectory() as folder:
+            self._engine, self._saved_step = engine, -1
+            try:
+                path = self._take_up(engine, resume_from_checkpoint, Path(folder))
+                return original(trainer, path, *args, **kwargs)
+            finally:
+                self._engine, self._resumed, self._resumed_path = None, None, ""
 
     def _take_up(self, engine: Engine, wanted: object, folder: Path) -> object:
         """Restore what is asked for, and give what the trainer is told instead."""
@@ -174,8 +174,16 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         _load_model(trainer.model, engine.restore(best)["model"], best)
 
 
-_METHODS = ("train", "_run_epoch", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler")
-_METHODS += ("_load_scaler", "_load_rng_state", "_load_best_model")
+_METHODS = (
+    "train",
+    "_run_epoch",
+    "_save_checkpoint",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
 
 
 def _install(kind: Any) -> None:
