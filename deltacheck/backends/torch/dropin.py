@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from deltacheck.backends.torch import pointer
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.policy.retention import Retention
 
 SUFFIX = ".deltacheck"
 _OPEN_AT_MOST = 4  # series; each holds a copy of its state to compare with
@@ -98,6 +99,6 @@ def _engine(root: Path, keep_last: int | None) -> Engine:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
         engine = Engine(root, keep_last=keep_last)
-    engine._keep_last = keep_last
+    engine._retention = Retention(last=keep_last)
     _open[root] = engine
     return engine
