@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
+    from deltacheck.store.place import ObjectStore
     from deltacheck.verify import Finding
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ _PUBLIC = {
     "Finding": "deltacheck.verify",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
+    "ObjectStore": "deltacheck.store.place",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",
@@ -39,6 +41,7 @@ __all__ = [
     "Finding",
     "LeafReport",
     "LeafSpec",
+    "ObjectStore",
     "Policy",
     "Profile",
     "Profiler",

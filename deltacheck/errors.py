@@ -41,6 +41,10 @@ class RootBusy(DeltacheckError):
     """Another writer holds the root."""
 
 
+class StorageFailed(DeltacheckError, OSError):
+    """An object store did not answer in time, refused a request, or lacks what a root needs of it."""
+
+
 class SaveFailed(DeltacheckError):
     """A save did not become a checkpoint; every earlier step is as it was."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from deltacheck import restore
-from deltacheck.errors import Damaged, DeltacheckError
+from deltacheck.errors import Damaged, DeltacheckError, StorageFailed
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment
@@ -55,7 +55,7 @@ class _Known:
     ``problems``: of the metadata of a group or a segment. ``opened``: the segments of the last step, which the next one shares.
     """
 
-    problems: dict[Path | SegmentRef, list[str]]
+    problems: dict[Place | SegmentRef, list[str]]
     opened: list[Segment]
 
 
@@ -63,6 +63,8 @@ def _verify_step(root: Root, manifest: Manifest, deep: bool, known: _Known) -> l
     try:
         known.opened = open_segments(root, manifest)
         leaves = restore.resolve(root, manifest, stored=True)
+    except StorageFailed:
+        raise
     except DeltacheckError as error:
         return [Finding(manifest.step, None, str(error))]
     findings = [Finding(manifest.step, None, problem) for problem in _metadata_problems(root, manifest, known.problems)]
@@ -78,7 +80,7 @@ def _verify_step(root: Root, manifest: Manifest, deep: bool, known: _Known) -> l
     return findings
 
 
-def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path | SegmentRef, list[str]]) -> list[str]:
+def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Place | SegmentRef, list[str]]) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
     problems = []
     for path in root.store.group_paths():
@@ -95,23 +97,27 @@ def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Path | Segment
     return problems
 
 
-def _group_problems(paths: Iterable[Path]) -> list[str]:
+def _group_problems(paths: Iterable[Place]) -> list[str]:
     return [problem for path in paths if (problem := _group_problem(path / "zarr.json")) is not None]
 
 
-def _group_problem(path: Path) -> str | None:
+def _group_problem(path: Place) -> str | None:
     try:
         found = json.loads(path.read_bytes())
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
+    except StorageFailed:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
     return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
-def _metadata_problem(path: Path, expected: dict[str, object]) -> str | None:
+def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
     try:
         found = json.loads(path.read_bytes())
         same = _normal(found) == _normal(expected)
+    except StorageFailed:
+        raise
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{path} cannot be read: {error}"
     return None if same else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"

@@ -8,14 +8,13 @@ needed by an older step too.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from deltacheck.errors import Damaged, DeltacheckError, SaveFailed
+from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
 from deltacheck.store import arrays, layout
+from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
 from deltacheck.store.root import Root, read_manifest
 from deltacheck.store.segment import sync_directory
 
@@ -24,7 +23,9 @@ _MARKS = "marks"  # group under control/: which segments were found unneeded, an
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do. ``removed``, ``waiting``: segment ids; ``freed_bytes``: of the removed."""
+    """What a collection did, or would do. ``removed``, ``waiting``: segment ids; ``freed_bytes``: of the removed, 0 on an object
+    store, whose listing has no sizes.
+    """
 
     removed: tuple[str, ...]
     waiting: tuple[str, ...]
@@ -36,7 +37,7 @@ def delete_checkpoint(root: Root, seq: int) -> None:
     folder = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq)
     (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
     sync_directory(folder)
-    shutil.rmtree(folder)
+    remove_tree(folder)
     sync_directory(folder.parent)
 
 
@@ -48,10 +49,15 @@ def collect(
     ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that began before
     may end. Longer: safer for slow readers; shorter: disk space sooner. ``protected``: segments of saves under way.
     ``writer_is_dead``: also segments newer than the newest step may go (REQUIRES: the caller holds the lease, or no save is
-    under way). ``dry_run`` changes nothing.
+    under way); never on an object store, where a segment also goes only when a second collection finds it unneeded again.
+    ``dry_run`` changes nothing.
 
     Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown.
     """
+    # An object store's listing may lag behind: of what one does not show, nothing is concluded before a second says the same, and a
+    # writer that is taken for dead may still be about to commit what it wrote last.
+    is_local = not isinstance(root.store.path, ObjectPath)
+    writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
     newest, needed = -1, set(protected)
     others = set(root.other_manifest_paths())
@@ -60,6 +66,8 @@ def collect(
             manifest = read_manifest(path)
         except FileNotFoundError:
             continue  # deleted since it was listed
+        except StorageFailed:
+            raise
         except DeltacheckError as error:
             if path in others and layout.ATTRIBUTE.encode() not in path.read_bytes():
                 continue  # another format's zarr.json
@@ -72,7 +80,7 @@ def collect(
     marks = _read_marks(root.store.path)
     now = time.time()
     since = {name: min(marks.get(name, now), now) for name in unneeded}
-    remove = sorted(name for name in unneeded if now - since[name] >= grace_seconds)
+    remove = sorted(name for name in unneeded if now - since[name] >= grace_seconds and (is_local or name in marks))
     freed = sum(arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in remove)
     if not dry_run:
         if writer_is_dead:
@@ -85,23 +93,23 @@ def collect(
 
 def _remove_unfinished_checkpoints(root: Root) -> None:
     """Remove what a kill between a checkpoint's directory and its manifest left behind."""
-    for folder in (root.store.path / layout.CHECKPOINTS).iterdir():
+    for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
-            shutil.rmtree(folder)
+            remove_tree(folder)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Place) -> None:
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
     (path / "zarr.json").unlink(
         missing_ok=True
     )  # without its table it is no segment: a crash from here on leaves garbage, not damage
     sync_directory(path)
-    shutil.rmtree(path)
+    remove_tree(path)
     sync_directory(path.parent)
 
 
-def _read_marks(store: Path) -> dict[str, float]:
+def _read_marks(store: Place) -> dict[str, float]:
     try:
         marks = json.loads((store / layout.CONTROL / _MARKS / "zarr.json").read_bytes())["attributes"][layout.ATTRIBUTE]
         return {str(name): float(when) for name, when in marks.items()}
@@ -109,7 +117,7 @@ def _read_marks(store: Path) -> dict[str, float]:
         return {}  # marks are a courtesy to readers: without them every segment waits anew
 
 
-def _write_marks(store: Path, marks: dict[str, float], before: dict[str, float]) -> None:
+def _write_marks(store: Place, marks: dict[str, float], before: dict[str, float]) -> None:
     if marks == before:
         return
     folder = store / layout.CONTROL / _MARKS

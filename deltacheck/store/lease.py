@@ -11,18 +11,23 @@ import json
 import os
 import socket
 import weakref
-from pathlib import Path
 
 from deltacheck.errors import RootBusy
 from deltacheck.store import arrays, layout
+from deltacheck.store.object_lease import ObjectLease
+from deltacheck.store.place import ObjectPath, Place
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Lease:
-    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it."""
+    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it. On an object store: ``ObjectLease``."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Place) -> None:
+        self._descriptor = -1
+        self._object = ObjectLease(root) if isinstance(root, ObjectPath) else None
+        if isinstance(root, ObjectPath):
+            return
         folder = root / layout.CONTROL
         folder.mkdir(exist_ok=True)
         self._descriptor = os.open(folder / "zarr.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -41,6 +46,8 @@ class Lease:
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
+        if self._object is not None:
+            self._object.release()
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()

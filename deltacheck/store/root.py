@@ -25,11 +25,14 @@ from deltacheck.errors import (
     RootBusy,
     SaveFailed,
     StepNotFound,
+    StorageFailed,
     UnsupportedFormat,
 )
-from deltacheck.store import arrays, layout, schema
+from deltacheck.store import arrays, layout, object_lease, object_root, place, schema
 from deltacheck.store.arrays import Spent, StreamWriter
 from deltacheck.store.effort import Effort
+from deltacheck.store.place import ObjectPath, ObjectStore, Place
+from deltacheck.store.place import subdirectories as _entries
 from deltacheck.store.schema import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
 
@@ -41,7 +44,7 @@ _COMMIT_MARK = "commit_success.txt"  # keeps Orbax's clean-up of unfinished step
 class Store:
     """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default."""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Place, threads: int | None = None) -> None:
         self.path = path
         self.threads = threads
         # Those that someone still works with: steps share most of theirs, and nothing stays in memory because of this.
@@ -49,29 +52,29 @@ class Store:
 
     @cached_property
     def _reading(self) -> ts.Context:
-        return arrays.context(self.threads, _CACHE_BYTES)
+        return arrays.context(self.threads, _CACHE_BYTES, place.context(self.path))
 
     @cached_property
     def _writing(self) -> ts.Context:
         # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of
         # it since.
-        return arrays.context(self.threads, cache_bytes=0)
+        return arrays.context(self.threads, 0, place.context(self.path))
 
     @cached_property
     def _streams(self) -> StreamWriter:
-        return StreamWriter(self._writing)
+        return StreamWriter(self._writing, local=not isinstance(self.path, ObjectPath))
 
     @classmethod
-    def create(cls, path: Path, threads: int | None = None) -> Store:
+    def create(cls, path: Place, threads: int | None = None) -> Store:
         """Make the directories of a store where they are not there yet, durably.
 
         Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else,
-        ``UnsupportedFormat``.
+        ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer or honours no conditional writes.
         """
         if _group_attributes(path) is None:
             if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
-            missing = [p for p in (path, *path.parents) if not p.exists()]
+            missing = [] if isinstance(path, ObjectPath) else [p for p in (path, *path.parents) if not p.exists()]
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
                 arrays.create_file(path / name, "zarr.json", arrays.group_json({}))
@@ -81,7 +84,10 @@ class Store:
             for directory in (path, *(p.parent for p in missing)):
                 sync_directory(directory)
         check_root(path)
-        if not os.access(path / layout.SEGMENTS, os.W_OK):
+        if isinstance(path, ObjectPath):
+            place.check_conditional_writes(path / layout.CONTROL)
+            place.written.take()
+        elif not os.access(path / layout.SEGMENTS, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(path))
         return cls(path, threads)
 
@@ -89,7 +95,7 @@ class Store:
         """Every segment directory, committed or not, ascending."""
         return sorted(entry.name for entry in _entries(self.path / layout.SEGMENTS) if layout.is_segment_id(entry.name))
 
-    def group_paths(self) -> list[Path]:
+    def group_paths(self) -> list[Place]:
         """The groups that plain zarr passes through on its way to any segment or step."""
         return [self.path / name for name in (layout.SEGMENTS, layout.CHECKPOINTS)]
 
@@ -123,42 +129,47 @@ class StepRef:
 
     step: int
     seq: int
-    manifest_path: Path
+    manifest_path: Place
 
 
 class Root:
     """A root opened for reading; takes no lock and writes nothing. ``open_root`` makes one."""
 
-    def __init__(self, path: Path, store: Store, item: str | None = None) -> None:
+    def __init__(self, path: Place, store: Store, item: str | None = None) -> None:
         self.path = path
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Path, tuple[int, Manifest]] = {}
+        self._manifests: dict[Place, tuple[int | bytes, Manifest]] = {}
+        self._reads: dict[ObjectPath, Any] = {}  # under way
 
     def afresh(self) -> Root:
         """The same root with nothing cached: what is read next comes from the disk."""
         return Root(self.path, Store(self.store.path, self.store.threads), self._item)
 
-    def manifest_paths(self) -> list[Path]:
+    def manifest_paths(self) -> list[Place]:
         """Every committed manifest file."""
+        found: list[Place]
+        if isinstance(self.path, ObjectPath):
+            known = [path for path in self._manifests if isinstance(path, ObjectPath)]
+            return [*object_root.manifests(self.path / layout.CHECKPOINTS, known)]
         if not self.is_manager_root:
             folder = self.path / layout.CHECKPOINTS
             found = [folder / entry.name / "zarr.json" for entry in _entries(folder) if layout.is_checkpoint_id(entry.name)]
         else:
             found = [p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item)]
-        return sorted(path for path in found if os.path.lexists(path))
+        return sorted(path for path in found if place.is_there(path))
 
-    def other_manifest_paths(self) -> list[Path]:
+    def other_manifest_paths(self) -> list[Place]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
         set aside (``todelete_subdir``, ``_SNAPSHOTS``). What they need may still be wanted.
         """
         if not self.is_manager_root:
             return []
         own = set(self.manifest_paths())
-        folders = [Path(e.path) for e in _entries(self.path) if e.name != MANAGER_STORE]
-        inner = [Path(e.path) for folder in folders for e in _entries(folder)]
-        innermost = [Path(e.path) for folder in inner for e in _entries(folder)]
+        folders = [e for e in _entries(self.path) if e.name != MANAGER_STORE]
+        inner = [e for folder in folders for e in _entries(folder)]
+        innermost = [e for folder in inner for e in _entries(folder)]
         return sorted(p for f in (*inner, *innermost) if (p := f / "zarr.json").is_file() and p not in own)
 
     def checkpoints(self) -> list[StepRef]:
@@ -220,11 +231,13 @@ class Root:
                 return manifest
         return None
 
-    def read_all(self) -> tuple[list[StepRef], dict[Path, Damaged | UnsupportedFormat]]:
+    def read_all(self) -> tuple[list[StepRef], dict[Place, Damaged | UnsupportedFormat]]:
         """The checkpoints, ascending by sequence number, and what is wrong with the manifests that cannot be read."""
         found: list[StepRef] = []
-        damaged: dict[Path, Damaged | UnsupportedFormat] = {}
-        for path in self.manifest_paths():
+        damaged: dict[Place, Damaged | UnsupportedFormat] = {}
+        paths = self.manifest_paths()
+        self._start_reads(paths)
+        for path in paths:
             try:
                 manifest = self.read(path)
             except FileNotFoundError:
@@ -235,8 +248,10 @@ class Root:
                 found.append(StepRef(manifest.step, manifest.seq, path))
         return sorted(found, key=lambda ref: ref.seq), damaged
 
-    def read(self, path: Path) -> Manifest:
+    def read(self, path: Place) -> Manifest:
         """A committed manifest; read and checked again only where its file has changed. Raises ``FileNotFoundError``, ``Damaged``."""
+        if isinstance(path, ObjectPath):
+            return self._read_object(path)
         stamp = path.stat().st_mtime_ns
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
@@ -244,8 +259,31 @@ class Root:
             self._manifests[path] = cached
         return cached[1]
 
+    def _start_reads(self, paths: list[Place]) -> None:
+        self._reads = {path: path.start_read(self._known(path)) for path in paths if isinstance(path, ObjectPath)}
+
+    def _known(self, path: ObjectPath) -> bytes:
+        """The generation of a manifest that was read before; empty where none was."""
+        cached = self._manifests.get(path)
+        return cached[0] if cached is not None and isinstance(cached[0], bytes) else b""
+
+    def _read_object(self, path: ObjectPath) -> Manifest:
+        cached = self._manifests.get(path)
+        content, generation = path.finish_read(self._reads.pop(path, None) or path.start_read(self._known(path)))
+        if content is None and cached is None:
+            content, generation = path.read()
+        if generation == place.ABSENT:
+            self._manifests.pop(path, None)
+            raise FileNotFoundError(f"{path} does not exist")
+        if cached is None or content is not None:
+            cached = (generation, _decode_manifest(content or b"", path))
+            self._manifests[path] = cached
+        return cached[1]
+
     def next_seq(self) -> int:
-        """One more than any sequence number that this root has seen."""
+        """One more than any sequence number that this root has seen. On an object store: that was committed (``object_root.py``)."""
+        if isinstance(self.path, ObjectPath):
+            return max((layout.seq_of(path.parent.name) for path in self.manifest_paths()), default=-1) + 1
         taken = [layout.seq_of(name) for name in self.store.segment_ids()]
         taken += [
             layout.seq_of(e.name) for e in _entries(self.store.path / layout.CHECKPOINTS) if layout.is_checkpoint_id(e.name)
@@ -255,10 +293,17 @@ class Root:
         return max(taken, default=-1) + 1
 
 
-def open_root(path: str | os.PathLike[str], item: str | None = None, threads: int | None = None) -> Root:
-    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, or ``UnsupportedFormat``."""
-    directory = Path(path)
-    if not directory.is_dir():
+def open_root(
+    path: str | os.PathLike[str] | ObjectPath,
+    item: str | None = None,
+    threads: int | None = None,
+    storage: ObjectStore | None = None,
+) -> Root:
+    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, ``UnsupportedFormat``, or
+    ``StorageFailed`` where an object store does not answer. ``storage``: how that is reached.
+    """
+    directory = place.of(path, storage)
+    if not isinstance(directory, ObjectPath) and not directory.is_dir():
         raise NotACheckpointRoot(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     for store in (directory, directory / MANAGER_STORE):
         if _group_attributes(store) is not None:
@@ -269,7 +314,7 @@ def open_root(path: str | os.PathLike[str], item: str | None = None, threads: in
     )
 
 
-def check_root(path: Path) -> None:
+def check_root(path: Place) -> None:
     """Refuse a root of another format, version or with unknown features."""
     about = _group_attributes(path)
     if about is None:
@@ -285,9 +330,13 @@ def create_manager_store(root: Path, threads: int | None = None) -> Store:
     return Store.create(path, threads)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Read and check one manifest file."""
-    return schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Manifest, str(path))
+    return _decode_manifest(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), path)
+
+
+def _decode_manifest(content: bytes, path: Place) -> Manifest:
+    return schema.from_zarr_json(content, Manifest, str(path))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -298,20 +347,23 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
-def commit(root: Path, manifest: Manifest) -> int:
+def commit(root: Place, manifest: Manifest) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    Raises ``RootBusy`` where another writer has taken the sequence number.
+    Raises ``RootBusy`` where another writer has taken the sequence number, or the lease.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
     folder.mkdir(exist_ok=True)
-    if not arrays.create_file(folder, "zarr.json", content):  # <- the step exists from here on
+    valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
+    if not arrays.create_file(folder, "zarr.json", content, valid):  # <- the step exists from here on
         raise RootBusy(
             f"checkpoint {folder.name} of {root} was committed by {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
     sync_directory(folder)
     sync_directory(folder.parent)
+    if isinstance(root, ObjectPath):
+        place.written.leave_out(len(content))
     return len(content)
 
 
@@ -351,36 +403,35 @@ def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
         raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
 
 
-def _age(manifest_path: Path) -> tuple[int, str]:
+def _age(manifest_path: Place) -> tuple[int, str]:
     """What sorts manifests by age while they cannot be read: the number in the name of the checkpoint's or the step's directory."""
     name = next((p.name for p in manifest_path.parents if p.name.lstrip("c").isdigit()), "")
     return int(name.lstrip("c") or 0), name
 
 
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Directories in ``path`` (no links), or nothing where it is not there."""
-    try:
-        with os.scandir(path) as found:
-            return sorted((e for e in found if e.is_dir(follow_symlinks=False)), key=lambda e: e.name)
-    except FileNotFoundError:
-        return []
-
-
-def _is_manager_step(entry: os.DirEntry[str]) -> bool:
+def _is_manager_step(entry: Place) -> bool:
     return entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
 
 
-def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
-    items = [e for e in _entries(Path(step.path)) if item is None or e.name == item]
+def _item_manifests(step: Place, item: str | None) -> list[Place]:
+    items = [e for e in _entries(step) if item is None or e.name == item]
     # Whatever the file holds: a damaged manifest must be named, not overlooked.
-    return [path for e in items if os.path.lexists(path := Path(e.path) / "zarr.json")]
+    return [path for e in items if place.is_there(path := e / "zarr.json")]
 
 
-def _group_attributes(path: Path) -> dict[str, Any] | None:
+def _group_attributes(path: Place) -> dict[str, Any] | None:
     """Our attributes of a group, or ``None`` where it is not one of ours."""
     try:
-        with (path / "zarr.json").open("rb") as file:
-            about = json.loads(file.read(1 << 20))["attributes"][layout.ATTRIBUTE]
+        about = json.loads(_first_bytes(path / "zarr.json", 1 << 20))["attributes"][layout.ATTRIBUTE]
+    except StorageFailed:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return about if isinstance(about, dict) else None
+
+
+def _first_bytes(path: Place, most: int) -> bytes:
+    if isinstance(path, ObjectPath):
+        return path.read_bytes()[:most]
+    with path.open("rb") as file:
+        return file.read(most)

@@ -19,9 +19,10 @@ from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
 from deltacheck.errors import ChainBroken, Damaged, SaveFailed
 from deltacheck.records import LeafSpec
-from deltacheck.store import arrays, layout, schema
+from deltacheck.store import arrays, layout, place, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.effort import Effort
+from deltacheck.store.place import ObjectPath, Place
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -89,7 +90,7 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
+    def __init__(self, root: Place, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
         self._effort = effort
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
@@ -99,10 +100,12 @@ class SegmentWriter:
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
         self._streams = streams
+        self._has_natural = False
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
         values = host.view(spec.element.storage).reshape(spec.shape)
+        self._has_natural = True
         return self._write(self.path / layout.LEAVES / name, natural_spec(spec), values)
 
     def put_packed(self, spec: LeafSpec, host: U8) -> KeyframeAt:
@@ -143,7 +146,7 @@ class SegmentWriter:
         """Memory that ``size`` bytes of streams take until they are written."""
         return self._streams.held_bytes(size)
 
-    def _write(self, path: Path, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+    def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
         pending = arrays.write(path, spec, values, self._where)
         self._pending.append(pending)
         return pending
@@ -181,10 +184,12 @@ class SegmentWriter:
         if not arrays.create_file(self.path, "zarr.json", content):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
         sync_tree(self.path)
-        return SegmentRef(self.id, document_digest(content), arrays.bytes_on_disk(self.path))
+        stored = place.written.take() if isinstance(self.path, ObjectPath) else arrays.bytes_on_disk(self.path)
+        return SegmentRef(self.id, document_digest(content), stored)
 
-    def _groups(self) -> list[Path]:
-        present = [name for name in (layout.LEAVES, layout.PACKED, layout.DELTA) if (self.path / name).is_dir()]
+    def _groups(self) -> list[Place]:
+        holds = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed, layout.DELTA: self.parts}
+        present = [name for name, anything in holds.items() if anything]
         return [self.path / name for name in present] + [self.path / layout.DELTA / str(k) for k in range(len(self.parts))]
 
 
@@ -193,8 +198,10 @@ def document_digest(content: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive a power cut."""
+def sync_directory(path: Place) -> None:
+    """fsync a directory, so that the names in it survive a power cut. On an object store nothing: its answers say that it has the object."""
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -202,8 +209,10 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(path: Path) -> None:
+def sync_tree(path: Place) -> None:
     """fsync every directory of a tree and its ancestor's entry for it (TensorStore syncs files, not directories)."""
+    if isinstance(path, ObjectPath):
+        return
     for directory, _, _ in os.walk(path):
         sync_directory(Path(directory))
     sync_directory(path.parent)
@@ -212,7 +221,7 @@ def sync_tree(path: Path) -> None:
 class Segment:
     """A committed segment, opened for reading. REQUIRES: ``ref`` comes from a checked manifest."""
 
-    def __init__(self, root: Path, ref: SegmentRef, where: ts.Context) -> None:
+    def __init__(self, root: Place, ref: SegmentRef, where: ts.Context) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
@@ -266,7 +275,7 @@ class Segment:
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
 
-    def group_paths(self) -> list[Path]:
+    def group_paths(self) -> list[Place]:
         """The groups below the segment's own."""
         keys = [entry.key for entry in self.table.leaves.values() if entry.key is not None]
         present = {
@@ -277,9 +286,9 @@ class Segment:
         found = [self.path / name for name, holds in present.items() if holds]
         return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
 
-    def array_specs(self) -> dict[Path, ArraySpec]:
+    def array_specs(self) -> dict[Place, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""
-        found: dict[Path, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
+        found: dict[Place, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
         for path, entry in self.table.leaves.items():
             if entry.key is not None and entry.key.array:
                 found[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
@@ -295,7 +304,7 @@ class Segment:
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(self, path: Path, part: Part, where: ts.Context) -> None:
+    def __init__(self, path: Place, part: Part, where: ts.Context) -> None:
         self._path = path
         self._part = part
         self._where = where

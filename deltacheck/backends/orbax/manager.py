@@ -8,13 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.policy import Policy
+from deltacheck.store import place
 
 log = logging.getLogger("deltacheck")
 
@@ -38,9 +38,12 @@ def manager(
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
 
+    ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
+    of an object store.
+
     A save under way when the interpreter exits is finished first; plain Orbax loses it.
     """
-    path = Path(root).absolute()
+    path = place.local(root, "a CheckpointManager with our handler").absolute()
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,

@@ -27,8 +27,9 @@ from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect
+from deltacheck.store import collect, place
 from deltacheck.store.lease import Lease
+from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, Store, commit
 from deltacheck.store.schema import Manifest, Replay
 
@@ -36,7 +37,7 @@ log = logging.getLogger("deltacheck")
 
 
 class Engine:
-    """Checkpoints of one training process in one directory.
+    """Checkpoints of one training process in one directory, or under one prefix of an object store (``s3://``, ``gs://``).
 
     ``policy``: what is promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes
     between the training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the
@@ -54,15 +55,16 @@ class Engine:
     ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
-    wait for pending saves at interpreter exit.
+    wait for pending saves at interpreter exit. ``storage``: how an object store is reached (default: by the environment alone).
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``OSError`` where it cannot be written.
+    ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
+    conditional writes.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | ObjectPath,
         *,
         policy: Policy | None = None,
         host_cache_bytes: int = 256 << 20,
@@ -75,6 +77,7 @@ class Engine:
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
+        storage: ObjectStore | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
@@ -84,7 +87,7 @@ class Engine:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
-        path = Path(root).absolute()
+        path = place.of(root, storage).absolute()
         store = Store.create(path)
         self._lease = Lease(path)
         self._root = Root(path, store)
@@ -113,7 +116,7 @@ class Engine:
         self._at_exit = _close_at_exit(self, exit_timeout_seconds)
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Path | ObjectPath:
         return self._root.path
 
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
