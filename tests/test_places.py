@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,5 +27,5 @@ class TestMemory(PlaceContract):
 
 class TestS3(PlaceContract):
     @pytest.fixture
-    def folder(self, s3: S3) -> Iterator[Place]:
-        yield place.of(f"s3://bucket/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0, deadline_seconds=20))
+    def folder(self, s3: S3) -> Place:
+        return place.of(f"s3://bucket/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0, deadline_seconds=20))

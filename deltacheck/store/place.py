@@ -25,6 +25,7 @@ from deltacheck.errors import Damaged, StorageFailed
 
 ABSENT = b"\x02"  # a missing key's generation: a write under this condition creates, and never replaces
 _SLOWEST_BYTES_PER_SECOND = 1_000_000  # below which a read of much data is given up
+_FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
 _AT_ONCE = 64  # requests that are handed over together; the store's own limit of those under way is ObjectStore.concurrency
 _DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
@@ -86,7 +87,7 @@ class ObjectStore:
 
     def resources(self, scheme: str) -> dict[str, Any]:
         """TensorStore's resources for all that is done in a bucket."""
-        patience = {"max_retries": self.retries, "initial_delay": "200ms", "max_delay": "8s"}
+        patience = {"max_retries": self.retries, "initial_delay": _FIRST_DELAY, "max_delay": _LONGEST_DELAY}
         if scheme == "memory":
             return {"memory_key_value_store": {}}
         kind = _DRIVERS[scheme]
