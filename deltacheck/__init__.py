@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
+    from deltacheck.store.place import ObjectStore
     from deltacheck.verify import Finding
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _PUBLIC = {
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
+    "ObjectStore": "deltacheck.store.place",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",
@@ -50,6 +52,7 @@ __all__ = [
     "LeafChange",
     "LeafReport",
     "LeafSpec",
+    "ObjectStore",
     "Policy",
     "Profile",
     "Profiler",

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from deltacheck.errors import NotACheckpointRoot
-from deltacheck.store import layout
+from deltacheck.store import layout, place
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit, open_segments
@@ -41,11 +41,12 @@ def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, co
     Works beside a running training; where its retention deletes the step meanwhile, nothing is committed at ``to``.
 
     Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step's tables are not whole, ``NotACheckpointRoot`` where ``to`` holds anything,
-    ``OSError``.
+    ``StorageFailed`` for an object store, ``OSError``.
     """
     target = Path(to).absolute()
     if target.exists() and any(target.iterdir()):
         raise NotACheckpointRoot(f"{target} is not empty; a branch needs a directory that is new or empty")
+    origin = place.local(root.store.path, "a branch")
     manifest = root.manifest(step)
     open_segments(root, manifest)
     store = Store.create(target)
@@ -53,7 +54,7 @@ def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, co
     linked = copied = 0
     try:
         for ref in manifest.segments:
-            source, made = root.store.path / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
+            source, made = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
             for folder, _, files in os.walk(source):
                 inner = made / Path(folder).relative_to(source)
                 inner.mkdir()

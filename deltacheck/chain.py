@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from deltacheck.records import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.arrays import Reading
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest
 from deltacheck.store.segment import Segment
@@ -312,7 +312,7 @@ def _check_link(item: _Filling) -> None:
             )
 
 
-def _keyframe_path(segment: Segment, at: KeyframeAt) -> Path:
+def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
     return segment.path / (f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}")
 
 
@@ -483,7 +483,7 @@ class _Span(NamedTuple):
     runs: list[_Run]
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.segment.path / layout.DELTA / str(self.part)
 
     @property

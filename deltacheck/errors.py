@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 
 class DeltacheckError(Exception):
     """Base of every error that deltacheck raises on purpose."""
@@ -47,8 +45,12 @@ class RootBusy(DeltacheckError):
     """Another writer holds the root."""
 
 
-class StorageTimeout(DeltacheckError, TimeoutError):
-    """The storage did not answer in time; it may hang. Nothing is said of what it holds."""
+class StorageFailed(DeltacheckError, OSError):
+    """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it holds."""
+
+
+class StorageTimeout(StorageFailed, TimeoutError):
+    """The storage did not answer in time; it may hang."""
 
 
 class SaveFailed(DeltacheckError):
@@ -84,9 +86,9 @@ class Damaged(DeltacheckError):
     ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the place that found it knows; else empty.
     """
 
-    def __init__(self, message: str, *, file: str | os.PathLike[str] = "", leaf: str = "") -> None:
+    def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:
         super().__init__(message)
-        self.file = os.fspath(file)
+        self.file = str(file)
         self.leaf = leaf
 
 

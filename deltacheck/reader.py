@@ -15,6 +15,7 @@ from deltacheck.branch import Branched
 from deltacheck.errors import StepNotFound
 from deltacheck.restore import Leaf, Loaded
 from deltacheck.store import tags
+from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
 
@@ -35,7 +36,7 @@ class Checkpoints:
         return f"Checkpoints({str(self.path)!r}, steps={self.steps()})"
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Path | ObjectPath:
         return self._root.path
 
     def steps(self) -> list[int]:
@@ -197,10 +198,13 @@ def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Load
     return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]
 
 
-def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoints:
+def open(
+    path: str | os.PathLike[str] | ObjectPath, *, item: str | None = None, storage: ObjectStore | None = None
+) -> Checkpoints:
     """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax ``CheckpointManager``.
 
-    ``item``: the item of a manager's steps, needed only where they have more than one. Raises ``NotACheckpointRoot``,
-    ``UnsupportedFormat``.
+    ``path``: a directory, or ``s3://bucket/prefix`` or ``gs://bucket/prefix``. ``item``: the item of a manager's steps, needed only where
+    they have more than one. ``storage``: how an object store is reached (default: by the environment alone). Raises
+    ``NotACheckpointRoot``, ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer.
     """
-    return Checkpoints(open_root(path, item))
+    return Checkpoints(open_root(path, item, storage=storage))

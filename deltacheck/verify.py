@@ -23,9 +23,10 @@ from deltacheck import chain, derive, restore
 from deltacheck import survey as surveying
 from deltacheck.codec.base import U8
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import Damaged, UnsupportedFormat
+from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, schema
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root
 from deltacheck.store.schema import Derived, Manifest
 from deltacheck.store.segment import Segment
@@ -174,25 +175,29 @@ def _metadata_problems(segment: Segment) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def _group_problem(path: Path) -> str | None:
+def _group_problem(path: Place) -> str | None:
     try:
         found = _json_of(path)
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
+    except StorageFailed:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
     return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
-def _metadata_problem(path: Path, expected: dict[str, object]) -> str | None:
+def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
     try:
         found = _json_of(path)
         same = _normal(found) == _normal(expected)
+    except StorageFailed:
+        raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {error}"
     return None if same else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
 
 
-def _json_of(path: Path) -> Any:
+def _json_of(path: Place) -> Any:
     return json.loads(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import typer
 
 from deltacheck.errors import DeltacheckError
+from deltacheck.store import place
 from deltacheck.store.root import Root, open_root, read_manifest
 from deltacheck.store.schema import Manifest
 
@@ -37,7 +38,12 @@ def parse(words: list[str] | None, *, least: int = 0, most: int = 0) -> Where:
         wanted = {(0, 0): "no step", (0, 1): "at most one step", (1, 1): "one step", (2, 2): "two steps"}[least, most]
         way_out = f". A root that is called {steps[0]} is written ./{steps[0]}" if len(steps) > most else ""
         raise typer.BadParameter(f"this command takes {wanted}, not {len(steps)}{way_out}")
-    return Where(roots[0] if roots else ".", tuple(map(_step, steps)))
+    root = roots[0] if roots else "."
+    try:
+        place.of(root)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return Where(root, tuple(map(_step, steps)))
 
 
 def _step(word: str) -> int | str | None:

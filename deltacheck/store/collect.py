@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from deltacheck.errors import Damaged, DeltacheckError, SaveFailed
+from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
 from deltacheck.store import arrays, chunk_files, layout, pins, schema, tags
 from deltacheck.store.durability import Durability
+from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
 from deltacheck.store.root import Root, Store, read_manifest
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
@@ -26,7 +26,8 @@ _MARKS = "marks"  # group under control/: which segments were found unneeded, an
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids; ``freed_bytes``: of the removed.
+    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids; ``freed_bytes``: of the removed, 0 on an
+    object store, whose listing has no sizes.
 
     ``waiting``: unneeded for less than the grace period. ``in_use``: unneeded, but a reader has them open.
     """
@@ -49,7 +50,7 @@ def delete_checkpoint(root: Root, seq: int) -> None:
     folder, durability = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq), root.store.durability
     (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
     durability.sync_directory(folder)
-    shutil.rmtree(folder)
+    remove_tree(folder)
     durability.sync_directory(folder.parent)
 
 
@@ -60,13 +61,18 @@ def collect(
 
     ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that has read its manifest
     may open what it needs; what it has open stays as long as it reads (``pins.py``). Longer: safer for readers on file systems without
-    locks; shorter: disk space sooner. ``protected``: segments of saves under way.
+    locks, and on object stores; shorter: disk space sooner. ``protected``: segments of saves under way.
     ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in directories of steps and tags
-    (REQUIRES: the caller holds the lease, and no save is under way). ``dry_run`` changes nothing.
+    (REQUIRES: the caller holds the lease, and no save is under way); never on an object store, where a segment also goes only when a
+    second collection finds it unneeded again. ``dry_run`` changes nothing.
 
     Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown. ``OSError`` where some segment
     could not be removed; every other one was.
     """
+    # An object store's listing may lag behind: of what one does not show, nothing is concluded before a second says the same, and a
+    # writer that is taken for dead may still be about to commit what it wrote last.
+    is_local = not isinstance(root.store.path, ObjectPath)
+    writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
     newest, needed = _needed(root)
     unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= newest}
@@ -76,14 +82,15 @@ def collect(
         name: mark if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds else now
         for name in unneeded
     }
-    due = sorted(name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds)
+    late = {name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds}
+    due = sorted(name for name in late if is_local or name in marks)
     waiting = tuple(sorted(unneeded - set(due)))
     sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
     if dry_run:
         return Collected(tuple(due), waiting, sum(sizes.values()))
     if writer_is_dead:
         _remove_unfinished(root)
-    if due:
+    if due and is_local:
         _sync_deletions(root)
     removed: list[str] = []
     in_use: list[str] = []
@@ -113,10 +120,14 @@ def _needed(root: Root) -> tuple[int, set[str]]:
                 needed |= {ref.id for ref in read_manifest(path).segments}
             except FileNotFoundError:
                 continue  # deleted since it was listed
+            except StorageFailed:
+                raise
             except DeltacheckError:
                 if layout.ATTRIBUTE.encode() in arrays.read_file(path, schema.MAX_DOCUMENT_BYTES):
                     raise
                 # else: another format's zarr.json
+    except StorageFailed:
+        raise
     except DeltacheckError as error:
         raise Damaged(
             f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
@@ -126,9 +137,9 @@ def _needed(root: Root) -> tuple[int, set[str]]:
 
 def _remove_unfinished(root: Root) -> None:
     """Remove what kills left behind: directories of steps and tags without their document, and steps whose compacted form is there."""
-    for folder in (root.store.path / layout.CHECKPOINTS).iterdir():
+    for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
-            shutil.rmtree(folder)
+            remove_tree(folder)
     if root.is_manager_root:
         return
     with tags.lock(root.store.path):
@@ -146,8 +157,8 @@ def _sync_deletions(root: Root) -> None:
     Who deleted them may not have done so: Orbax does not, and a process may be killed before it does.
     """
     folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
-    steps = [entry for entry in folder.iterdir() if entry.is_dir() and entry != root.store.path]
-    inner = [entry for step in steps for entry in step.iterdir() if entry.is_dir()] if root.is_manager_root else []
+    steps = [entry for entry in subdirectories(folder) if entry != root.store.path]
+    inner = [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
     for directory in (*inner, *steps):
         if not (directory / "zarr.json").exists():
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
@@ -155,7 +166,7 @@ def _sync_deletions(root: Root) -> None:
     root.store.durability.sync_directory(folder)
 
 
-def _remove(path: Path, durability: Durability) -> bool:
+def _remove(path: Place, durability: Durability) -> bool:
     """Remove a segment; ``False`` where a reader has it open."""
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
@@ -167,7 +178,7 @@ def _remove(path: Path, durability: Durability) -> bool:
         pass  # another collector was faster
     while path.exists():
         with contextlib.suppress(FileNotFoundError):  # as above: each attempt finds less
-            shutil.rmtree(path)
+            remove_tree(path)
     durability.sync_directory(path.parent)
     return True
 
@@ -185,7 +196,7 @@ def _boot() -> str:
         return ""
 
 
-def _read_marks(store: Path) -> dict[str, _Mark]:
+def _read_marks(store: Place) -> dict[str, _Mark]:
     try:
         content = arrays.read_file(store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         marks = json.loads(content)["attributes"][layout.ATTRIBUTE]

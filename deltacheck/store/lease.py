@@ -13,18 +13,23 @@ import secrets
 import socket
 import stat
 import weakref
-from pathlib import Path
 
 from deltacheck.errors import Damaged, RootBusy
 from deltacheck.store import arrays, chunk_files, layout
+from deltacheck.store.object_lease import ObjectLease
+from deltacheck.store.place import ObjectPath, Place
 
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Lease:
-    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it."""
+    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it. On an object store: ``ObjectLease``."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Place) -> None:
+        self._descriptor = -1
+        self._object = ObjectLease(root) if isinstance(root, ObjectPath) else None
+        if isinstance(root, ObjectPath):
+            return
         folder = root / layout.CONTROL
         folder.mkdir(exist_ok=True)
         chunk_files.check_directory(folder)
@@ -41,7 +46,7 @@ class Lease:
             raise
         _held.add(self)
 
-    def _take(self, root: Path) -> None:
+    def _take(self, root: Place) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -56,6 +61,9 @@ class Lease:
 
     def check(self) -> None:
         """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
+        if self._object is not None:
+            self._object.check()
+            return
         try:
             found = self._path.read_bytes()
         except OSError as error:
@@ -67,6 +75,8 @@ class Lease:
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
+        if self._object is not None:
+            self._object.release()
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()

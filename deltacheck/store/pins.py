@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-from pathlib import Path
+
+from deltacheck.store.place import ObjectPath, Place
 
 _held: weakref.WeakSet[Pin] = weakref.WeakSet()
 
@@ -17,8 +18,10 @@ _held: weakref.WeakSet[Pin] = weakref.WeakSet()
 class Pin:
     """A shared lock on a file, until this object goes. Takes none, silently, where the file or the means is not there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._descriptor = -1
+        if isinstance(path, ObjectPath):
+            return
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -36,8 +39,11 @@ class Pin:
         self.release()
 
 
-def unlink_unless_pinned(path: Path) -> bool:
+def unlink_unless_pinned(path: Place) -> bool:
     """Remove a file that no reader has pinned; ``False`` where one has. A file that is not there counts as removed."""
+    if isinstance(path, ObjectPath):
+        path.unlink(missing_ok=True)
+        return True
     lock = -1
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
 from deltacheck.store import arrays, layout, schema
 from deltacheck.store.durability import sync_directory
+from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
 from deltacheck.store.schema import Manifest, Tag
 
 if TYPE_CHECKING:
@@ -27,16 +26,12 @@ if TYPE_CHECKING:
 _LOCK_SECONDS = 10.0  # whoever holds the lock works for milliseconds, or was stopped
 
 
-def read_all(store: Path) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
+def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
     """The tags by name, and what is wrong with those that cannot be read."""
     folder = store / layout.CONTROL / layout.TAGS
     found: dict[str, Tag] = {}
     damaged: dict[str, Damaged | UnsupportedFormat] = {}
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    except FileNotFoundError:
-        return found, damaged
-    for name in filter(layout.is_tag, names):
+    for name in filter(layout.is_tag, [entry.name for entry in subdirectories(folder)]):
         path = folder / name / "zarr.json"
         try:
             tag = schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Tag, str(path))
@@ -51,7 +46,7 @@ def read_all(store: Path) -> tuple[dict[str, Tag], dict[str, Damaged | Unsupport
     return found, damaged
 
 
-def readable(store: Path) -> dict[str, Tag]:
+def readable(store: Place) -> dict[str, Tag]:
     """The tags by name. Raises ``Damaged`` where one cannot be read: what it keeps is unknown."""
     found, damaged = read_all(store)
     if damaged:
@@ -62,7 +57,7 @@ def readable(store: Path) -> dict[str, Tag]:
     return found
 
 
-def find(store: Path, name: str) -> Tag:
+def find(store: Place, name: str) -> Tag:
     """The tag of a name. Raises ``StepNotFound`` naming those that there are, ``Damaged``."""
     found, damaged = read_all(store)
     if name in damaged:
@@ -110,13 +105,13 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
 def remove(root: Root, name: str) -> None:
     """Take a name away; the step stays until it is deleted. Raises ``StepNotFound`` where there is no such tag, ``RootBusy``."""
     store = root.store.path
-    if not layout.is_tag(name) or not os.path.lexists(store / layout.CONTROL / layout.TAGS / name / "zarr.json"):
+    if not layout.is_tag(name) or not _is_there(store / layout.CONTROL / layout.TAGS / name / "zarr.json"):
         find(store, name)
     with lock(store):
         folder = store / layout.CONTROL / layout.TAGS / name
         (folder / "zarr.json").unlink(missing_ok=True)
         sync_directory(folder)
-        shutil.rmtree(folder)
+        remove_tree(folder)
         sync_directory(folder.parent)
 
 
@@ -126,14 +121,20 @@ def names_of(tags: Mapping[str, Tag], manifest: Manifest) -> list[str]:
 
 
 @contextlib.contextmanager
-def lock(store: Path) -> Iterator[None]:
-    """Keep others from adding tags and from deleting checkpoints. Raises ``RootBusy`` where another does so for too long."""
+def lock(store: Place) -> Iterator[None]:
+    """Keep others from adding tags and from deleting checkpoints. Raises ``RootBusy`` where another does so for too long.
+
+    An object store has no locks: there whoever tags a step beside a writer whose retention may delete it looks again afterwards.
+    """
     folder = store / layout.CONTROL / layout.TAGS
     if not (folder / "zarr.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         arrays.create_file(folder, "zarr.json", arrays.group_json({}))
         sync_directory(folder)
         sync_directory(folder.parent)
+    if isinstance(folder, ObjectPath):
+        yield
+        return
     descriptor = os.open(folder / "zarr.json", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _await(descriptor, store)
@@ -144,15 +145,19 @@ def lock(store: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def sweep(store: Path) -> None:
+def sweep(store: Place) -> None:
     """Remove what a kill between a tag's directory and its document left behind. REQUIRES: the caller holds ``lock``."""
     folder = store / layout.CONTROL / layout.TAGS
-    for name in os.listdir(folder):
-        if layout.is_tag(name) and (folder / name).is_dir() and not os.path.lexists(folder / name / "zarr.json"):
-            shutil.rmtree(folder / name)
+    for entry in subdirectories(folder):
+        if layout.is_tag(entry.name) and not _is_there(entry / "zarr.json"):
+            remove_tree(entry)
 
 
-def _await(descriptor: int, store: Path) -> None:
+def _is_there(path: Place) -> bool:
+    return path.is_file() if isinstance(path, ObjectPath) else os.path.lexists(path)
+
+
+def _await(descriptor: int, store: Place) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

@@ -81,7 +81,7 @@ def save(
         step = newest + 1 if series.step is None else series.step
         report = engine.save(step, obj).result()
         assert report is not None  # such an engine waits and never skips
-        pointer.write(path, pointer.Pointer(engine.root, step, report.seq))
+        pointer.write(path, pointer.Pointer(series.root, step, report.seq))
 
 
 def release(f: str | os.PathLike[str] | None = None) -> None:

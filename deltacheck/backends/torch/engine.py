@@ -26,9 +26,10 @@ from deltacheck.handle import SaveHandle
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect, tags
+from deltacheck.store import collect, place, tags
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
+from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, Store, commit
 from deltacheck.store.schema import Manifest, Replay
 
@@ -36,7 +37,7 @@ log = logging.getLogger("deltacheck")
 
 
 class Engine:
-    """Checkpoints of one training process in one directory.
+    """Checkpoints of one training process in one directory, or under one prefix of an object store (``s3://``, ``gs://``).
 
     ``policy``: what is promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes
     between the training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the
@@ -62,14 +63,16 @@ class Engine:
     given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails then, or takes longer, that
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
     process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
+    ``storage``: how an object store is reached (default: by the environment alone).
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``OSError`` where it cannot be written.
+    ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
+    conditional writes.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | ObjectPath,
         *,
         policy: Policy | None = None,
         host_cache_bytes: int = 256 << 20,
@@ -85,6 +88,7 @@ class Engine:
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
+        storage: ObjectStore | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
@@ -94,7 +98,7 @@ class Engine:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
         self._retention = Retention(keep_last, keep_every, best)
-        path = Path(root).absolute()
+        path = place.of(root, storage).absolute()
         store = Store.create(path, durability=Durability.of(durability))
         self._lease = Lease(path)
         self._root = Root(path, store)
@@ -123,7 +127,7 @@ class Engine:
         exits.finish_at_exit(self, str(path), exit_timeout_seconds)
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Path | ObjectPath:
         return self._root.path
 
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:

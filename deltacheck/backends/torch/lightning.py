@@ -18,7 +18,7 @@ from deltacheck.backends.torch import pointer, rng
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.load import load
 from deltacheck.handle import SaveHandle
-from deltacheck.store import collect
+from deltacheck.store import collect, place
 
 # Both distributions of Lightning have one, and each Trainer asks for its own.
 _INTERFACES = ("lightning.fabric.plugins.io.checkpoint_io", "lightning_fabric.plugins.io.checkpoint_io")
@@ -138,7 +138,7 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
     if report is None:  # skipped, as on_busy="skip" wants it
         return
     before = pointer.read(path) if pointer.is_pointer(path) else None
-    pointer.write(path, pointer.Pointer(engine.root, report.step, report.seq))
+    pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
     if before is not None:
         _delete(engine, before)
 
@@ -151,6 +151,10 @@ def _remove(engine: Engine, path: Path) -> None:
 
 
 def _delete(engine: Engine, target: pointer.Pointer) -> None:
-    if target.root == engine.root.resolve() and target.seq in [ref.seq for ref in engine._root.checkpoints()]:
+    if target.root == _root(engine) and target.seq in [ref.seq for ref in engine._root.checkpoints()]:
         collect.delete_checkpoint(engine._root, target.seq)
         collect.collect(engine._root, grace_seconds=engine._grace_seconds, protected=engine._saver.protected_segments())
+
+
+def _root(engine: Engine) -> Path:
+    return place.local(engine.root, "Lightning's plugin").resolve()
