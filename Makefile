@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz tsan lint format bench gpu-check power-test planted-bugs clean
+.PHONY: help venv build install demo test fuzz damage-test power-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,6 +47,12 @@ FUZZ_RUNS ?=
 
 fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
+
+# Trials of `make damage-test`.
+TRIALS ?= 20000
+
+damage-test: $(VENV)/.stamp-install  ## damage every kind of file in every way, TRIALS=20000 times (ARGS="--every-bit": each bit of all metadata)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/damage_trials.py --trials $(TRIALS) $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)

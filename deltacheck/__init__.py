@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from deltacheck.exits import finish_on_signal
     from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
-    from deltacheck.policy import Policy
+    from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
+    from deltacheck.store.place import ObjectStore
     from deltacheck.verify import Finding
 
 __version__ = "0.1.0"
@@ -28,8 +29,10 @@ _PUBLIC = {
     "Finding": "deltacheck.verify",
     "Follower": "deltacheck.follower",
     "LeafChange": "deltacheck.follower",
+    "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
+    "ObjectStore": "deltacheck.store.place",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",
@@ -45,9 +48,11 @@ __all__ = [
     "Checkpoints",
     "Finding",
     "Follower",
+    "KeepBest",
     "LeafChange",
     "LeafReport",
     "LeafSpec",
+    "ObjectStore",
     "Policy",
     "Profile",
     "Profiler",

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from deltacheck.errors import NotACheckpointRoot
-from deltacheck.store import layout
+from deltacheck.store import layout, place
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit, open_segments
@@ -32,8 +32,8 @@ class Branched:
     copied_bytes: int
 
 
-def branch(root: Root, step: int | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
-    """Make an engine root at ``to`` that has one step (``None``: the newest) of ``root``, under the same numbers, and nothing else.
+def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+    """Make an engine root at ``to`` that has one step (a number or a tag; ``None``: the newest) of ``root``, under the same numbers, and no more.
 
     Segments are never written to again once they are committed, so the new root gets hard links to them: that takes no space and no time
     worth speaking of, each root is collected for itself, and a file goes when the last of the two lets it go. ``copy``: copy the files
@@ -41,11 +41,12 @@ def branch(root: Root, step: int | None, to: str | os.PathLike[str], *, copy: bo
     Works beside a running training; where its retention deletes the step meanwhile, nothing is committed at ``to``.
 
     Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step's tables are not whole, ``NotACheckpointRoot`` where ``to`` holds anything,
-    ``OSError``.
+    ``StorageFailed`` for an object store, ``OSError``.
     """
     target = Path(to).absolute()
     if target.exists() and any(target.iterdir()):
         raise NotACheckpointRoot(f"{target} is not empty; a branch needs a directory that is new or empty")
+    origin = place.local(root.store.path, "a branch")
     manifest = root.manifest(step)
     open_segments(root, manifest)
     store = Store.create(target)
@@ -53,7 +54,7 @@ def branch(root: Root, step: int | None, to: str | os.PathLike[str], *, copy: bo
     linked = copied = 0
     try:
         for ref in manifest.segments:
-            source, made = root.store.path / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
+            source, made = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
             for folder, _, files in os.walk(source):
                 inner = made / Path(folder).relative_to(source)
                 inner.mkdir()

@@ -22,10 +22,12 @@ from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged, DamagedStream
 from deltacheck.records import LeafSpec
+from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.arrays import Reading
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
-from deltacheck.store.schema import LeafEntry, LeafRecord, Manifest
+from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest
 from deltacheck.store.segment import Segment
 
 _HASH_THREADS = 4
@@ -128,7 +130,8 @@ def resolve(
         if leaf_digest(digests) != record.digest:
             raise Damaged(
                 f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give {leaf_digest(digests)}, "
-                f"the manifest promises {record.digest}"
+                f"the manifest promises {record.digest}",
+                leaf=spec.path,
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
         mine = (held or {}).get(spec.path)
@@ -173,7 +176,7 @@ def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest:
             if found.is_whole:
                 break
     if not entries or not entries[-1][1].is_whole:
-        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
+        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe", leaf=path)
     entries.reverse()
     what = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
@@ -181,12 +184,13 @@ def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest:
     for number, entry in entries[1:]:
         if entry.base != before.digest:
             raise ChainBroken(
-                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there"
+                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there",
+                leaf=path,
             )
         fits = fits and (entry.dtype, entry.shape, entry.chunk) == what
         before = entry
     if before.digest != record.digest or not fits:
-        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}")
+        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}", leaf=path)
     return _Links(record.spec(path), record, entries)
 
 
@@ -222,14 +226,20 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
             beyond = np.flatnonzero(chunks >= counts[owners])
             if beyond.size:
                 spec = links[owners[beyond[0]]].spec
-                raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks")
+                raise Damaged(
+                    f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks",
+                    file=segment.path / layout.DELTA / str(part) / "index",
+                    leaf=spec.path,
+                )
             digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
             if covered.size:
                 covered[bases[owners] + chunks] = True
         for leaf in encoded_keys[number]:
             missing = np.flatnonzero(~covered[bases[leaf] : bases[leaf + 1]])
             if missing.size:
-                raise Damaged(f"segment {segment.id}: leaf {links[leaf].spec.path!r} has no row for chunk {int(missing[0])}")
+                path = links[leaf].spec.path
+                message = f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0])}"
+                raise Damaged(message, file=segment.path / layout.DELTA, leaf=path)
     return [digests[bases[leaf] : bases[leaf + 1]] for leaf in range(len(links))]
 
 
@@ -251,6 +261,59 @@ def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Co
     _apply_deltas(items, codec or default_codec())
     _verify(blocks)
     return {path: items[path].data for path in chains}
+
+
+def follow(
+    chains: Mapping[str, Chain], codec: Codec[Any] | None = None
+) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
+    """The content of leaves after each segment of their chains, oldest first: the segment, its entries, and the leaves' bytes by path.
+
+    Every chunk that a segment brings is compared with the digest that this segment has for it, so what is wrong is found where it is, and
+    one way through a chain proves the leaf in every step on it. The bytes are memory of the walk: they change when it goes on. Holds all
+    leaves at once. Raises ``Damaged`` naming leaf and file.
+    """
+    blocks = _blocks(chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()})
+    items = {item.chain.spec.path: item for block in blocks for item in block}
+    links: dict[str, tuple[Segment, dict[str, LeafEntry]]] = {}
+    for path, chain in chains.items():
+        for segment, entry in (chain.key, *chain.deltas):
+            links.setdefault(segment.id, (segment, {}))[1][path] = entry
+    for _, (segment, entries) in sorted(links.items()):
+        segment.start_tables({run[0] for entry in entries.values() for run in entry.delta}, digests=True)
+        # One link as a chain of its own: its rows are applied to what the memory holds.
+        link = {
+            path: items[path]._replace(chain=Chain(chains[path].spec, (segment, entry), (), chains[path].digests))
+            for path, entry in entries.items()
+        }
+        _read_keyframes(link)
+        _apply_deltas(link, codec or default_codec())
+        for item in link.values():
+            _check_link(item)
+        yield segment, entries, {path: items[path].data for path in entries}
+
+
+def _check_link(item: _Filling) -> None:
+    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain is that link alone."""
+    (segment, entry), spec = item.chain.key, item.chain.spec
+    rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
+    digests = entry.digests
+    for part, first, count in rows:
+        index = None if entry.key is not None else segment.part(part).index[first : first + count, columns.CHUNK]
+        chunks = np.arange(count) if index is None else index.astype(np.int64)
+        found = chunk_digests(item.block.data, item.block.bounds, item.block.word_bytes, (chunks + item.first).tolist())
+        wrong = np.flatnonzero((found != segment.digests[digests : digests + count]).any(axis=1))
+        digests += count
+        if wrong.size:
+            file = segment.path / layout.DELTA / str(part) if entry.key is None else _keyframe_path(segment, entry.key)
+            raise Damaged(
+                f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes that were saved",
+                file=file,
+                leaf=spec.path,
+            )
+
+
+def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
+    return segment.path / (f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}")
 
 
 def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
@@ -420,6 +483,10 @@ class _Span(NamedTuple):
     runs: list[_Run]
 
     @property
+    def path(self) -> Place:
+        return self.segment.path / layout.DELTA / str(self.part)
+
+    @property
     def first(self) -> int:
         return self.runs[0].first
 
@@ -502,12 +569,16 @@ def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], co
     if wrong.size:
         run = runs[int(np.searchsorted(np.cumsum(lengths), wrong[0], "right"))]
         spec = run.item.chain.spec
-        raise Damaged(f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
+        raise Damaged(
+            f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}",
+            file=span.path,
+            leaf=spec.path,
+        )
     try:
         codec.apply(_encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes)
     except DamagedStream as error:
         _name_damage(span, runs, local, streams, codec)
-        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}") from error
+        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}", file=span.path) from error
 
 
 def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
@@ -555,11 +626,11 @@ def _name_damage(
         try:
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)
         except DamagedStream as error:
-            raise DamagedStream(f"{_at(span, run)}: {error}") from error
+            raise DamagedStream(f"{_at(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path) from error
 
 
 def _at(span: _Span, run: _Run) -> str:
-    return f"segment {span.segment.id}, part {span.part}, leaf {run.item.chain.spec.path!r}"
+    return f"leaf {run.item.chain.spec.path!r}: {span.path}"
 
 
 def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
@@ -572,10 +643,9 @@ def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
         if wrong.size:
             number = int(wrong[0])
             item = next(item for item in items if number < item.first + len(item.chunks))
-            involved = ", ".join([item.chain.key[0].id, *item.chain.delta_segments])
             raise Damaged(
-                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved "
-                f"(segments {involved})"
+                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved",
+                leaf=item.chain.spec.path,
             )
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:

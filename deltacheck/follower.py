@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from deltacheck import chain, restore, tree
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.records import LeafSpec
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import Segment
@@ -94,8 +94,8 @@ class Follower:
         self._poll_seconds = poll_seconds
         self._timeout = timeout
         self._seq = -1
-        self._listed: list[Path] = []
-        self._told: set[Path] = set()
+        self._listed: list[Place] = []
+        self._told: set[Place] = set()
         self.anchor()
 
     def __iter__(self) -> Iterator[Update]:

@@ -262,7 +262,8 @@ def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
     if found != recorded:
         raise Damaged(
             f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "
-            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind"
+            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind",
+            leaf=spec.path,
         )
 
 

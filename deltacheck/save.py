@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
 from deltacheck.store.effort import Effort
+from deltacheck.store.place import remove_tree
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
@@ -397,6 +397,6 @@ class Saver:
             if not work.handle.done():  # else this was told when it was given up
                 log.error("%s", failure)
             if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know
-                shutil.rmtree(work.writer.path, ignore_errors=True)
+                remove_tree(work.writer.path, ignore_errors=True)
         finally:
             work.handle._fail(failure)

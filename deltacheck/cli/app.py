@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import blame, branch, check, compare, demo, export, listing, plan, profile, report
+from deltacheck.cli import blame, branch, check, compare, demo, export, listing, plan, profile, report, retention
 
 app = typer.Typer(
     name="deltacheck",
@@ -37,6 +37,10 @@ for name, command in (
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("tag", retention.tag),
+    ("untag", retention.untag),
+    ("prune", retention.prune),
+    ("delete", retention.delete),
     ("branch", branch.branch),
     ("gc", check.gc),
     ("compact", check.compact),

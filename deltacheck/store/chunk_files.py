@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltacheck.errors import Damaged
+from deltacheck.store.place import ObjectPath, Place
 
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
@@ -51,8 +52,10 @@ class Cells(NamedTuple):
                 yield ".".join(["c", *map(str, at)])
 
 
-def check_directory(path: Path) -> None:
-    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there."""
+def check_directory(path: Place) -> None:
+    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there are no such things."""
+    if isinstance(path, ObjectPath):
+        return
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -63,8 +66,10 @@ def check_directory(path: Path) -> None:
         raise Damaged(f"{path} is not a directory; it leads out of the root or holds something else")
 
 
-def check_file(path: Path, cells: Cells) -> None:
+def check_file(path: Place, cells: Cells) -> None:
     """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which TensorStore says itself."""
+    if isinstance(path, ObjectPath):
+        return
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:

@@ -7,6 +7,8 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
+from deltacheck.store.place import ObjectPath, Place
+
 
 class Durability(StrEnum):
     """``POWER``: a save is acknowledged when it survives a power cut. Costs a flush of the disk's cache for every file and directory.
@@ -37,25 +39,25 @@ class Durability(StrEnum):
         if self.syncs:
             os.fsync(descriptor)
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: Place) -> None:
         """Make the names in a directory survive."""
         if self.syncs:
             sync_directory(path)
 
-    def sync_tree(self, path: Path) -> None:
+    def sync_tree(self, path: Place) -> None:
         """Make the names in every directory of a tree survive, and its own (TensorStore syncs files and the directory that it puts them in)."""
-        if self.syncs:
+        if self.syncs and not isinstance(path, ObjectPath):
             for directory, _, _ in os.walk(path):
                 sync_directory(Path(directory))
             sync_directory(path.parent)
 
-    def sync_ancestors(self, path: Path) -> None:
+    def sync_ancestors(self, path: Place) -> None:
         """Make the way to ``path`` survive: its name, and that of every directory above it in the same file system, whoever made it and
         whenever: somebody may have made it a moment ago, and a process that made it may have been killed before it could sync it.
 
         Directories that may not be read are none of ours, and are left out.
         """
-        if not self.syncs:
+        if not self.syncs or isinstance(path, ObjectPath):
             return
         device = os.stat(path).st_dev
         for directory in path.absolute().parents:
@@ -65,8 +67,10 @@ class Durability(StrEnum):
                 sync_directory(directory)
 
 
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive a power cut."""
+def sync_directory(path: Place) -> None:
+    """fsync a directory, so that the names in it survive a power cut. On an object store nothing: its answers say that it has the object."""
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -240,10 +240,22 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.leaves[path].digest if derived is None else derived.digest
 
 
-Document = TypeVar("Document", SegmentTable, Manifest)
+class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A name for one save: the one whose manifest has ``nonce``. ``step``: its training step; ``seq``: of its manifest when it was tagged."""
+
+    format: str
+    version: int
+    name: str
+    step: int
+    seq: int
+    nonce: str
+    must_understand: tuple[str, ...] = ()
 
 
-def to_attributes(document: SegmentTable | Manifest) -> dict[str, Any]:
+Document = TypeVar("Document", SegmentTable, Manifest, Tag)
+
+
+def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
     """The group attributes that carry ``document``, its checksum included."""
     body = msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
@@ -496,4 +508,9 @@ def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
         raise ValueError(f"its leaves need {at} rows or elements of {what}, it declares {total}")
 
 
-_CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment}
+def _check_tag(tag: Tag) -> None:
+    if not layout.is_tag(tag.name) or tag.step < 0 or tag.seq < 0 or not tag.nonce:
+        raise ValueError(f"{tag} is not a tag")
+
+
+_CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment, Tag: _check_tag}

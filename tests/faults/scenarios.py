@@ -17,6 +17,7 @@ nothing here touches TensorStore or a JAX backend before one of these functions 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -37,8 +38,11 @@ ELEMENTS = 66_000  # of the large leaf: 264 KB, enough for an array of its own
 # --- the states ----------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def state_at(step: int) -> Tree:
-    """The state of a step, as NumPy arrays: a large leaf that changes a little with each step, one that never does, small ones."""
+    """The state of a step, as NumPy arrays, not to be written to: a large leaf that changes a little with each step, one that never does,
+    small ones.
+    """
     weights = np.random.default_rng(7).standard_normal(ELEMENTS).astype(np.float32)
     for number in range(1, step + 1):
         weights[(number * 977 + np.arange(300) * 211) % ELEMENTS] *= np.float32(1.01)
@@ -135,24 +139,19 @@ def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[s
 
 
 def recovery_violations(scenario: Scenario, root: Path) -> list[str]:
-    """What stands in the way of the next writer, and what a collection after it leaves behind. Changes the root."""
-    before = set() if not root.exists() else _steps_or_none(scenario, root)
+    """What stands in the way of the next writer, and what it and a collection after it have broken or left behind. Changes the root."""
+    before: set[int] = set()
+    with contextlib.suppress(Exception):
+        before = set(scenario.subject.steps(root))
     try:
         step = scenario.subject.go_on(root)
     except Exception as error:  # noqa: BLE001 - as above
         return [f"the next writer cannot save: {type(error).__name__}: {error}"]
-    problems = violations(scenario, root, {*before, step})
     try:
-        problems += scenario.subject.leftovers(root)
+        problems = scenario.subject.leftovers(root)
     except Exception as error:  # noqa: BLE001 - as above
-        problems.append(f"collection failed: {type(error).__name__}: {error}")
-    return problems + violations(scenario, root, {step})
-
-
-def _steps_or_none(scenario: Scenario, root: Path) -> set[int]:
-    with contextlib.suppress(Exception):
-        return set(scenario.subject.steps(root))
-    return set()
+        problems = [f"collection failed: {type(error).__name__}: {error}"]
+    return problems + violations(scenario, root, {*before, step})
 
 
 # --- deltacheck: what both backends share ---------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class _Deltacheck:
         problems += [f"{entry} has no manifest" for entry in folders]
         problems += [f"{path} is left over" for path in root.rglob("*.__lock")]
         problems += [f"{path} is left over" for path in root.glob("*.orbax-checkpoint-tmp*")]
-        return problems + [finding.problem for finding in deltacheck.open(root).verify(deep=True)]
+        return problems + [finding.problem for finding in deltacheck.open(root).verify()]
 
 
 # --- the torch Engine -----------------------------------------------------------------------------------------------------------------
@@ -230,7 +229,7 @@ def torch_state(step: int) -> Tree:
     """``state_at(step)`` with tensors."""
     import torch
 
-    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state_at(step).items()}
+    return {name: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for name, v in state_at(step).items()}
 
 
 def _torch(
@@ -522,6 +521,8 @@ def import_frameworks(backend: str) -> None:
     own = {"torch": ["deltacheck.backends.torch"], "orbax": ["jax.numpy", "orbax.checkpoint", "deltacheck.backends.orbax"]}
     for module in (*shared, *own[backend]):
         importlib.import_module(module)
+    for step in range(8):
+        state_at(step)
 
 
 def acknowledge_to(path: Path) -> Acknowledge:

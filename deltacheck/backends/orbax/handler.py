@@ -22,10 +22,10 @@ from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
 from deltacheck.backends.orbax.load import abstract_tree, restore_tree
 from deltacheck.backends.orbax.writer import has_store
-from deltacheck.errors import NotACheckpointRoot, SaveFailed
+from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
 from deltacheck.store.durability import Durability
-from deltacheck.store.root import Root, open_root, read_manifest
+from deltacheck.store.root import Root, check_place, open_root, read_manifest, way_out, whole_steps
 from deltacheck.store.schema import Manifest
 
 
@@ -172,10 +172,18 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """The root whose segments a step needs, and its manifest. A step of another root brings the store beside it."""
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
-            return open_root(path), read_manifest(place.directory / "zarr.json")
+            root = open_root(path)
+            try:
+                manifest = read_manifest(place.directory / "zarr.json")
+                is_step = root.is_manager_root and place.root == root.path
+                return root, check_place(place.directory / "zarr.json", manifest, True) if is_step else manifest
+            except Damaged as error:
+                message = f"step {place.step} of {path}: {error}. {way_out(whole_steps(root))}"
+                raise type(error)(message, file=error.file) from error
         except FileNotFoundError:
             raise NotACheckpointRoot(
-                f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
+                f"step {place.step}: {place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs, or has "
+                f"lost it. {way_out(whole_steps(open_root(path)))}"
             ) from None
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from deltacheck import restore, tree
+from deltacheck import damage, restore, tree
 from deltacheck.backends.base import match_targets, place_numpy
 from deltacheck.backends.orbax import leaves
 from deltacheck.chain import Chain
@@ -94,13 +94,14 @@ def restore_tree(
     log: Log | None = None,
 ) -> Restored:
     """Restore a step, or only the leaves ``paths`` of it."""
-    owners = tree.array_paths(manifest.tree)
-    restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
-    read = None
-    if log is not None and manifest.replay is not None and paths is None:
-        read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
-    with leaves.own_rules():
-        return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
+    with damage.named(root, manifest):
+        owners = tree.array_paths(manifest.tree)
+        restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
+        read = None
+        if log is not None and manifest.replay is not None and paths is None:
+            read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
+        with leaves.own_rules():
+            return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
 
 
 def _restore_tree(

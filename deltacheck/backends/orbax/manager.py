@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from orbax import checkpoint as ocp
@@ -18,6 +17,7 @@ from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.deadline import Deadline
 from deltacheck.policy import Policy
+from deltacheck.store import place
 from deltacheck.store.durability import Durability
 
 _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()  # with their handlers
@@ -43,6 +43,9 @@ def manager(
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
 
+    ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
+    of an object store.
+
     ``durability``: what a step survives once ``wait_until_finished`` has returned (or, without Orbax's asynchronous saves, ``save``).
     ``"power"``: a power cut. Plain Orbax syncs neither its metadata nor the renames that make a step exist, and deletes older steps after
     them; here both are synced, the metadata before the rename and the rename before any deletion. Costs a flush of the disk's cache for each file and
@@ -52,7 +55,7 @@ def manager(
     ``exit_timeout_seconds``, that is said on stderr, and the exit status is 120; in the second case the process ends at once, since
     Orbax's threads would keep it. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
-    path = Path(root).absolute()
+    path = place.local(root, "a CheckpointManager with our handler").absolute()
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,

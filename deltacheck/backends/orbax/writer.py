@@ -38,6 +38,7 @@ class Writer:
     def __init__(self, path: Path, durability: Durability) -> None:
         self.store: Store = create_manager_store(path, durability=durability)
         self.root = Root(path, self.store)
+        self._path = path
         self._lease = Lease(self.store.path)
         self._next_seq = self.root.next_seq()
         self._users: set[object] = set()
@@ -65,7 +66,7 @@ class Writer:
             if not self._users:
                 self.store.close()
                 self._lease.release()
-                _writers.pop(self.root.path, None)
+                _writers.pop(self._path, None)
 
 
 def writer_of(path: Path, user: object, durability: Durability = Durability.POWER) -> Writer:
