@@ -68,7 +68,7 @@ class SaveHandle:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         target = STATES.index(state)
         if not self._await(lambda: self._reached(target), timeout):
-            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s, not yet {state}")
+            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout:.3g} s, not yet {state}")
         with self._changed:
             if self._error is not None:
                 self._seen = True

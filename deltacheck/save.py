@@ -152,7 +152,9 @@ class Saver:
             pending = self.pending()
         for earlier in pending:
             self._settle(earlier, "encoded")  # the shadow is free from here on
-        self._raise_stuck()
+        if self._stuck:
+            self.raise_unseen()
+            self._raise_stuck()
         sources, terms = self._treatment.plan(step, sources, tree, metrics)
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
