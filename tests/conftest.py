@@ -22,6 +22,7 @@ assert "jax" not in sys.modules, "a plugin imported jax before tests/conftest.py
 # No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
 settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
+settings.register_profile("round", parent=settings.get_profile("default"), max_examples=1000)  # of tests/soak.py
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
