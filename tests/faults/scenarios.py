@@ -364,7 +364,9 @@ def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) ->
     from deltacheck.backends.orbax import manager
 
     root.mkdir(parents=True, exist_ok=True)
-    made = manager(root, ocp.CheckpointManagerOptions(**options), policy=_exact(1), grace_seconds=0, io_timeout_seconds=20)
+    made = manager(
+        root, ocp.CheckpointManagerOptions(**options), policy=_exact(1), grace_seconds=0, io_timeout_seconds=io_timeout_seconds
+    )
     with made:
         yield made
 
