@@ -28,13 +28,13 @@ pytestmark = pytest.mark.xdist_group("faults")
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> random.Random:
+def rng() -> random.Random:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     return random.Random(seed)
 
 
-@pytest.mark.parametrize(("backend", "points"), [(TORCH, 26), (ORBAX, 6)], ids=["torch", "orbax"])
+@pytest.mark.parametrize(("backend", "points"), [(TORCH, 20), (ORBAX, 4)], ids=["torch", "orbax"])
 def test_a_process_killed_at_any_call_loses_no_acknowledged_step_and_the_next_one_goes_on(
     campaign: Campaign, rng: random.Random, backend: dict[str, scenarios.Scenario], points: int
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_again_and_again_at_any_time_goes_on_where_it_was(c
 def test_the_harness_sees_that_overwriting_the_only_checkpoint_loses_it(campaign: Campaign) -> None:
     """The positive control: a harness that does not see this sees nothing."""
     name = "torch.save-overwriting"
-    points = list(crash.exhaustive({name: campaign.counts(name)[0]}))
+    points = list(crash.exhaustive({name: campaign.counts(name)[0]}))[::2]
     failed = [point for point in points if crash.attempt(campaign, point, keep=False)]
     assert {point.mode for point in failed} == {Mode.KILL, Mode.TORN}
     assert len(failed) > len(points) / 3
@@ -73,7 +73,7 @@ def test_the_harness_sees_that_overwriting_the_only_checkpoint_loses_it(campaign
 
 def test_the_harness_finds_no_fault_with_the_smallest_protocol_that_has_none(campaign: Campaign, rng: random.Random) -> None:
     name = "reference-protocol"
-    points = crash.stratified(16, {name: campaign.counts(name)[0]}, rng)
+    points = crash.stratified(8, {name: campaign.counts(name)[0]}, rng)
     assert crash.attempt_all(campaign, points, Tally("control", 0)) == []
     assert set(CONTROLS) == {"torch.save-overwriting", name}
 
@@ -121,9 +121,9 @@ def test_the_shim_counts_the_calls_that_the_kernel_sees(tmp_path: Path, name: st
         pytest.skip("strace may not trace here")
     (tmp_path / "area").mkdir()
     calls = ",".join(["unlinkat", "io_uring_setup", *(call for calls in SYSTEM_CALLS.values() for call in calls)])
+    watched = [strace, "-f", "--seccomp-bpf", "-y", "-s", "0", "-o", str(tmp_path / "strace"), "-e", f"trace={calls}"]
     subprocess.run(
-        [strace, "-f", "--seccomp-bpf", "-y", "-s", "0", "-o", str(tmp_path / "strace"), "-e", f"trace={calls}"]
-        + [sys.executable, "-c", TRACED, name, str(tmp_path)],
+        [*watched, sys.executable, "-c", TRACED, name, str(tmp_path)],
         env=shim.environment(PYTHONPATH=f"{Path(__file__).parent}:{Path(__file__).parents[1]}"),
         check=True,
         timeout=100,
@@ -203,5 +203,4 @@ def test_what_a_root_lies_in_is_synced_by_every_writer_since_its_maker_may_have_
     for _ in range(2):
         synced.clear()
         Engine(path).close()
-        assert synced[-len(path.parents) :] or synced
         assert {path, path.parent, path.parent.parent, tmp_path} <= set(synced)
