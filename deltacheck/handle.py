@@ -162,8 +162,8 @@ class SaveHandle:
 
 
 def as_save_failed(step: int, error: BaseException) -> Exception:
-    """Any failure of a save as one of ours; the cause stays attached."""
-    if isinstance(error, SaveFailed):
+    """Any failure of a save as one of ours, which names the step; the cause stays attached."""
+    if isinstance(error, SaveFailed) and (type(error) is not SaveFailed or f"step {step}" in str(error)):
         return error
     failed = SaveFailed(
         f"the save of step {step} failed; earlier steps are as they were. Cause: {type(error).__name__}: {error}"

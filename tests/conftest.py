@@ -77,3 +77,15 @@ def encoder_settings_restored() -> Iterator[None]:
     yield
     _native.set_threads(threads)
     _native.use_instruction_set(kernels)
+
+
+@pytest.fixture(scope="session")
+def campaign() -> Iterator[Any]:
+    """Zygotes for trials under the fault shim; skips where that cannot be built."""
+    from faults import shim
+    from faults.campaign import Campaign
+
+    if shim.compiler() is None:
+        pytest.skip("the fault shim needs gcc or cc")
+    with Campaign() as made:
+        yield made

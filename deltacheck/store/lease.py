@@ -27,17 +27,23 @@ class Lease:
         folder.mkdir(exist_ok=True)
         self._descriptor = os.open(folder / "zarr.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
+            self._take(root)
+        except BaseException:
+            self._close()  # which gives the lock back
+            raise
+        _held.add(self)
+
+    def _take(self, root: Path) -> None:
+        try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(os.pread(self._descriptor, 4096, 0))
-            self._close()
             raise RootBusy(
                 f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
             ) from None
         content = arrays.group_json({layout.ATTRIBUTE: {"holder": f"process {os.getpid()} on {socket.gethostname()}"}})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
-        _held.add(self)
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""

@@ -7,6 +7,7 @@ the directory ``deltacheck`` beside them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -69,17 +70,16 @@ class Store:
         ``UnsupportedFormat``.
         """
         if _group_attributes(path) is None:
-            if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
+            if not _may_become_a_root(path):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
-            missing = [p for p in (path, *path.parents) if not p.exists()]
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
                 arrays.create_file(path / name, "zarr.json", arrays.group_json({}))
                 sync_directory(path / name)
             about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}))
-            for directory in (path, *(p.parent for p in missing)):
-                sync_directory(directory)
+        # Also where the root was there before: whoever made it may have been killed before this.
+        _sync_upwards(path)
         check_root(path)
         if not os.access(path / layout.SEGMENTS, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(path))
@@ -98,6 +98,10 @@ class Store:
         streams = self.__dict__.pop("_streams", None)
         if streams is not None:
             streams.close()
+
+    def renew(self) -> None:
+        """Let what is written from now on go by new threads: those there are may hang. They end when they can."""
+        self.__dict__.pop("_streams", None)
 
     def take_spent(self) -> Spent:
         """Where the time of the streams written since the last call went."""
@@ -253,6 +257,28 @@ class Root:
         if self.is_manager_root:
             taken += [ref.seq for ref in self.checkpoints()]
         return max(taken, default=-1) + 1
+
+
+def _may_become_a_root(path: Path) -> bool:
+    """Whether a directory is missing or empty, or holds no more than a root whose making was cut short."""
+    if not path.is_dir():
+        return True
+    groups = {layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL}
+    files = {"zarr.json.__lock", _COMMIT_MARK}  # TensorStore's, of a file that it has not renamed yet
+    inside = (entry.name for name in groups for entry in _entries(path / name))
+    return {entry.name for entry in path.iterdir()} <= groups | files and not any(
+        layout.is_segment_id(name) or layout.is_checkpoint_id(name) for name in inside
+    )
+
+
+def _sync_upwards(path: Path) -> None:
+    """fsync a directory and those above it on the same file system, as far as they may be read."""
+    device = path.stat().st_dev
+    for directory in (path, *path.parents):
+        if directory.stat().st_dev != device:
+            break
+        with contextlib.suppress(PermissionError):
+            sync_directory(directory)
 
 
 def open_root(path: str | os.PathLike[str], item: str | None = None, threads: int | None = None) -> Root:
