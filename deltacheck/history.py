@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.records import LeafKind, LeafSpec
-from deltacheck.store import layout
+from deltacheck.store import layout, place
 from deltacheck.store import segment as columns
 from deltacheck.store.root import Root, StepRef, read_manifest
 from deltacheck.store.schema import LeafEntry, Manifest, SegmentRef
@@ -147,7 +147,7 @@ def committed(root: Root, unreadable: list[str]) -> list[Committed]:
     for path in root.manifest_paths():
         try:
             manifest = read_manifest(path)
-            found.append(Committed(StepRef(manifest.step, manifest.seq, path), manifest, path.stat().st_size))
+            found.append(Committed(StepRef(manifest.step, manifest.seq, path), manifest, place.size_of(path)))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:

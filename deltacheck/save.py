@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
+from deltacheck.store.place import remove_tree
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
@@ -410,7 +410,7 @@ class Saver:
         if not wait_for([done], seconds).done:
             self._disk = Background(1, "deltacheck-disk")
             raise _GivenUp(
-                f"the save of step {work.handle.step}: the storage did not answer within {seconds:.0f} s; it may hang"
+                f"the save of step {work.handle.step}: the storage did not answer within {seconds:.3g} s; it may hang"
             )
         done.result()
         return results[0]
@@ -433,7 +433,7 @@ class Saver:
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
             if not work.may_be_committed:
-                removal = self._disk.start(partial(shutil.rmtree, work.writer.path, ignore_errors=True))
+                removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them
                 with self._lock:

@@ -450,6 +450,7 @@ class Work:
             contracts=dict(terms.contracts),
             stage=terms.stage,
             replay=self.replay,
+            durability=self.setup.store.durability.value,
         )
 
     def report(self, stored_bytes: int) -> SaveReport:
@@ -466,6 +467,7 @@ class Work:
             metrics=dict(self.metrics),
             replayed_steps=0 if self.replay is None else len(self.replay.steps),
             note=self.note,
+            durability=self.setup.store.durability.value,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:

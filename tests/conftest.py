@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from s3_server import S3
 
 # Read by the frameworks when they are first imported, hence set before anything else can import them. Four host devices are what the
 # sharding tests need. One thread a process: the tests run beside each other, and on two cores threads would only fight.
@@ -89,3 +90,20 @@ def campaign() -> Iterator[Any]:
         pytest.skip("the fault shim needs gcc or cc")
     with Campaign() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3]:
+    """One local S3 server for all tests of a process, with a bucket called ``bucket``."""
+    server = S3()
+    server.make_bucket("bucket")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """That server as the one that ``s3://`` means."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server

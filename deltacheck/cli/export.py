@@ -84,6 +84,8 @@ def export(
 
 def _refuse_inside(root: Root, path: Path) -> None:
     """A foreign file among those of a root would make plain zarr complain of it ever after."""
+    if not isinstance(root.path, Path):
+        return
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root.path)):
         raise FileExistsError(
             errno.EEXIST, "a checkpoint root is no place for other files; name one elsewhere with --out", str(path)
@@ -93,9 +95,10 @@ def _refuse_inside(root: Root, path: Path) -> None:
 def _safetensors(file: BinaryIO, job: _Job, progress: Progress) -> None:
     from deltacheck import __version__
     from deltacheck.export import resolve, write_safetensors
+    from deltacheck.store.place import full_name
 
     # "format" is what Hugging Face's loaders ask for: tensors laid out as PyTorch lays them out.
-    source = f"deltacheck {__version__}, root {os.path.abspath(job.root.path)}, seq {job.manifest.seq}"
+    source = f"deltacheck {__version__}, root {full_name(job.root.path)}, seq {job.manifest.seq}"
     about = {"format": "pt", "step": str(job.manifest.step), "source": source}
     write_safetensors(file, resolve(job.root, job.manifest, job.keys), about, progress)
 

@@ -31,8 +31,8 @@ class _Step(NamedTuple):
 
 def profile(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A root, a folder of torch.save files, or a plain Orbax CheckpointManager's.")
-    ] = Path("."),
+        str, typer.Argument(metavar="RUN", help="A root, a folder of torch.save files, or a plain Orbax CheckpointManager's.")
+    ] = ".",
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes.")] = Path("profile.json"),
     betas: Annotated[
         str | None, typer.Option(metavar="B1,B2", help="Adam's betas, where the state does not hold them (most of optax).")
@@ -51,7 +51,7 @@ def profile(
 
     if out.exists() and not force:
         raise FileExistsError(errno.EEXIST, "is there; replace it with --force, or name another with --out", str(out))
-    profiler = Profiler(interval_steps=1, sample=sample, optimizer=_rule(betas), source=source.resolve().name)
+    profiler = Profiler(interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name)
     steps = 0
     for seen in _steps(source, item):
         profiler.observe(seen.step, seen.state, loss=seen.loss, gradient_norm=seen.gradient_norm)
@@ -88,7 +88,7 @@ def _rule(betas: str | None) -> AdamRule | None:
     return AdamRule(one, other)
 
 
-def _steps(source: Path, item: str | None) -> Iterator[_Step]:
+def _steps(source: str, item: str | None) -> Iterator[_Step]:
     """The states of a run, step after step, whatever wrote them; one at a time in memory."""
     from deltacheck import open as open_root
     from deltacheck.errors import NotACheckpointRoot
@@ -96,7 +96,7 @@ def _steps(source: Path, item: str | None) -> Iterator[_Step]:
     try:
         checkpoints = open_root(source, item=item)
     except NotACheckpointRoot as error:
-        yield from _foreign_steps(source, item, error)
+        yield from _foreign_steps(Path(source), item, error)
         return
     for step in checkpoints.steps():
         metrics = checkpoints.manifest(step).metrics

@@ -17,7 +17,7 @@ from deltacheck.history import LeafState, Step
 from deltacheck.profile.record import Profile
 from deltacheck.records import LeafKind, LeafSpec
 from deltacheck.report.groups import classes, groups
-from deltacheck.store import layout
+from deltacheck.store import layout, place
 from deltacheck.store import segment as columns
 from deltacheck.store.root import open_root
 from deltacheck.store.schema import Manifest
@@ -122,8 +122,9 @@ def collect(path: str | os.PathLike[str], item: str | None = None, profile: str 
     Raises what ``open_root`` raises; ``OSError``, ``Damaged`` and ``UnsupportedFormat`` for a profile. Steps that are damaged are kept, with the
     problem.
     """
-    root = open_root(path, item)
-    found = Path(profile) if profile is not None else root.path / PROFILE
+    root_path = place.local(path, "what reads the sizes of files (report, plan)")  # no listing of an object store has them
+    root = open_root(root_path, item)
+    found = Path(profile) if profile is not None else root_path / PROFILE
     read = Profile.read(found) if profile is not None or found.is_file() else None
     problems: list[str] = []
     committed = history.committed(root, problems)
@@ -164,7 +165,7 @@ def cost_of(segment: Segment) -> Cost:
     Bytes of the streams that sparse and bitmap chunks share are divided by their length before compression. Raises ``OSError``, and ``Damaged``
     for an index that cannot be read.
     """
-    files = _file_sizes(segment.path)
+    files = _file_sizes(place.local(segment.path, "a report"))
     by_method = dict.fromkeys(METHODS, 0)
     by_leaf: dict[str, float] = {}
     for path, entry in segment.table.leaves.items():

@@ -1,4 +1,4 @@
-"""zarr arrays through TensorStore: the metadata that we derive, write and open with. The one file that speaks TensorStore.
+"""zarr arrays through TensorStore: the metadata that we derive, write and open with.
 
 A reader never trusts a stored ``zarr.json``: it opens every array with the metadata that the leaf table implies
 (``assume_metadata``), so a forged or damaged one can neither redirect a read nor make it allocate.
@@ -24,18 +24,31 @@ from numpy.typing import NDArray
 
 from deltacheck import grid
 from deltacheck.deadline import Deadline
-from deltacheck.errors import ChainBroken, Damaged, StorageTimeout
+from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
+from deltacheck.store import chunk_files, place
 from deltacheck.store.background import Background
+from deltacheck.store.chunk_files import Cells
+from deltacheck.store.durability import Durability
+from deltacheck.store.place import ObjectPath, Place
 
 Attributes = Mapping[str, Any]
 
-# A missing key's generation: a write under this condition creates, and never replaces.
-_ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
+UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
 TIMEOUT_SECONDS = (
     600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
 )
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
+# What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds the wrong bytes.
+_NOT_DAMAGE = (
+    "ABORTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "CANCELLED",
+)
 
 
 class Pending(Protocol):
@@ -89,6 +102,13 @@ class ArraySpec:
         """Files of a 1-D array's data."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
 
+    @property
+    def cells(self) -> Cells:
+        """How its files are cut."""
+        return chunk_files.cells(
+            self.shape, self.chunk, self.shard, np.dtype(self.dtype).itemsize, blosc=self.codec == "values"
+        )
+
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
         item = np.dtype(self.dtype).itemsize
@@ -136,19 +156,27 @@ def _fill_value(dtype: str) -> Any:
     return "NaN" if dtype.startswith("float") else 0
 
 
-def context(threads: int | None = None, cache_bytes: int = 0) -> ts.Context:
-    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it."""
-    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}}
+def context(
+    threads: int | None = None,
+    cache_bytes: int = 0,
+    durability: Durability = Durability.POWER,
+    parent: ts.Context | None = None,
+) -> ts.Context:
+    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it.
+
+    ``parent``: gives those that are not named here.
+    """
+    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": durability.syncs}
     if threads is not None:
         resources |= {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(4, threads)}}
-    return ts.Context(resources)
+    return ts.Context(resources, parent)
 
 
-def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.TensorStore:
+def _open(path: Place, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.TensorStore:
     return ts.open(
         {
             "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{path}/"},
+            "kvstore": place.kvstore(path),
             "metadata": spec.metadata(),
             "store_data_equal_to_fill_value": True,
             "fill_missing_data_reads": False,
@@ -160,7 +188,7 @@ def _open(path: Path, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Ten
     ).result()
 
 
-def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
+def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
     """Start writing an array that is not there yet: its metadata and ``values``. Waits for no disk.
 
     REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has
@@ -168,7 +196,7 @@ def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) 
     """
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
-    described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
+    described = _start_describe(path, spec, where)
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
     return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
@@ -212,21 +240,28 @@ class StreamWriter:
     """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
 
     The native module makes the bytes of their files, on its threads; where it was built without libzstd, TensorStore does. KvStore
-    is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it.
+    is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it. ``local``: whether they go to
+    files; the native module writes to nothing else.
     """
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
 
-    def __init__(self, where: ts.Context) -> None:
+    def __init__(self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True) -> None:
         self._where = where
+        self._durability = durability
+        self._local = local
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
         self._spent = Spent(0.0, 0.0)
 
     @property
+    def _native(self) -> Callable[..., int] | None:
+        return native_stream_writer() if self._local else None
+
+    @property
     def scratch_bytes(self) -> int:
         """Memory that making files takes, whatever their size."""
-        if native_stream_writer() is None:
+        if self._native is None:
             return 0
         from deltacheck.codec.native import threads
 
@@ -234,22 +269,22 @@ class StreamWriter:
 
     def held_bytes(self, size: int) -> int:
         """Memory that ``size`` bytes of streams take until they are written."""
-        return size if native_stream_writer() is not None else 2 * size  # with what TensorStore makes of them
+        return size if self._native is not None else 2 * size  # with what TensorStore makes of them
 
-    def write(self, path: Path, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1) -> Pending:
+    def write(self, path: Place, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1) -> Pending:
         """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
 
         ``level``: of zstd; TensorStore, where it makes the files, takes 1.
         REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
-        native = native_stream_writer()
-        if native is None:
+        native = self._native
+        if native is None or isinstance(path, ObjectPath):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
-        described = _start_create(path, "zarr.json", json.dumps(spec.metadata(), separators=(",", ":")).encode())
-        kept, making = [np.ascontiguousarray(piece) for piece in pieces], self._making
+        described = _start_describe(path, spec, self._where)
+        kept, making, durability = [np.ascontiguousarray(piece) for piece in pieces], self._making, self._durability
 
         def work() -> None:
-            spent = _write_stream(path, spec, kept, native, making, level)
+            spent = _write_stream(path, spec, kept, native, making, level, durability)
             with making:
                 self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
 
@@ -273,6 +308,7 @@ def _write_stream(
     write: Callable[..., int],
     making: threading.Lock,
     level: int,
+    durability: Durability,
 ) -> Spent:
     """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
     path.mkdir(parents=True, exist_ok=True)
@@ -285,7 +321,7 @@ def _write_stream(
                 write_stream_file(write, descriptor, spec, pieces, number, level)
                 made += time.perf_counter() - begin
             begin = time.perf_counter()
-            os.fsync(descriptor)
+            durability.sync_file(descriptor)
             synced += time.perf_counter() - begin
         finally:
             os.close(descriptor)
@@ -313,10 +349,16 @@ class _Writes:
 class ReadableArray:
     """An array of a committed segment, opened with the metadata that it must have."""
 
-    def __init__(self, path: Path, spec: ArraySpec, where: ts.Context) -> None:
+    def __init__(self, path: Place, spec: ArraySpec, where: ts.Context) -> None:
         self._path = path
         self._spec = spec
-        self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        self._cells = spec.cells
+        self._looked_at: set[str] = set()
+        chunk_files.check_directory(path)
+        try:
+            self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        except ValueError as error:
+            raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -325,37 +367,55 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
-        wanted = self._array[tuple(box)] if box else self._array
-        return Reading(wanted.read(), self._path)
+        wanted = self._wanted(box)
+        return Reading(wanted.read(), self._path, self._patience(wanted))
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
-        wanted = self._array[tuple(box)] if box else self._array
+        wanted = self._wanted(box)
         target = ts.array(out, copy=False)
-        return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path)
+        return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path, self._patience(wanted))
+
+    def _patience(self, wanted: ts.TensorStore) -> float | None:
+        return place.patience(self._path, wanted.size * np.dtype(self._spec.dtype).itemsize)
+
+    def _wanted(self, box: Sequence[slice]) -> Any:
+        """A box of the array, once its files are known to be what may be opened. ``Damaged`` where it is none of the array's."""
+        shape = self._spec.shape
+        whole = box or [slice(0, size) for size in shape]
+        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
+            raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
+        for name in self._cells.names(whole):
+            if name not in self._looked_at:
+                chunk_files.check_file(self._path / name, self._cells)
+                self._looked_at.add(name)
+        return self._array[tuple(box)] if box else self._array
 
 
 class Reading:
-    """A read under way; its failure names the array."""
+    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: ``TIMEOUT_SECONDS``."""
 
-    def __init__(self, future: Any, path: Path) -> None:
+    def __init__(self, future: Any, path: Place, patience: float | None = None) -> None:
         self._future = future
         self._path = path
+        self._patience = patience
 
     def result(self) -> Any:
         """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            return _await(self._future, self._path)
+            return _await(self._future, self._path, self._patience)
         except ValueError as error:
             raise read_error(error, self._path) from error
 
 
-def read_error(error: ValueError, path: Path) -> Damaged:
+def read_error(error: ValueError, path: Place) -> Damaged | StorageFailed:
     """TensorStore's ``ValueError`` as one of ours: the status code stands first in its text."""
     text = str(error)
+    if isinstance(path, ObjectPath) and text.startswith(_NOT_DAMAGE):
+        return StorageFailed(f"array {path} cannot be read: {place.brief(error)}")
     if text.startswith("NOT_FOUND"):
-        return ChainBroken(f"array {path} lacks data that was committed: {text}")
-    return Damaged(f"array {path} is damaged: {text}")
+        return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
+    return Damaged(f"array {path} is damaged: {text}", file=path)
 
 
 def group_json(attributes: Attributes) -> bytes:
@@ -363,52 +423,83 @@ def group_json(attributes: Attributes) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, separators=(",", ":")).encode()
 
 
-def create_file(directory: Path, name: str, content: bytes) -> bool:
-    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already."""
-    return bool(_await(_start_create(directory, name, content), directory / name).generation)
+def create_file(
+    directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER, timeout: float | None = None
+) -> bool:
+    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already.
+
+    On an object store also ``True`` where the same content is there: it may be ours, and only the reply was lost. ``timeout``: seconds,
+    there only.
+    """
+    if isinstance(directory, ObjectPath):
+        return (directory / name).create(content, timeout)
+    return bool(_await(_start_create(directory, name, content, _files(durability)), directory / name).generation)
 
 
-def _start_create(directory: Path, name: str, content: bytes) -> Any:
+@cache
+def _files(durability: Durability) -> ts.Context:
+    return context(durability=durability)
+
+
+def _start_create(directory: Path, name: str, content: bytes, where: ts.Context) -> Any:
     """The future of a file's conditional creation; its result has no generation where the file exists already."""
-    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
-    return store.write(name, content, if_equal=_ABSENT)
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=where).result()
+    return store.write(name, content, if_equal=place.ABSENT)
 
 
-def _await(future: Any, path: Path) -> Any:
-    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
-    try:
-        return future.result(timeout=TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise StorageTimeout(f"{path}: the storage did not answer within {TIMEOUT_SECONDS:g} s; it may hang") from None
+def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
+    """The future of the creation of an array's metadata."""
+    content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
+    if isinstance(path, ObjectPath):
+        # Not under a condition: after a lost reply, the same request sent again would find the object there. Nobody else knows the name.
+        return (path / "zarr.json").start_write(content)
+    return _start_create(path, "zarr.json", content, where)
 
 
-def replace_file(directory: Path, name: str, content: bytes) -> None:
+def replace_file(directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
-    _await(ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result().write(name, content), directory / name)
+    if isinstance(directory, ObjectPath):
+        (directory / name).write_bytes(content)
+        return
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
+    _await(store.write(name, content), directory / name)
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def _await(future: Any, path: Place, seconds: float | None = None) -> Any:
+    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        raise StorageTimeout(f"{path}: the storage did not answer within {seconds:.3g} s; it may hang") from None
+
+
+def read_file(path: Place, most_bytes: int) -> bytes:
     """A regular file's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is anything else (a link, a
     directory, a pipe that would hang the reader) or larger than ``most_bytes``.
     """
+    if isinstance(path, ObjectPath):
+        return place.read_object(path, most_bytes)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise Damaged(f"{path} cannot be read: {error}", file=path) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file")
+            raise Damaged(f"{path} is not a regular file", file=path)
         if status.st_size > most_bytes:
-            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have")
+            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have", file=path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(status.st_size + 1)
     finally:
         os.close(descriptor)
 
 
-def bytes_on_disk(path: Path) -> int:
-    """Bytes of all files below ``path``."""
+def bytes_on_disk(path: Place) -> int:
+    """Bytes of all files below ``path``; 0 on an object store, whose listing has no sizes."""
+    if isinstance(path, ObjectPath):
+        return 0
     return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())

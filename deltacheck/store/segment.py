@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,11 @@ from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
 from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
 from deltacheck.records import LeafSpec
-from deltacheck.store import arrays, layout, schema
+from deltacheck.store import arrays, chunk_files, layout, place, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
+from deltacheck.store.place import ObjectPath, Place
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -89,8 +89,17 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Path, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
+    def __init__(
+        self,
+        root: Place,
+        segment_id: str,
+        where: ts.Context,
+        streams: StreamWriter,
+        effort: Effort,
+        durability: Durability = Durability.POWER,
+    ) -> None:
         self._effort = effort
+        self._durability = durability
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
         self._where = where
@@ -99,10 +108,12 @@ class SegmentWriter:
         self._packed_length: dict[str, int] = {}
         self._pending: list[Pending] = []
         self._streams = streams
+        self._has_natural = False
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
         """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
         values = host.view(spec.element.storage).reshape(spec.shape)
+        self._has_natural = True
         return self._write(self.path / layout.LEAVES / name, natural_spec(spec), values)
 
     def put_packed(self, spec: LeafSpec, host: U8) -> KeyframeAt:
@@ -143,7 +154,7 @@ class SegmentWriter:
         """Memory that ``size`` bytes of streams take until they are written."""
         return self._streams.held_bytes(size)
 
-    def _write(self, path: Path, spec: ArraySpec, values: NDArray[Any]) -> Pending:
+    def _write(self, path: Place, spec: ArraySpec, values: NDArray[Any]) -> Pending:
         pending = arrays.write(path, spec, values, self._where)
         self._pending.append(pending)
         return pending
@@ -179,14 +190,16 @@ class SegmentWriter:
         if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
             raise SaveFailed(f"segment {self.id}: its table does not decode to itself; this is a defect, please report it")
         for group in self._groups():
-            arrays.create_file(group, "zarr.json", arrays.group_json({}))
-        if not arrays.create_file(self.path, "zarr.json", content):
+            arrays.create_file(group, "zarr.json", arrays.group_json({}), self._durability)
+        if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
-        sync_tree(self.path)
-        return SegmentRef(self.id, document_digest(content), arrays.bytes_on_disk(self.path))
+        self._durability.sync_tree(self.path)
+        stored = place.written.take() if isinstance(self.path, ObjectPath) else arrays.bytes_on_disk(self.path)
+        return SegmentRef(self.id, document_digest(content), stored)
 
-    def _groups(self) -> list[Path]:
-        present = [name for name in (layout.LEAVES, layout.PACKED, layout.DELTA) if (self.path / name).is_dir()]
+    def _groups(self) -> list[Place]:
+        holds = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed, layout.DELTA: self.parts}
+        present = [name for name, anything in holds.items() if anything]
         return [self.path / name for name in present] + [self.path / layout.DELTA / str(k) for k in range(len(self.parts))]
 
 
@@ -195,41 +208,29 @@ def document_digest(content: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """fsync every directory of a tree and its ancestor's entry for it (TensorStore syncs files, not directories)."""
-    for directory, _, _ in os.walk(path):
-        sync_directory(Path(directory))
-    sync_directory(path.parent)
-
-
 class Segment:
     """A committed segment, opened for reading. REQUIRES: ``ref`` comes from a checked manifest."""
 
-    def __init__(self, root: Path, ref: SegmentRef, where: ts.Context) -> None:
+    def __init__(self, root: Place, ref: SegmentRef, where: ts.Context) -> None:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
+        for folder in (self.path.parent, self.path):
+            chunk_files.check_directory(folder)
         try:
             content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
-            raise ChainBroken(f"segment {ref.id} is not in {root}") from None
+            raise ChainBroken(f"segment {ref.id} is not in {root}", file=self.path / "zarr.json") from None
         if document_digest(content) != ref.digest:
             raise Damaged(
-                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}"
+                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}",
+                file=self.path / "zarr.json",
             )
         self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
         if self.table.id != ref.id:
-            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
+            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}", file=self.path / "zarr.json")
         self._parts: dict[int, PartReader] = {}
+        self.pin: object = None  # what keeps the segment from being removed lives as long as it
 
     def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
         """Begin to read the indexes of some parts and, if asked, the chunk digests: what ``part(number).index`` and ``digests`` wait for."""
@@ -240,7 +241,7 @@ class Segment:
 
     @cached_property
     def _digests(self) -> Reading:
-        return ReadableArray(self.path / layout.DIGESTS, digests_spec(self.table.digests), self._where).start()
+        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where).start()
 
     @cached_property
     def digests(self) -> U64:
@@ -250,12 +251,12 @@ class Segment:
     def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self.path / layout.LEAVES / name, natural_spec(spec), self._where)
+        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._where)
         return array.start_into(out.view(spec.element.storage).reshape(shape), box)
 
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
-        folder = self.path / layout.PACKED
+        folder = self._folder(layout.PACKED)
         return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
 
     def start_packed(self, storage: str, offset: int, count: int) -> Reading:
@@ -264,11 +265,19 @@ class Segment:
 
     def part(self, number: int) -> PartReader:
         if number not in self._parts:
-            path = self.path / layout.DELTA / str(number)
+            path = self._folder(layout.DELTA, str(number))
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
 
-    def group_paths(self) -> list[Path]:
+    def _folder(self, *names: str) -> Place:
+        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the root."""
+        path = self.path
+        for name in names:
+            path = path / name
+            chunk_files.check_directory(path)
+        return path
+
+    def group_paths(self) -> list[Place]:
         """The groups below the segment's own."""
         keys = [entry.key for entry in self.table.leaves.values() if entry.key is not None]
         present = {
@@ -279,9 +288,23 @@ class Segment:
         found = [self.path / name for name, holds in present.items() if holds]
         return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
 
-    def array_specs(self) -> dict[Path, ArraySpec]:
+    def leaves_in(self, file: str) -> list[str]:
+        """The leaves that need an array of this segment, or a file of it; its table and its digests are needed by all."""
+        inside = file.removeprefix(f"{self.path}/").split("/")
+        match inside[:2]:
+            case (layout.LEAVES, name):
+                return [path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.array == name]
+            case (layout.PACKED, storage):
+                return [
+                    path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.packed == storage
+                ]
+            case (layout.DELTA, number):
+                return [path for path, entry in self.table.leaves.items() if any(str(run[0]) == number for run in entry.delta)]
+        return list(self.table.leaves)
+
+    def array_specs(self) -> dict[Place, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""
-        found: dict[Path, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
+        found: dict[Place, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
         for path, entry in self.table.leaves.items():
             if entry.key is not None and entry.key.array:
                 found[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
@@ -297,15 +320,19 @@ class Segment:
 class PartReader:
     """The rows of one part and their streams."""
 
-    def __init__(self, path: Path, part: Part, where: ts.Context) -> None:
+    def __init__(self, path: Place, part: Part, where: ts.Context) -> None:
         self._path = path
         self._part = part
         self._where = where
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``."""
-        return np.asarray(self._index.result(), np.uint32)
+        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk: sizes are computed from them all."""
+        index = np.asarray(self._index.result(), np.uint32)
+        known = np.isin(index[:, WORD_BYTES], (1, 2, 4, 8)) & (index[:, METHOD] > 0) & (index[:, METHOD] <= codec_format.RAW)
+        if not known.all():
+            raise Damaged(f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or word size")
+        return index
 
     @cached_property
     def _index(self) -> Reading:
@@ -324,7 +351,10 @@ class PartReader:
         for name, ends in offsets.items():
             length = self._part.streams[name].length if name in self._part.streams else 0
             if int(ends[-1]) != length:
-                raise Damaged(f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}")
+                raise Damaged(
+                    f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}",
+                    file=self._path / name,
+                )
         return offsets
 
     @cached_property

@@ -10,4 +10,4 @@ class TestMyCodec(CodecContract):
 
 import pytest
 
-pytest.register_assert_rewrite("deltacheck.testing.codec")
+pytest.register_assert_rewrite("deltacheck.testing.codec", "deltacheck.testing.place")

@@ -77,7 +77,7 @@ class Zygote:
         ``trace``: where calls are recorded, from the start where there is a ``fault``, else once the task arms the shim itself.
         ``kill_after``: seconds until it is killed; ``deadline``: until it counts as hung.
         """
-        armed = None if fault is None else fault.as_json()
+        armed = None if fault is None and trace is None else (fault or Fault()).as_json()
         job = {
             "task": task,
             "arguments": arguments,

@@ -25,9 +25,9 @@ from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
+from deltacheck.store.durability import Durability
 from deltacheck.store.root import encode_manifest
 from deltacheck.store.schema import Manifest
-from deltacheck.store.segment import sync_directory
 from deltacheck.tree import Flat
 
 log = logging.getLogger("deltacheck")
@@ -51,11 +51,19 @@ class Item:
     Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out.
     """
 
-    def __init__(self, root: Path, policy: Policy, host_cache_bytes: int, io_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: Policy,
+        host_cache_bytes: int,
+        io_timeout_seconds: float,
+        durability: Durability = Durability.POWER,
+    ) -> None:
         self.root = root
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
+        self._durability = durability
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._adopted: tuple[Restored, Manifest] | None = None
@@ -84,7 +92,7 @@ class Item:
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         sources = _sources(plan.rest) | dict(plan.sources)
         saver.number_from(writer.take_seq())
-        gate = Gate(place.directory, self._io_timeout_seconds)
+        gate = Gate(place.directory, self._io_timeout_seconds, self._durability)
         with leaves.own_rules():
             handle = saver.save(
                 step,
@@ -133,7 +141,7 @@ class Item:
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or self.writer is None:
-            self.writer = writer_of(self.root, self)
+            self.writer = writer_of(self.root, self, self._durability)
             self._saver = Saver(
                 self.writer.store,
                 leaf_codec(),
@@ -188,8 +196,9 @@ def _itself(value: object) -> object:
 class Gate:
     """What holds a manifest back until Orbax has created the directory that it belongs to."""
 
-    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+    def __init__(self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER) -> None:
         self._directory = directory
+        self._durability = durability
         self.timeout_seconds = timeout_seconds
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -219,9 +228,9 @@ class Gate:
         if self._verdict != "open":
             raise SaveFailed(f"step {manifest.step} was not committed: {self._verdict} before its directory existed")
         content = encode_manifest(manifest)
-        if not arrays.create_file(self._directory, "zarr.json", content):
+        if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(f"{self._directory} already holds a manifest; two handlers save the same item")
-        sync_directory(self._directory)
+        self._durability.sync_directory(self._directory)
         return len(content)
 
 

@@ -7,16 +7,18 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from orbax import checkpoint as ocp
 
 from deltacheck import exits
 from deltacheck.backends.orbax._orbax import await_renames
+from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.deadline import Deadline
 from deltacheck.policy import Policy
+from deltacheck.store import place
+from deltacheck.store.durability import Durability
 
 _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()  # with their handlers
 _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
@@ -31,6 +33,7 @@ def manager(
     host_cache_bytes: int = 256 << 20,
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
+    durability: str = "power",
     exit_timeout_seconds: float = 120.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -40,23 +43,34 @@ def manager(
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
 
+    ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
+    of an object store.
+
+    ``durability``: what a step survives once ``wait_until_finished`` has returned (or, without Orbax's asynchronous saves, ``save``).
+    ``"power"``: a power cut. Plain Orbax syncs neither its metadata nor the renames that make a step exist, and deletes older steps after
+    them; here both are synced, the metadata before the rename and the rename before any deletion. Costs a flush of the disk's cache for each file and
+    directory. ``"process"``: only the end of this process; nothing is synced, a power cut may take the last steps.
+
     A save under way when the interpreter exits is finished first; plain Orbax loses it. Where it fails then, or takes longer than
     ``exit_timeout_seconds``, that is said on stderr, and the exit status is 120; in the second case the process ends at once, since
     Orbax's threads would keep it. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
-    path = Path(root).absolute()
+    path = place.local(root, "a CheckpointManager with our handler").absolute()
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,
         host_cache_bytes=host_cache_bytes,
         grace_seconds=grace_seconds,
         io_timeout_seconds=io_timeout_seconds,
+        durability=durability,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
         registry.add(item, DeltaSaveArgs, handler)
         registry.add(item, DeltaRestoreArgs, handler)
+    if Durability.of(durability).syncs:
+        options = with_durable_steps(path, options)
     made = ocp.CheckpointManager(path, options=options, handler_registry=registry, metadata=metadata)
     _finish_at_exit()
     _open[made] = handler

@@ -1,0 +1,205 @@
+"""What every place that a root may lie in must do: a local directory, a mounted one, a prefix of an object store.
+
+Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty place (``pathlib.Path`` of an existing directory, or what
+``deltacheck.store.place.of`` makes of an address). To try a store of your own:
+
+class TestMyStore(PlaceContract):
+    @pytest.fixture
+    def folder(self):
+        return place.of(f"s3://bucket/{secrets.token_hex(8)}", ObjectStore(endpoint="https://..."))
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from deltacheck.errors import ChainBroken, Damaged, RootBusy
+from deltacheck.store import arrays, layout, place
+from deltacheck.store.arrays import ArraySpec, ReadableArray, StreamWriter
+from deltacheck.store.lease import Lease
+from deltacheck.store.place import Place
+from deltacheck.store.root import Store
+
+WRITERS = 16
+MOST = 1 << 20
+
+
+def made(folder: Place, *names: str) -> Place:
+    """A directory below ``folder``."""
+    for name in names:
+        folder = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def at_once(work: Callable[[int], object], count: int = WRITERS) -> list[object]:
+    """The results of ``work(0)``, ..., called by as many threads at the same moment."""
+    start = threading.Barrier(count)
+
+    def wait(number: int) -> object:
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(wait, range(count)))
+
+
+class PlaceContract:
+    """The fixture ``folder``: an empty place."""
+
+    def test_a_file_is_created_once_and_keeps_what_it_was_created_with(self, folder: Place) -> None:
+        assert arrays.create_file(folder, "a", b"first")
+        assert not arrays.create_file(folder, "a", b"second")
+        assert arrays.read_file(folder / "a", MOST) == b"first"
+
+    def test_of_many_writers_that_create_a_file_one_wins(self, folder: Place) -> None:
+        won = at_once(lambda number: arrays.create_file(folder, "a", b"writer %d" % number))
+        assert won.count(True) == 1
+        assert arrays.read_file(folder / "a", MOST) == b"writer %d" % won.index(True)
+
+    def test_writers_of_different_files_do_not_meet(self, folder: Place) -> None:
+        assert all(at_once(lambda number: arrays.create_file(folder, f"a{number}", b"x")))
+
+    def test_what_was_written_is_read_at_once(self, folder: Place) -> None:
+        for size in (0, 1, 70_000):
+            content = bytes(size * [7])
+            arrays.replace_file(folder, "a", content)
+            assert arrays.read_file(folder / "a", MOST) == content
+            assert place.size_of(folder / "a") == size
+
+    def test_a_missing_file_is_not_found(self, folder: Place) -> None:
+        with pytest.raises(FileNotFoundError):
+            arrays.read_file(folder / "a", MOST)
+        with pytest.raises(FileNotFoundError):
+            (folder / "a").read_bytes()
+        assert not (folder / "a").is_file()
+        assert not (folder / "a").exists()
+
+    def test_a_file_that_is_larger_than_it_may_be_is_refused(self, folder: Place) -> None:
+        arrays.replace_file(folder, "a", bytes(11))
+        assert arrays.read_file(folder / "a", 11) == bytes(11)
+        with pytest.raises(Damaged, match="11 bytes"):
+            arrays.read_file(folder / "a", 10)
+
+    def test_a_reader_never_sees_half_a_file(self, folder: Place) -> None:
+        contents = [bytes([number]) * 200_000 for number in range(4)]
+        arrays.replace_file(folder, "a", contents[0])
+        done = threading.Event()
+        seen: list[bytes] = []
+
+        def read() -> None:
+            while not done.is_set():
+                seen.append((folder / "a").read_bytes())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for number in range(12):
+            arrays.replace_file(folder, "a", contents[number % 4])
+        done.set()
+        reader.join()
+        assert seen
+        assert set(seen) <= set(contents)
+
+    def test_a_deleted_file_is_gone_and_can_be_created_anew(self, folder: Place) -> None:
+        arrays.replace_file(folder, "a", b"old")
+        (folder / "a").unlink()
+        assert not (folder / "a").is_file()
+        (folder / "a").unlink(missing_ok=True)
+        assert arrays.create_file(folder, "a", b"new")
+        assert (folder / "a").read_bytes() == b"new"
+
+    def test_directories_are_those_that_hold_something(self, folder: Place) -> None:
+        assert place.subdirectories(folder / "none") == []
+        for name in ("b", "a", "a.b", "s0000000001-abcdef01"):
+            arrays.replace_file(made(folder, "under", name), "zarr.json", b"{}")
+        found = place.subdirectories(folder / "under")
+        assert found == sorted(folder / "under" / name for name in ("b", "a", "a.b", "s0000000001-abcdef01"))
+        assert (folder / "under").is_dir()
+        assert not (folder / "none").is_dir()
+
+    def test_a_tree_is_removed_whole_and_nothing_beside_it(self, folder: Place) -> None:
+        for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
+            arrays.replace_file(made(folder, "under", *names), "x", b"1")
+        place.remove_tree(folder / "under" / "a")
+        assert [found.name for found in place.subdirectories(folder / "under")] == ["a.b", "ab"]
+        assert (folder / "under" / "ab" / "x").read_bytes() == b"1"
+        place.remove_tree(folder / "under" / "a", ignore_errors=True)
+
+    def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
+        names = list(layout.array_names(["a/b", "a.b", "A.b", "ü", "a b", "100%", "x" * 300, ".", "a:b?c#d&e=f+g"]).values())
+        for number, name in enumerate(names):
+            arrays.replace_file(made(folder, name), "zarr.json", b"%d" % number)
+        assert [(folder / name / "zarr.json").read_bytes() for name in names] == [b"%d" % n for n in range(len(names))]
+        assert {found.name for found in place.subdirectories(folder)} == set(names)
+
+    def test_an_array_is_read_as_it_was_written(self, folder: Place) -> None:
+        values = np.arange(5000, dtype=np.float32).reshape(50, 100)
+        spec = ArraySpec.natural((50, 100), "float32", (16, 100), {})
+        where = arrays.context(parent=place.context(folder))
+        arrays.write(folder / "array", spec, values, where).result(timeout=60)
+        assert np.array_equal(ReadableArray(folder / "array", spec, where).read(), values)
+        out = np.zeros((10, 100), np.float32)
+        ReadableArray(folder / "array", spec, where).start_into(out, [slice(20, 30), slice(0, 100)]).result()
+        assert np.array_equal(out, values[20:30])
+
+    def test_a_stream_is_read_as_it_was_written(self, folder: Place) -> None:
+        pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
+        spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
+        where = arrays.context(parent=place.context(folder))
+        writer = StreamWriter(where, local=not isinstance(folder, place.ObjectPath))
+        writer.write(folder / "stream", spec, pieces).result(timeout=60)
+        writer.close()
+        assert np.array_equal(ReadableArray(folder / "stream", spec, where).read(), np.concatenate(pieces))
+
+    def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
+        values = np.arange(100, dtype=np.uint8)
+        spec = ArraySpec.flat(100, "uint8", "store", {})
+        where = arrays.context(parent=place.context(folder))
+        arrays.write(folder / "array", spec, values, where).result(timeout=60)
+        (folder / "array" / "c.0").unlink()
+        with pytest.raises(ChainBroken):
+            ReadableArray(folder / "array", spec, where).read()
+
+    def test_damaged_data_is_an_error(self, folder: Place) -> None:
+        spec = ArraySpec.flat(100, "uint8", "store", {})
+        where = arrays.context(parent=place.context(folder))
+        arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), where).result(timeout=60)
+        content = bytearray((folder / "array" / "c.0").read_bytes())
+        content[50] ^= 1
+        arrays.replace_file(folder / "array", "c.0", bytes(content))
+        with pytest.raises(Damaged):
+            ReadableArray(folder / "array", spec, where).read()
+
+    def test_a_store_is_made_once_and_then_found(self, folder: Place) -> None:
+        Store.create(folder).close()
+        before = (folder / "zarr.json").read_bytes()
+        Store.create(folder).close()
+        assert (folder / "zarr.json").read_bytes() == before
+
+    def test_one_writer_has_the_lease(self, folder: Place) -> None:
+        Store.create(folder).close()
+        lease = Lease(folder)
+        with pytest.raises(RootBusy, match="process"):
+            Lease(folder)
+        lease.release()
+        lease.release()
+        Lease(folder).release()
+
+    def test_of_many_that_want_the_lease_one_gets_it(self, folder: Place) -> None:
+        Store.create(folder).close()
+        held: list[Lease] = []
+
+        def take(number: int) -> bool:
+            try:
+                held.append(Lease(folder))
+            except RootBusy:
+                return False
+            return True
+
+        assert at_once(take, 4).count(True) == 1
+        held[0].release()
