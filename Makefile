@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz damage-test power-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz soak damage-test power-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -53,6 +53,13 @@ TRIALS ?= 20000
 
 damage-test: $(VENV)/.stamp-install  ## damage every kind of file in every way, TRIALS=20000 times (ARGS="--every-bit": each bit of all metadata)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/damage_trials.py --trials $(TRIALS) $(ARGS)
+
+# For all suites together, and which (all that are here).
+MINUTES ?= 60
+SUITES ?=
+
+soak: $(VENV)/.stamp-install  ## the long forms of the random suites, MINUTES=60 for all, or for SUITES="S1 S13"; prints trials, failures and 3/n
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --suites $(SUITES) $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)

@@ -68,7 +68,7 @@ class SaveHandle:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         target = STATES.index(state)
         if not self._await(lambda: self._reached(target), timeout):
-            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s, not yet {state}")
+            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout:.3g} s, not yet {state}")
         with self._changed:
             if self._error is not None:
                 self._seen = True
@@ -162,8 +162,8 @@ class SaveHandle:
 
 
 def as_save_failed(step: int, error: BaseException) -> Exception:
-    """Any failure of a save as one of ours; the cause stays attached."""
-    if isinstance(error, SaveFailed):
+    """Any failure of a save as one of ours, which names the step; the cause stays attached."""
+    if isinstance(error, SaveFailed) and (type(error) is not SaveFailed or f"step {step}" in str(error)):
         return error
     failed = SaveFailed(
         f"the save of step {step} failed; earlier steps are as they were. Cause: {type(error).__name__}: {error}"

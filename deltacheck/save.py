@@ -1,8 +1,9 @@
 """Carry out saves behind the training loop, one after the other: which thread does what, and what a failure means for the next.
 
 Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and hands them to the store; the
-*committer* waits for the disk, writes the manifest and promotes the step. A save may be captured while the one before it is
-still on its way to disk. ``work.py`` is what they do.
+*committer* waits for the disk, writes the manifest and promotes the step; what it waits for goes on on a third thread, which it
+leaves behind where the storage hangs. A save may be captured while the one before it is still on its way to disk. ``work.py`` is
+what they do.
 
 The shadow (``Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that
 fails after that leaves no shadow: the next save writes keyframes (``Saver._fail``), and saves already encoded on top of the
@@ -17,7 +18,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import wait as wait_for
+from functools import partial
+from typing import Any, TypeVar
 
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
@@ -29,6 +32,7 @@ from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
 from deltacheck.store.root import Store
@@ -41,7 +45,16 @@ __all__ = ["LeafSource", "Saver"]
 
 log = logging.getLogger("deltacheck")
 
+_Result = TypeVar("_Result")
+
 _JOIN_SECONDS = 30.0  # for threads that have nothing left to do
+# What may hang has deadlines of its own where it can, which say more. This is for what has none, such as fsync.
+_PATIENCE = 1.5  # times io_timeout_seconds
+_MOST_REMOVAL_SECONDS = 5.0  # waited for, of a failed save's files
+
+
+class _GivenUp(SaveFailed):
+    """What the save waited for may still happen."""
 
 
 class Saver:
@@ -94,6 +107,8 @@ class Saver:
         self._when_stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._disk = Background(1, "deltacheck-disk")
+        self._uncertain: set[str] = set()  # segments of saves that were given up while they were being committed
         self._threads = [
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
@@ -152,7 +167,9 @@ class Saver:
             pending = self.pending()
         for earlier in pending:
             self._settle(earlier, "encoded")  # the shadow is free from here on
-        self._raise_stuck()
+        if self._stuck:
+            self.raise_unseen()
+            self._raise_stuck()
         sources, terms = self._treatment.plan(step, sources, tree, metrics)
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
@@ -235,7 +252,7 @@ class Saver:
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
-            found = set(self._refs)
+            found = self._refs.keys() | self._uncertain
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -357,7 +374,7 @@ class Saver:
                     raise SaveFailed(
                         f"the save of step {work.handle.step} stands on an earlier one that failed; the next writes whole leaves"
                     )
-                ref = work.finish_segment()
+                ref = self._on_disk(work, work.finish_segment)
                 self._adapt(work)
                 if ref is not None:
                     self._refs[ref.id] = ref
@@ -369,16 +386,34 @@ class Saver:
                 if work.handle.done():
                     raise SaveFailed(f"the save of step {work.handle.step} was given up before it was committed")
                 work.may_be_committed = True
-                stored = work.commit(work.manifest(self._refs))
+                manifest = work.manifest(self._refs)
+                stored = self._on_disk(work, partial(work.commit, manifest))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
                 self._stuck.discard(work.handle)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work
+        self._disk.close()
         with self._lock:
             stopped, self._threads = self._when_stopped, []
         if stopped is not None:
             stopped()
+
+    def _on_disk(self, work: Work, action: Callable[[], _Result]) -> _Result:
+        """Do what waits for the storage, on a thread that is given up where that hangs: the saves after this one get a new one.
+
+        Raises what ``action`` raises, ``SaveFailed`` where it takes too long. It may then still go on, and end at any time.
+        """
+        results: list[_Result] = []
+        seconds = _PATIENCE * self._setup.io_timeout_seconds
+        done = self._disk.start(lambda: results.append(action()))
+        if not wait_for([done], seconds).done:
+            self._disk = Background(1, "deltacheck-disk")
+            raise _GivenUp(
+                f"the save of step {work.handle.step}: the storage did not answer within {seconds:.3g} s; it may hang"
+            )
+        done.result()
+        return results[0]
 
     def _adapt(self, work: Work) -> None:
         """Choose the effort of the next save by what this one took."""
@@ -396,7 +431,13 @@ class Saver:
         try:
             if not work.handle.done():  # else this was told when it was given up
                 log.error("%s", failure)
-            if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know
-                remove_tree(work.writer.path, ignore_errors=True)
+            self._setup.store.renew()  # what hangs must not stand in the way of the next save
+            if not work.may_be_committed:
+                removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
+                wait_for([removal], _MOST_REMOVAL_SECONDS)
+            elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them
+                with self._lock:
+                    self._uncertain |= work.segments
+            # else the manifest may exist, and need the segment: gc will know
         finally:
             work.handle._fail(failure)

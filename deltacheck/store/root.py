@@ -113,6 +113,10 @@ class Store:
         if streams is not None:
             streams.close()
 
+    def renew(self) -> None:
+        """Let what is written from now on go by new threads: those there are may hang. They end when they can."""
+        self.__dict__.pop("_streams", None)
+
     def take_spent(self) -> Spent:
         """Where the time of the streams written since the last call went."""
         return self._streams.take_spent()

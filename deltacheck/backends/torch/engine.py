@@ -310,7 +310,7 @@ class Engine:
         finally:
             self._saver.when_stopped(self._lease.release)
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an Engine cannot be pickled or copied: it holds its root. Save in the process that opened it, or open another root there"
         )
