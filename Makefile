@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz soak damage-test power-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,6 +40,15 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+# Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
+CRASH_POINTS ?= 300
+ERROR_POINTS ?= 150
+EXHAUSTIVE ?=
+
+crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail (CRASH_POINTS=300 ERROR_POINTS=150, or EXHAUSTIVE=1; minutes)
+	PYTHONPATH=tests:. $(BIN)/python -m faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
+	PYTHONPATH=tests:. $(BIN)/python -m faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
 
 # Seconds for each target, or a number of inputs for each.
 FUZZ_SECONDS ?= 60
