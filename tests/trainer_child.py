@@ -122,7 +122,7 @@ def killed_and_resumed(make: Any, folder: Path) -> dict[str, Any]:
 def asked_for(folder: Path) -> dict[str, Any]:
     """What ``train(resume_from_checkpoint=...)`` may say."""
     return {
-        "whole": train(folder),
+        "whole": forked(lambda: train(folder)),
         "finished": forked(lambda: train(folder)),
         "named": forked(lambda: train(folder, resume="checkpoint-4")),
         "asked": forked(lambda: train(folder, DeltaCheckCallback(), resume=True)),

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report
+from deltacheck.cli import check, compare, demo, export, ingest, listing, plan, profile, report
 
 app = typer.Typer(
     name="deltacheck",
@@ -36,6 +36,7 @@ for name, command in (
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("import", ingest.ingest),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),
