@@ -65,3 +65,9 @@ def test_a_file_of_lightning_itself_is_not_read(told: dict[str, Any]) -> None:
 def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(told: dict[str, Any]) -> None:
     assert "the save of step 2 failed" in told["failing"]["raised"]
     assert told["failing"]["kept"] == [1.0] * 4
+
+
+def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
+    if told["examples"] is None:
+        pytest.skip("the example needs the package lightning")
+    assert told["examples"] == ["at epoch 1, from the beginning", "at epoch 2, resumed"]
