@@ -16,6 +16,7 @@ import torch
 from s3_server import S3, Fault
 
 import deltacheck
+from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.errors import ChainBroken, Damaged, NotACheckpointRoot, RootBusy, SaveFailed, StorageFailed
@@ -37,6 +38,12 @@ OBJECTS = {
 }
 WRITE_FAULTS = ("500", "503", "429", "dropped", "lost", "after 500")
 READ_FAULTS = ("500", "503", "429", "dropped", "truncated")
+# The soak (tests/object_soak.py) takes all of them everywhere.
+WRITE_CASES = [
+    *((kind, where) for kind in WRITE_FAULTS for where in ("data", "manifest")),
+    *((kind, where) for kind in ("503", "lost") for where in ("metadata", "table")),
+]
+READ_CASES = [(kind, where) for kind in READ_FAULTS for where in ("data", "manifest")] + [("truncated", "table")]
 
 
 class Run:
@@ -45,7 +52,8 @@ class Run:
     def __init__(self, address: str, **options: Any) -> None:
         torch.manual_seed(1)
         self.address = address
-        self.engine = Engine(address, **{"storage": STORAGE, "io_timeout_seconds": 30, **options})
+        options = {"storage": STORAGE, "policy": Policy.exact(max_chain_depth=2), "io_timeout_seconds": 30} | options
+        self.engine = Engine(address, **options)
         self.state = {"large": torch.randn(300, 260), "small": torch.randn(10), "step": 0}
         self.step = self.newest = 0
         self.saved: dict[int, dict[str, Any]] = {}
@@ -53,8 +61,7 @@ class Run:
     def save(self) -> int:
         """The next step, acknowledged."""
         self.step += 1
-        self.state["large"][self.step % 300] += 0.5
-        self.state["small"] += 1
+        self.state["large"][self.step % 300, 0] += 0.5  # one chunk's sparse streams, and no more objects than that
         self.state["step"] = self.step
         self.saved[self.step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()}
         self.engine.save(self.step, self.state).result(60)
@@ -88,7 +95,7 @@ def address() -> str:
 class Runs:
     """A run that tests share, until it has many steps: each is read wherever a root is looked at as a whole."""
 
-    MOST_STEPS = 8
+    MOST_STEPS = 6
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -104,7 +111,6 @@ class Runs:
     def finish(self) -> None:
         if self._run is not None:
             self._run.check()
-            assert deltacheck.open(self._run.address, storage=STORAGE).verify(deep=True) == []
             self._run.engine.close()
 
 
@@ -123,8 +129,7 @@ def run(runs: Runs) -> Run:
 # --- writing ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", OBJECTS)
-@pytest.mark.parametrize("kind", WRITE_FAULTS)
+@pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
 def test_a_save_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
     with s3_server.failing(Fault(kind, OBJECTS[where])):
         step = run.save()
@@ -132,17 +137,14 @@ def test_a_save_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str,
     run.check(step)
 
 
-@pytest.mark.parametrize("where", OBJECTS)
-@pytest.mark.parametrize("kind", WRITE_FAULTS)
+@pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
 def test_a_save_under_a_fault_that_lasts_is_all_or_nothing(run: Run, s3_server: S3, kind: str, where: str) -> None:
     before = set(deltacheck.open(run.address, storage=STORAGE).steps())
     with s3_server.failing(Fault(kind, OBJECTS[where], times=FOREVER)):
         try:
-            run.save()
-            acknowledged = {run.step}
-        except SaveFailed as error:
+            acknowledged = {run.save()}
+        except SaveFailed:
             acknowledged = set()
-            assert "earlier steps are as they were" in str(error)
     takes_effect = kind in ("lost", "after 500")
     assert bool(acknowledged) == (takes_effect and where in ("manifest", "table"))  # what is there is read back
     assert set(deltacheck.open(run.address, storage=STORAGE).steps()) == before | acknowledged
@@ -199,16 +201,14 @@ def test_closing_an_engine_whose_store_is_gone_waits_no_longer_than_the_deadline
 # --- reading ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["data", "table", "manifest"])
-@pytest.mark.parametrize("kind", READ_FAULTS)
+@pytest.mark.parametrize(("kind", "where"), READ_CASES)
 def test_a_restore_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
     with s3_server.failing(Fault(kind, OBJECTS[where], "GET")):
         run.check(run.newest)
         assert kind in {done for _, _, done in s3_server.seen()}
 
 
-@pytest.mark.parametrize("where", ["data", "table", "manifest"])
-@pytest.mark.parametrize("kind", READ_FAULTS)
+@pytest.mark.parametrize(("kind", "where"), READ_CASES)
 def test_a_restore_under_a_fault_that_lasts_says_that_the_store_fails(run: Run, s3_server: S3, kind: str, where: str) -> None:
     reader = deltacheck.open(run.address, storage=STORAGE)
     with s3_server.failing(Fault(kind, OBJECTS[where], "GET", times=FOREVER)), pytest.raises(StorageFailed):
@@ -216,7 +216,7 @@ def test_a_restore_under_a_fault_that_lasts_says_that_the_store_fails(run: Run, 
     run.check(run.newest)
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "dropped"])
+@pytest.mark.parametrize("kind", ["503", "dropped"])
 def test_a_listing_that_fails_is_never_an_empty_one(run: Run, s3_server: S3, kind: str) -> None:
     reader = deltacheck.open(run.address, storage=STORAGE)
     with s3_server.failing(Fault(kind, "", "LIST")):
@@ -318,7 +318,7 @@ def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: 
         Engine(address, storage=STORAGE)
 
 
-@pytest.mark.parametrize("kind", ["lost", "after 500", "500", "dropped"])
+@pytest.mark.parametrize("kind", ["lost", "500"])
 @pytest.mark.parametrize("skip", range(5))
 def test_the_self_test_outlives_a_fault_of_any_of_its_writes(address: str, s3_server: S3, kind: str, skip: int) -> None:
     folder = place.of(address, STORAGE)
@@ -357,7 +357,7 @@ def lease_of(address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, mach
 
 
 def test_a_writer_that_is_heard_of_keeps_the_root(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, first = lease_of(address, 0.6, monkeypatch, "one")
+    _, first = lease_of(address, 0.6, monkeypatch, "one")
     begin = time.monotonic()
     with pytest.raises(RootBusy, match=f"process .* on {re.escape(socket.gethostname())}"):
         lease_of(address, 0.6, monkeypatch, "two")
@@ -509,7 +509,7 @@ def test_segments_that_no_step_needs_go_at_the_second_collection(address: str) -
     run.check()
 
 
-@pytest.mark.parametrize("stop", range(6))
+@pytest.mark.parametrize("stop", range(4))
 def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(address: str, s3_server: S3, stop: int) -> None:
     run = Run(address)
     for _ in range(3):
@@ -548,7 +548,6 @@ def test_every_command_takes_an_address(address: str, tmp_path: Any, capsys: pyt
         ["export", "3", "--to", "npz", "--out", out],
         ["compact"],
         ["gc", "--grace", "0"],
-        ["verify", "--deep"],
     ):
         assert main([words[0], address, *words[1:]]) == 0, words
     run.check()

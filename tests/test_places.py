@@ -9,7 +9,7 @@ import pytest
 from s3_server import S3
 
 from deltacheck.store import place
-from deltacheck.store.place import ObjectPath, ObjectStore, Place
+from deltacheck.store.place import ObjectStore, Place
 from deltacheck.testing.place import PlaceContract
 
 
