@@ -23,6 +23,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck import grid
+from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store import chunk_files
 from deltacheck.store.background import Background
@@ -33,6 +34,8 @@ Attributes = Mapping[str, Any]
 # A missing key's generation: a write under this condition creates, and never replaces.
 _ABSENT = b"\x02"
 STREAM_CHUNK_BYTES = 1 << 20
+# What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError, which is a RuntimeError.
+_TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 
 
@@ -181,12 +184,8 @@ def write(path: Path, spec: ArraySpec, values: NDArray[Any], where: ts.Context) 
 
 @cache
 def native_stream_writer() -> Callable[..., int] | None:
-    """``write_stream_file`` of the native module; ``None`` where there is no module, or one without libzstd."""
-    try:
-        from deltacheck import _native
-    except ImportError:
-        return None
-    return getattr(_native, "write_stream_file", None)
+    """``write_stream_file`` of the native module; ``None`` where there is no module of ours, or one without libzstd."""
+    return getattr(extension(), "write_stream_file", None)
 
 
 def write_stream_file(
@@ -326,7 +325,7 @@ class ReadableArray:
         chunk_files.check_directory(path)
         try:
             self._array = _open(path, spec, where, open=True, assume_metadata=True)
-        except ValueError as error:
+        except _TENSORSTORE_ERRORS as error:
             raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
@@ -367,12 +366,12 @@ class Reading:
     def result(self) -> Any:
         try:
             return self._future.result()
-        except ValueError as error:
+        except _TENSORSTORE_ERRORS as error:
             raise read_error(error, self._path) from error
 
 
-def read_error(error: ValueError, path: Path) -> Damaged:
-    """TensorStore's ``ValueError`` as one of ours: the status code stands first in its text."""
+def read_error(error: Exception, path: Path) -> Damaged:
+    """TensorStore's error as one of ours: the status code stands first in its text."""
     text = str(error)
     if text.startswith("NOT_FOUND"):
         return ChainBroken(f"array {path} lacks data that was committed: {text}")

@@ -148,7 +148,10 @@ class Root:
             ours = [entry for entry in _entries(folder, every=True) if layout.is_checkpoint_id(entry.name)]
             found = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
             return [path for path, is_plain in found.items() if not is_plain or os.path.lexists(path)]
-        return sorted(p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item))
+        steps = [entry for entry in _entries(self.path, every=True) if _is_manager_step(entry)]
+        strange = [Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()]
+        plain = [entry for entry in steps if entry.is_dir(follow_symlinks=False)]
+        return sorted([*(path for entry in plain for path in _item_manifests(entry, self._item)), *strange])
 
     def other_manifest_paths(self) -> list[Path]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
@@ -385,9 +388,10 @@ def _is_manager_step(entry: os.DirEntry[str]) -> bool:
 
 
 def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
-    items = [e for e in _entries(Path(step.path)) if item is None or e.name == item]
-    # Whatever the file holds: a damaged manifest must be named, not overlooked.
-    return [path for e in items if os.path.lexists(path := Path(e.path) / "zarr.json")]
+    items = [e for e in _entries(Path(step.path), every=True) if item is None or e.name == item]
+    # Whatever the file holds: a damaged manifest must be named, not overlooked. So must a link in an item's place.
+    found = {Path(e.path) / "zarr.json": e for e in items if e.is_symlink() or e.is_dir(follow_symlinks=False)}
+    return [path for path, entry in found.items() if entry.is_symlink() or os.path.lexists(path)]
 
 
 def _group_attributes(path: Path) -> dict[str, Any] | None:
