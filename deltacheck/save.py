@@ -20,14 +20,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deltacheck import receipt
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
 from deltacheck.digest import leaf_digest
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import ReceiptFailed, SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.receipt import Receipt
 from deltacheck.store.effort import Effort
 from deltacheck.store.root import Store
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
@@ -48,7 +50,12 @@ class Saver:
     storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
     written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
     ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
-    before has waited; equal states then no longer give equal files.
+    before has waited; equal states then no longer give equal files. ``verify``: whether a save is read back from disk and compared with
+    the digest that each leaf had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``: what this save
+    wrote, before its step exists: a fault between memory and disk becomes a failed save; it commits later, by the time that a restore of
+    these leaves takes. ``"receipt"``: the whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged and
+    raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
+    state once more at the capture (what lies on a device crosses to the host for it).
     """
 
     def __init__(
@@ -63,7 +70,9 @@ class Saver:
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
         effort: str = "normal",
+        verify: str = "none",
     ) -> None:
+        receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         if effort not in EFFORTS:
@@ -73,7 +82,7 @@ class Saver:
         self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
-        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
+        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify)
         self._treatment = Treatment(policy, codec.host, self._shadow)
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
@@ -90,6 +99,10 @@ class Saver:
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
         ]
+        self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
+        self._unchecked: dict[int, Manifest] = {}  # by sequence number
+        if verify == "receipt":
+            self._threads.append(threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -205,13 +218,14 @@ class Saver:
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:
-            self._handles = [handle for handle in self._handles if not handle.done() or handle._error is not None]
+            self._handles = [h for h in self._handles if not h.done() or h._error is not None or h._awaits_receipt]
             return [handle for handle in self._handles if not handle.done()]
 
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
             found = set(self._refs)
+            found |= {ref.id for manifest in self._unchecked.values() for ref in manifest.segments}
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -227,18 +241,23 @@ class Saver:
         """Raise the oldest failure that nobody has been told of."""
         with self._lock:
             handles = [handle for handle in self._handles if handle._error is not None]
-            self._handles = [handle for handle in self._handles if not handle.done()]
+            self._handles = [handle for handle in self._handles if not handle.done() or handle._awaits_receipt]
         for handle in handles:
             error = handle._unseen_error()
             if error is not None:
                 raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed; raises the first failure, ``TimeoutError`` where time ran out."""
+        """Wait until every save under way is committed, and read back where ``verify`` asks for it; raises the first failure,
+        ``TimeoutError`` where time ran out.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        for handle in self.pending():
-            handle.exception(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            handle._seen = False
+        self.pending()
+        with self._lock:
+            handles = list(self._handles)
+        for handle in handles:
+            if handle._error is None:
+                handle._await_end(None if deadline is None else max(0.0, deadline - time.monotonic()))
         self.raise_unseen()
 
     def check_usable(self) -> None:
@@ -294,12 +313,42 @@ class Saver:
                 self._reads = {
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
+                manifest = work.manifest(self._refs)
+                if self._setup.verify == "commit":
+                    work.handle._give_receipt(receipt.rebuild(self._setup.store, manifest, work.live, work.entries))
                 work.may_be_committed = True
-                stored = work.commit(work.manifest(self._refs))
+                if self._setup.verify == "receipt":
+                    with self._lock:
+                        self._unchecked[work.seq] = manifest
+                    work.handle._awaits_receipt = True
+                stored = work.commit(manifest)
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
+                if self._setup.verify == "receipt":
+                    self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
+                with self._lock:
+                    self._unchecked.pop(work.seq, None)
             del work
+        self._to_check.put(None)
+
+    def _receipt_loop(self) -> None:
+        while (job := self._to_check.get()) is not None:
+            work, manifest = job
+            try:
+                given: Receipt | Exception = receipt.rebuild(self._setup.store, manifest, work.live, manifest.leaves)
+            except ReceiptFailed as error:
+                given = error
+            except BaseException as error:  # noqa: BLE001 - as above
+                given = ReceiptFailed(f"step {manifest.step} could not be read back: {type(error).__name__}: {error}")
+                given.__cause__ = error
+            if isinstance(given, Exception):
+                log.error("%s", given)
+                self.forget()  # nothing may stand on it, and a save under way that does fails
+            with self._lock:
+                self._unchecked.pop(work.seq, None)
+            work.handle._give_receipt(given)
+            del job, work
 
     def _adapt(self, work: Work) -> None:
         """Choose the effort of the next save by what this one took."""

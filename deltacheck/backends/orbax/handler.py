@@ -16,7 +16,7 @@ from typing import Any
 
 from orbax import checkpoint as ocp
 
-from deltacheck import tree
+from deltacheck import receipt, tree
 from deltacheck.backends.orbax import leaves
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
@@ -35,7 +35,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the
     training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. ``grace_seconds``: how long
     segments that no step needs stay for readers that began before; longer: safer for slow readers, shorter: disk space sooner.
-    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``read_only``: restores keep no copy of the
+    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``verify``: whether each save is read back from disk
+    and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
+    before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
+    ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
+    next call. Both read about as much as a restore at each save, and hash the whole state at the capture. ``read_only``: restores keep no copy of the
     state to go on from, and saves are refused.
 
     One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
@@ -50,8 +54,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         host_cache_bytes: int = 256 << 20,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
+        verify: str = "none",
         read_only: bool = False,
     ) -> None:
+        receipt.check_when(verify)
+        self._verify = verify
         self._root = None if root is None else Path(root).absolute()
         self._policy = policy or Policy.exact()
         self._host_cache_bytes = host_cache_bytes
@@ -150,7 +157,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
-            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds)
+            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._verify)
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:

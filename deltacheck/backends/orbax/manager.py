@@ -30,6 +30,7 @@ def manager(
     host_cache_bytes: int = 256 << 20,
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
+    verify: str = "none",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """An ``ocp.CheckpointManager`` whose steps are saved with ``DeltaSaveArgs`` and restored with ``DeltaRestoreArgs``.
@@ -47,6 +48,7 @@ def manager(
         host_cache_bytes=host_cache_bytes,
         grace_seconds=grace_seconds,
         io_timeout_seconds=io_timeout_seconds,
+        verify=verify,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()

@@ -51,7 +51,11 @@ class Engine:
     copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
     memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``effort``: of
     the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training;
-    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
+    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``verify``: whether each save is read back from disk
+    and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
+    before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
+    ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
+    next call. Both read about as much as a restore at each save, and hash the whole state at the capture. ``keep_last``:
     delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
     before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
     wait for pending saves at interpreter exit. ``engine.restored_step``: the training step that the last ``restore`` gave.
@@ -71,6 +75,7 @@ class Engine:
         capture: str = "auto",
         shadow: str = "auto",
         effort: str = "normal",
+        verify: str = "none",
         keep_last: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
@@ -105,6 +110,7 @@ class Engine:
                 io_timeout_seconds=io_timeout_seconds,
                 keep_shadow=shadow != "none",
                 effort=effort,
+                verify=verify,
             )
         except BaseException:
             self._lease.release()
