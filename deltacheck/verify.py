@@ -25,6 +25,7 @@ from deltacheck.codec.base import U8
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.records import LeafSpec
+from deltacheck.store import arrays
 from deltacheck.store.root import Root
 from deltacheck.store.schema import Derived, Manifest
 from deltacheck.store.segment import Segment
@@ -147,7 +148,7 @@ def _manifests(root: Root, step: int | None) -> tuple[list[Manifest], list[Findi
 
 def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[Finding]:
     findings: list[Finding] = []
-    groups = [problem for path in root.store.group_paths() if (problem := _group_problem(path / "zarr.json")) is not None]
+    groups = [problem for path in root.store.group_paths() if (problem := group_problem(path / "zarr.json")) is not None]
     metadata = {ref: _metadata_problems(segment) for ref, segment in found.segments.items()}
     for manifest in manifests:
         lost = [str(found.lost[ref]) for ref in manifest.segments if ref in found.lost]
@@ -168,12 +169,23 @@ def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[F
 
 def _metadata_problems(segment: Segment) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
-    problems = [_group_problem(path / "zarr.json") for path in segment.group_paths()]
+    problems = [group_problem(path / "zarr.json") for path in segment.group_paths()]
     problems += [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
     return [problem for problem in problems if problem is not None]
 
 
-def _group_problem(path: Path) -> str | None:
+def wrong_documents(segment: Segment) -> Iterator[tuple[Path, bytes]]:
+    """The directories below a segment whose ``zarr.json`` is wrong, each with the content that it must have."""
+    for path in segment.group_paths():
+        if group_problem(path / "zarr.json") is not None:
+            yield path, arrays.group_json({})
+    for path, spec in segment.array_specs().items():
+        if _metadata_problem(path / "zarr.json", spec.metadata()) is not None:
+            yield path, json.dumps(spec.metadata(), separators=(",", ":")).encode()
+
+
+def group_problem(path: Path) -> str | None:
+    """What is wrong with a file that must be the metadata of a zarr group."""
     try:
         found = json.loads(path.read_bytes())
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")

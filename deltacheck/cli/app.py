@@ -36,6 +36,7 @@ for name, command in (
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("repair", check.repair),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),
