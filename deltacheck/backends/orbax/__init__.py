@@ -3,6 +3,6 @@
 from deltacheck.backends.orbax.gradient_log import GradientLog
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.backends.orbax.load import load
-from deltacheck.backends.orbax.manager import manager
+from deltacheck.backends.orbax.manager import manager, restore_whole
 
-__all__ = ["DeltaCheckpointHandler", "DeltaRestoreArgs", "DeltaSaveArgs", "GradientLog", "load", "manager"]
+__all__ = ["DeltaCheckpointHandler", "DeltaRestoreArgs", "DeltaSaveArgs", "GradientLog", "load", "manager", "restore_whole"]

@@ -9,12 +9,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax import checkpoint as ocp
 
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
+from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
 from deltacheck.policy import Policy
+from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
 
@@ -59,6 +61,40 @@ def manager(
     _finish_at_exit()
     _open[made] = handler
     return made
+
+
+class Whole(NamedTuple):
+    """What ``restore_whole`` gives: which step, and its tree."""
+
+    step: int
+    tree: Any
+
+
+def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) -> Whole:
+    """``manager.restore(step, args=args)`` of a step (by default the newest), or of the newest before it that is whole.
+
+    A training goes on, with older values, where it would have stopped: the result and warnings in the log say with which step. ``args``:
+    ``DeltaRestoreArgs``, or a ``Composite`` of them. Raises ``StepNotFound`` where there is no step, and what the asked step raised where
+    no earlier one restores either.
+    """
+    steps = sorted((found for found in manager.all_steps() if step is None or found <= step), reverse=True)
+    if not steps or (step is not None and steps[0] != step):
+        raise StepNotFound(
+            f"{manager.directory} has no step {'at all' if step is None else step}. {describe_steps(manager.all_steps())}"
+        )
+    first: Damaged | NotACheckpointRoot | None = None
+    for found in steps:
+        try:
+            tree = manager.restore(found, args=DeltaRestoreArgs() if args is None else args)
+        except (Damaged, NotACheckpointRoot) as error:  # the latter: a step whose manifest is gone
+            first = first or error
+            log.warning("%s", error)
+            continue
+        if first is not None:
+            log.warning("step %d is damaged: step %d of %s is restored in its place", steps[0], found, manager.directory)
+        return Whole(found, tree)
+    assert first is not None
+    raise first
 
 
 def handler_of(manager: Any) -> DeltaCheckpointHandler:
