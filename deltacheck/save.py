@@ -22,16 +22,18 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, TypeVar
 
+from deltacheck import receipt
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
 from deltacheck.deadline import Deadline, Pulse
 from deltacheck.digest import leaf_digest
-from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.errors import ReceiptFailed, SaveFailed, StorageTimeout
 from deltacheck.exits import undisturbed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
@@ -66,7 +68,12 @@ class Saver:
     thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
     written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
     ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
-    before has waited; equal states then no longer give equal files.
+    before has waited; equal states then no longer give equal files. ``verify``: whether a save is read back from disk and compared with
+    the digest that each leaf had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``: what this save
+    wrote, before its step exists: a fault between memory and disk becomes a failed save; it commits later, by the time that a restore of
+    these leaves takes. ``"receipt"``: the whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged and
+    raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
+    state once more at the capture (what lies on a device crosses to the host for it).
     """
 
     def __init__(
@@ -81,7 +88,9 @@ class Saver:
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
         effort: str = "normal",
+        verify: str = "none",
     ) -> None:
+        receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         if effort not in EFFORTS:
@@ -91,7 +100,7 @@ class Saver:
         self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
-        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
+        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify)
         self._treatment = Treatment(policy, codec.host, self._shadow)
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
@@ -113,6 +122,10 @@ class Saver:
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
         ]
+        self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
+        self._unchecked: dict[int, Manifest] = {}  # by sequence number
+        if verify == "receipt":
+            self._threads.append(threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -246,13 +259,14 @@ class Saver:
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:
-            self._handles = [handle for handle in self._handles if not handle.done() or handle._error is not None]
+            self._handles = [h for h in self._handles if not h.done() or h._error is not None or h._awaits_receipt]
             return [handle for handle in self._handles if not handle.done()]
 
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
             found = self._refs.keys() | self._uncertain
+            found |= {ref.id for manifest in self._unchecked.values() for ref in manifest.segments}
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -294,21 +308,25 @@ class Saver:
         """Raise the oldest failure that nobody has been told of."""
         with self._lock:
             handles = [handle for handle in self._handles if handle._error is not None]
-            self._handles = [handle for handle in self._handles if not handle.done()]
+            self._handles = [handle for handle in self._handles if not handle.done() or handle._awaits_receipt]
         for handle in handles:
             error = handle._unseen_error()
             if error is not None:
                 raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed; raises the first failure, ``TimeoutError`` where time ran out,
-        ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for twice ``io_timeout_seconds``.
+        """Wait until every save under way is committed, and read back where ``verify`` asks for it; raises the first failure,
+        ``TimeoutError`` where time ran out, ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for
+        twice ``io_timeout_seconds``.
         """
         self._check_owner()
         deadline = Deadline.after(timeout)
-        for handle in self.pending():
-            handle.exception(deadline.left)
-            handle._seen = False
+        self.pending()
+        with self._lock:
+            handles = list(self._handles)
+        for handle in handles:
+            if handle._error is None:
+                handle._await_end(deadline.left)
         self.raise_unseen()
 
     def check_usable(self) -> None:
@@ -385,15 +403,27 @@ class Saver:
                 }
                 if work.handle.done():
                     raise SaveFailed(f"the save of step {work.handle.step} was given up before it was committed")
-                work.may_be_committed = True
                 manifest = work.manifest(self._refs)
+                if self._setup.verify == "commit":
+                    again = partial(receipt.rebuild, self._setup.store, manifest, work.live, work.entries)
+                    work.handle._give_receipt(self._on_disk(work, again))
+                work.may_be_committed = True
+                if self._setup.verify == "receipt":
+                    with self._lock:
+                        self._unchecked[work.seq] = manifest
+                    work.handle._awaits_receipt = True
                 stored = self._on_disk(work, partial(work.commit, manifest))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
                 self._stuck.discard(work.handle)
+                if self._setup.verify == "receipt":
+                    self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
+                with self._lock:
+                    self._unchecked.pop(work.seq, None)
             del work
         self._disk.close()
+        self._to_check.put(None)
         with self._lock:
             stopped, self._threads = self._when_stopped, []
         if stopped is not None:
@@ -414,6 +444,24 @@ class Saver:
             )
         done.result()
         return results[0]
+
+    def _receipt_loop(self) -> None:
+        while (job := self._to_check.get()) is not None:
+            work, manifest = job
+            try:
+                given: Receipt | Exception = receipt.rebuild(self._setup.store, manifest, work.live, manifest.leaves)
+            except ReceiptFailed as error:
+                given = error
+            except BaseException as error:  # noqa: BLE001 - as above
+                given = ReceiptFailed(f"step {manifest.step} could not be read back: {type(error).__name__}: {error}")
+                given.__cause__ = error
+            if isinstance(given, Exception):
+                log.error("%s", given)
+                self.forget()  # nothing may stand on it, and a save under way that does fails
+            with self._lock:
+                self._unchecked.pop(work.seq, None)
+            work.handle._give_receipt(given)
+            del job, work
 
     def _adapt(self, work: Work) -> None:
         """Choose the effort of the next save by what this one took."""

@@ -43,6 +43,7 @@ for name, command in (
     ("prune", retention.prune),
     ("delete", retention.delete),
     ("branch", branch.branch),
+    ("repair", check.repair),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),
