@@ -22,6 +22,7 @@ from typing import Any
 
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
+from deltacheck.compactor import Compactor, Plan, hang
 from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
 from deltacheck.handle import SaveHandle, as_save_failed
@@ -48,7 +49,9 @@ class Saver:
     storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
     written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
     ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
-    before has waited; equal states then no longer give equal files.
+    before has waited; equal states then no longer give equal files. ``compact_after``: a leaf whose chain has this many deltas is
+    written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more reading and writing beside
+    the training.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Saver:
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
         effort: str = "normal",
+        compact_after: int | None = None,
     ) -> None:
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
@@ -75,10 +79,15 @@ class Saver:
         self.max_pending = max_pending
         self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
         self._treatment = Treatment(policy, codec.host, self._shadow)
+        self._compactor = None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
+        self._compacted: dict[str, SegmentRef] = {}  # the newest compacted segment: no save may have used it yet
+        self._newest: Manifest | None = None  # of the last step that was committed, or restored since
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._reads: dict[str, int] = {}  # arrays of deltas in each segment
+        self._plans: dict[int, Plan] = {}  # what to compact once the save of a sequence number is committed
+        self._writing: set[str] = set()  # segments of saves under way
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
@@ -133,6 +142,7 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
+            compaction = self._compaction()
             chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
             work = Work(
                 self._setup,
@@ -150,6 +160,9 @@ class Saver:
                 replay,
                 note,
             )
+            if compaction is not None:
+                self._plans[work.seq] = compaction
+            self._writing.add(work.writer.id)
             self._next_seq += 1
             self._handles.append(handle)
         try:
@@ -160,6 +173,18 @@ class Saver:
             self._to_encode.put(work)
         handle._add_blocking(time.perf_counter() - begin)
         return handle
+
+    def _compaction(self) -> Plan | None:
+        """Hang the chains from what has been compacted, and plan the next compaction. REQUIRES: every save before is encoded."""
+        if self._compactor is None:
+            return None
+        done = self._compactor.take()
+        if done is not None and hang(self.leaves, done):
+            self._compacted = {done.ref.id: done.ref}
+        plan = self._compactor.plan(self.leaves, self._next_seq)
+        if plan is not None:
+            self._next_seq += 1  # it comes between the save before and this one
+        return plan
 
     @property
     def is_exact(self) -> bool:
@@ -184,6 +209,7 @@ class Saver:
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
+            self._newest, self._compacted = manifest, {}
             self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
             self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
         self._treatment.resumed()
@@ -211,7 +237,9 @@ class Saver:
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
-            found = set(self._refs)
+            found = self._refs.keys() | self._compacted.keys() | self._writing
+            if self._compactor is not None:
+                found |= self._compactor.segments()
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -259,6 +287,8 @@ class Saver:
             self._to_encode.put(None)
             for thread in self._threads:
                 thread.join(timeout)
+            if self._compactor is not None:
+                self._compactor.close(timeout)
 
     # --- the two threads ----------------------------------------------------------------------------------------------------
 
@@ -287,15 +317,21 @@ class Saver:
                     )
                 ref = work.finish_segment()
                 self._adapt(work)
-                if ref is not None:
-                    self._refs[ref.id] = ref
+                with self._lock:
+                    known = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
+                    self._refs = {name: known[name] for name in known if name in work.segments}
                 work.handle._advance("durable")
-                self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
                 self._reads = {
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
                 work.may_be_committed = True
-                stored = work.commit(work.manifest(self._refs))
+                before, manifest = self._newest, work.manifest(self._refs)
+                stored = work.commit(manifest)
+                self._newest = manifest
+                plan = self._plans.pop(work.seq, None)
+                if plan is not None and before is not None and self._compactor is not None:
+                    self._compactor.start(plan, before)
+                self._writing.discard(work.writer.id)
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
@@ -313,6 +349,8 @@ class Saver:
             if work.epoch == self.epoch:
                 self.epoch += 1
                 self.leaves = {}
+            self._writing.discard(work.writer.id)
+            self._plans.pop(work.seq, None)
         failure = as_save_failed(work.handle.step, error)
         log.error("%s", failure)
         if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know

@@ -55,8 +55,11 @@ class Engine:
     ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``, ``keep_every``, ``keep_best``: after each
     save, delete the checkpoints that none of them keeps (default: keep all): so many of the newest, steps that a number divides, those
     with the best metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any case. Larger: more to go
-    back to, more disk space. ``grace_seconds``: how long unneeded segments stay for readers that are about to open them; what a reader
-    has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
+    back to, more disk space. ``compact_after``: once a leaf's chain has this many deltas, write it whole from what is on
+    the disk, behind the training; later saves go on from there. Smaller than half of the policy's ``max_chain_depth``, it spares saves
+    their keyframes. Smaller: faster restores, more reading and writing beside training (default: saves write keyframes themselves).
+    ``grace_seconds``: how long unneeded segments stay for readers that are about to open them; what a reader has open stays as long as
+    it reads. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
     ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
@@ -77,6 +80,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | Iterable[KeepBest] = (),
+        compact_after: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -109,6 +113,7 @@ class Engine:
                 io_timeout_seconds=io_timeout_seconds,
                 keep_shadow=shadow != "none",
                 effort=effort,
+                compact_after=compact_after,
             )
         except BaseException:
             self._lease.release()
