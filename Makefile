@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz model-test tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,6 +47,16 @@ FUZZ_RUNS ?=
 
 fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
+
+# Random sequences of everything that can happen to a root, against a dict; and two writers without locks.
+MODEL_RUNS ?= 200
+MODEL_STEPS ?= 50
+FENCE_ROUNDS ?= 500
+SCHEDULES ?= 1000
+
+model-test: $(VENV)/.stamp-install  ## saves, kills, damage, deletion and collection against a model; racing writers; seeded schedules (MODEL_RUNS=20000 MODEL_STEPS=100)
+	DELTACHECK_MODEL_RUNS=$(MODEL_RUNS) DELTACHECK_MODEL_STEPS=$(MODEL_STEPS) DELTACHECK_FENCE_ROUNDS=$(FENCE_ROUNDS) DELTACHECK_SCHEDULES=$(SCHEDULES) \
+		$(BIN)/pytest -n 2 --dist load -s tests/test_model.py tests/test_fence.py tests/test_schedules.py -o timeout=0 $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)
