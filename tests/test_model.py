@@ -1,7 +1,7 @@
 """A model of the whole: random saves, kills, deletions, collections, compactions and damage against a plain dict of what was saved.
 
 The quick size runs with the others; ``make model-test`` runs more (DELTACHECK_MODEL_RUNS, DELTACHECK_MODEL_STEPS). A failure prints the seed
-(DELTACHECK_MODEL_SEED replays it) and hypothesis the shortest sequence that it found.
+(DELTACHECK_MODEL_SEED replays it) and the sequence that led to it; it is not made shorter, since what threads do differs from run to run.
 """
 
 from __future__ import annotations
