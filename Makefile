@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -69,6 +69,16 @@ SUITES ?=
 
 soak: $(VENV)/.stamp-install  ## the long forms of the random suites, MINUTES=60 for all, or for SUITES="S1 S13"; prints trials, failures and 3/n
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --suites $(SUITES) $(ARGS)
+
+# Random sequences of everything that can happen to a root, against a dict; and two writers without locks.
+MODEL_RUNS ?= 200
+MODEL_STEPS ?= 50
+FENCE_ROUNDS ?= 500
+SCHEDULES ?= 1000
+
+model-test: $(VENV)/.stamp-install  ## saves, kills, damage, deletion and collection against a model; racing writers; seeded schedules (MODEL_RUNS=20000 MODEL_STEPS=100)
+	DELTACHECK_MODEL_RUNS=$(MODEL_RUNS) DELTACHECK_MODEL_STEPS=$(MODEL_STEPS) DELTACHECK_FENCE_ROUNDS=$(FENCE_ROUNDS) DELTACHECK_SCHEDULES=$(SCHEDULES) \
+		$(BIN)/pytest -n 2 --dist load -s tests/test_model.py tests/test_fence.py tests/test_schedules.py -o timeout=0 $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltacheck import chain
+from deltacheck.compactor import write_whole
 from deltacheck.errors import StepNotFound
-from deltacheck.rewrite import WholeLeaves, renewed
+from deltacheck.rewrite import renewed
 from deltacheck.store import collect
 from deltacheck.store.root import Root, commit
 
@@ -26,7 +27,8 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     """Write every leaf of the newest step that has deltas as a keyframe, and put a manifest that needs no deltas in the step's place.
 
     The step is restored as before, bit for bit; so is every other. Until the new manifest is committed nothing has changed; after it
-    the old one goes. Segments that no step needs any more stay for ``gc``. Holds one leaf in memory at a time. ``None`` where there is nothing to do.
+    the old one goes. Segments that no step needs any more stay for ``gc``. Holds a few leaves in memory at a time.
+    ``None`` where there is nothing to do.
 
     REQUIRES: the caller holds the lease. Raises ``StepNotFound`` where there is no step, or where the root is a manager's, whose steps are
     Orbax's; ``Damaged`` or ``ChainBroken``, before anything is written, where the step is not whole.
@@ -39,11 +41,7 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     if not long:
         return None
     seq = root.next_seq()
-    whole = WholeLeaves(root, seq, [found.spec for found in long.values()], io_timeout_seconds)
-    for path, found in long.items():
-        data = chain.load({path: found}, {path: list(range(found.spec.chunk_count))})[path]
-        whole.add(found.spec, before.leaves[path].digest, found.digests, data)
-    ref = whole.finish()
+    ref = write_whole(root.store.writer(seq), long, io_timeout_seconds)
     kept = {found.key[0].id for path, found in chains.items() if path not in long}
     segments = (*(old for old in before.segments if old.id in kept), ref)
     after = renewed(root, before, seq, segments, "compacting")

@@ -437,9 +437,8 @@ def _write(
             needed = healer.needed(manifest, leaves)
             segments = tuple(old for old in manifest.segments if old.id in needed)
             if leaves:
-                whole = WholeLeaves(
-                    root, base + number, [manifest.leaves[leaf].spec(leaf) for leaf in leaves], io_timeout_seconds
-                )
+                specs = [manifest.leaves[leaf].spec(leaf) for leaf in leaves]
+                whole = WholeLeaves(root.store.writer(base + number), specs, io_timeout_seconds)
                 for leaf in leaves:
                     content = healer.heal(manifest, leaf)
                     assert isinstance(content, _Content)
@@ -454,5 +453,5 @@ def _write(
             arrays.replace_file(path.parent, "zarr.json", encode_manifest(after))
             sync_directory(path.parent)
         else:
-            commit(root.path, after, root.store.durability)
+            commit(root.path, after, root.store.durability, again=True)
             collect.delete_checkpoint(root, before.seq)

@@ -15,14 +15,15 @@ from deltacheck.records import LeafSpec
 from deltacheck.store import layout
 from deltacheck.store.root import Root
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Manifest, SegmentRef
-from deltacheck.store.segment import is_packed
+from deltacheck.store.segment import SegmentWriter, is_packed
+from deltacheck.work import await_write
 
 
 class WholeLeaves:
     """A segment of keyframes. ``specs``: of all leaves that will be added. REQUIRES: the caller holds the lease."""
 
-    def __init__(self, root: Root, seq: int, specs: Sequence[LeafSpec], io_timeout_seconds: float) -> None:
-        self._writer = root.store.writer(seq)
+    def __init__(self, writer: SegmentWriter, specs: Sequence[LeafSpec], io_timeout_seconds: float) -> None:
+        self._writer = writer
         self._names = layout.array_names([spec.path for spec in specs if not is_packed(spec)])
         self._timeout_seconds = io_timeout_seconds
         self._entries: dict[str, LeafEntry] = {}
@@ -34,7 +35,7 @@ class WholeLeaves:
         if is_packed(spec):
             key = self._writer.put_packed(spec, data)
         else:
-            self._writer.put_natural(spec, self._names[spec.path], data).result(timeout=self._timeout_seconds)
+            await_write(self._writer.put_natural(spec, self._names[spec.path], data), self._timeout_seconds)
             key = KeyframeAt(array=self._names[spec.path])
         self._entries[spec.path] = LeafEntry(spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key)
         self._tables.append(digests)

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from deltacheck import receipt
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
+from deltacheck.compactor import Compactor, Plan, hang
 from deltacheck.deadline import Deadline, Pulse
 from deltacheck.digest import leaf_digest
 from deltacheck.errors import ReceiptFailed, SaveFailed, StorageTimeout
@@ -73,7 +74,9 @@ class Saver:
     wrote, before its step exists: a fault between memory and disk becomes a failed save; it commits later, by the time that a restore of
     these leaves takes. ``"receipt"``: the whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged and
     raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
-    state once more at the capture (what lies on a device crosses to the host for it).
+    state once more at the capture (what lies on a device crosses to the host for it). ``compact_after``: a leaf whose
+    chain has this many deltas is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more
+    reading and writing beside the training.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Saver:
         keep_shadow: bool = True,
         effort: str = "normal",
         verify: str = "none",
+        compact_after: int | None = None,
     ) -> None:
         receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
@@ -102,10 +106,15 @@ class Saver:
         self.max_pending = max_pending
         self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify)
         self._treatment = Treatment(policy, codec.host, self._shadow)
+        self._compactor = None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
+        self._compacted: dict[str, SegmentRef] = {}  # the newest compacted segment: no save may have used it yet
+        self._newest: Manifest | None = None  # of the last step that was committed, or restored since
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._reads: dict[str, int] = {}  # arrays of deltas in each segment
+        self._plans: dict[int, Plan] = {}  # what to compact once the save of a sequence number is committed
+        self._writing: set[str] = set()  # segments of saves under way
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
@@ -187,6 +196,7 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
+            compaction = self._compaction()
             chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
             work = Work(
                 self._setup,
@@ -204,6 +214,9 @@ class Saver:
                 replay,
                 note,
             )
+            if compaction is not None:
+                self._plans[work.seq] = compaction
+            self._writing.add(work.writer.id)
             self._next_seq += 1
         try:
             self._handles.append(handle)
@@ -216,6 +229,18 @@ class Saver:
             raise
         handle._add_blocking(time.perf_counter() - begin)
         return handle
+
+    def _compaction(self) -> Plan | None:
+        """Hang the chains from what has been compacted, and plan the next compaction. REQUIRES: every save before is encoded."""
+        if self._compactor is None:
+            return None
+        done = self._compactor.take()
+        if done is not None and hang(self.leaves, done):
+            self._compacted = {done.ref.id: done.ref}
+        plan = self._compactor.plan(self.leaves, self._next_seq)
+        if plan is not None:
+            self._next_seq += 1  # it comes between the save before and this one
+        return plan
 
     @property
     def is_exact(self) -> bool:
@@ -240,6 +265,7 @@ class Saver:
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
+            self._newest, self._compacted = manifest, {}
             self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
             self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
         self._treatment.resumed()
@@ -265,8 +291,10 @@ class Saver:
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
-            found = self._refs.keys() | self._uncertain
+            found = self._refs.keys() | self._uncertain | self._compacted.keys() | self._writing
             found |= {ref.id for manifest in self._unchecked.values() for ref in manifest.segments}
+            if self._compactor is not None:
+                found |= self._compactor.segments()
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -358,6 +386,8 @@ class Saver:
             if not self._stuck and not self.pending():  # else the threads may hang
                 for thread in self._threads:
                     thread.join(_JOIN_SECONDS)
+                if self._compactor is not None:
+                    self._compactor.close(_JOIN_SECONDS)
 
     def when_stopped(self, callback: Callable[[], None]) -> None:
         """Call this once the threads have ended: at once, or by the last of them. REQUIRES: ``close`` was called."""
@@ -394,10 +424,10 @@ class Saver:
                     )
                 ref = self._on_disk(work, work.finish_segment)
                 self._adapt(work)
-                if ref is not None:
-                    self._refs[ref.id] = ref
+                with self._lock:
+                    known = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
+                    self._refs = {name: known[name] for name in known if name in work.segments}
                 work.handle._advance("durable")
-                self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
                 self._reads = {
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
@@ -413,6 +443,11 @@ class Saver:
                         self._unchecked[work.seq] = manifest
                     work.handle._awaits_receipt = True
                 stored = self._on_disk(work, partial(work.commit, manifest))
+                before, self._newest = self._newest, manifest
+                plan = self._plans.pop(work.seq, None)
+                if plan is not None and before is not None and self._compactor is not None:
+                    self._compactor.start(plan, before)
+                self._writing.discard(work.writer.id)
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
                 self._stuck.discard(work.handle)
                 if self._setup.verify == "receipt":
@@ -475,6 +510,8 @@ class Saver:
             if work.epoch == self.epoch:
                 self._drop_shadow()
             self._stuck.discard(work.handle)
+            self._writing.discard(work.writer.id)
+            self._plans.pop(work.seq, None)
         failure = as_save_failed(work.handle.step, error)
         try:
             if not work.handle.done():  # else this was told when it was given up

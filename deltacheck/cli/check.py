@@ -256,9 +256,16 @@ def gc(
             help="How long a segment must have been known as unneeded, for restores that began before.",
         ),
     ] = 60.0,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="First rewrite segments that stay for the sake of few leaves.")
+    ] = False,
+    below: Annotated[
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Rewrite where what is needed takes no more of the segment.")
+    ] = 0.5,
     as_json: Json = False,
 ) -> None:
     """Remove segments that no step needs. Refused while a training writes to the root."""
+    from deltacheck import reclaim
     from deltacheck.cli import where
     from deltacheck.store.collect import collect
     from deltacheck.store.lease import Lease
@@ -266,14 +273,24 @@ def gc(
 
     root = open_root(where.parse(words).root)  # all items: what any of them needs stays
     lease = Lease(root.store.path)
+    rewritten: tuple[reclaim.Rewritten, ...] = ()
     try:
+        if compact:
+            rewritten = reclaim.reclaim(root, below=below, dry_run=dry_run)
         # A manager root's writer may be another library's: segments that are newer than every step may belong to its save under way.
         done = collect(root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root)
     finally:
+        root.store.close()
         lease.release()
     if as_json:
-        output.print_json({"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace, **asdict(done)})
+        about = {"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace}
+        output.print_json({**about, **asdict(done), "rewritten": [asdict(one) for one in rewritten]})
         return
+    for one in rewritten:
+        output.print_line(
+            f"{one.old} ({output.size(one.old_bytes)}) {'would be' if dry_run else 'was'} rewritten: "
+            f"{one.leaves} leaves of it are needed ({output.size(one.new_bytes)})"
+        )
     removed = "would be removed" if dry_run else "removed"
     for name in done.removed:
         output.print_line(f"{name} {removed}")

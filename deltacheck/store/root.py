@@ -464,15 +464,19 @@ def commit(
     manifest: Manifest,
     durability: Durability = Durability.POWER,
     still_ours: Callable[[], None] | None = None,
+    *,
+    again: bool = False,
 ) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    ``still_ours``: raises where the right to write has been lost. Raises ``RootBusy`` where another writer has taken the sequence number, or
+    ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the lease writes steps again, newer ones first, which
+    are then no sign of another writer. Raises ``RootBusy`` where another writer has taken the sequence number, or
     has gone beyond it: what a writer that was taken for dead has to say then comes too late, and what it stands on may be gone.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
-    if isinstance(root, Path):
+    fenced = isinstance(root, Path) and not again
+    if fenced:
         _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
     valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
@@ -482,9 +486,9 @@ def commit(
         )
     if isinstance(root, ObjectPath):
         place.written.leave_out(len(content))
-        return len(content)
     try:
-        _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
+        if fenced:
+            _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
     except RootBusy:
         (folder / "zarr.json").unlink(missing_ok=True)
         raise
@@ -493,7 +497,7 @@ def commit(
     return len(content)
 
 
-def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
+def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
     """Refuse to commit beside another writer: one that holds the root now, or one whose steps are newer."""
     if still_ours is not None:
         still_ours()
@@ -577,10 +581,10 @@ def _stamp(path: Path) -> _Stamp:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def _scan(path: Path) -> list[os.DirEntry[str]]:
+def _scan(path: Place) -> list[os.DirEntry[str]]:
     """All that is in a local directory, ascending by name, or nothing where it is not there."""
     try:
-        with os.scandir(path) as found:
+        with os.scandir(str(path)) as found:
             return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
         return []

@@ -63,7 +63,10 @@ class Engine:
     capture. ``keep_last``, ``keep_every``,
     ``keep_best``: after each save, delete the checkpoints that none of them keeps (default: keep all): so many of the newest, steps that
     a number divides, those with the best metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any
-    case. Larger: more to go back to, more disk space. ``grace_seconds``: how long unneeded segments stay for readers that are about to
+    case. Larger: more to go back to, more disk space. ``compact_after``: once a leaf's chain has this many deltas, write it whole from
+    what is on the disk, behind the training; later saves go on from there. Smaller than half of the policy's ``max_chain_depth``, it
+    spares saves their keyframes. Smaller: faster restores, more reading and writing beside training (default: saves write keyframes
+    themselves). ``grace_seconds``: how long unneeded segments stay for readers that are about to
     open them; what a reader has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is
     given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails then, or takes longer, that
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
@@ -91,6 +94,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | Iterable[KeepBest] = (),
+        compact_after: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -125,6 +129,7 @@ class Engine:
                 keep_shadow=shadow != "none",
                 effort=effort,
                 verify=verify,
+                compact_after=compact_after,
             )
         except BaseException:
             self._lease.release()
