@@ -24,7 +24,8 @@ import torch
 import deltacheck
 from deltacheck import errors, work
 from deltacheck.backends.torch import Engine
-from deltacheck.store import arrays, segment
+from deltacheck.store import arrays
+from deltacheck.store.durability import Durability
 
 ORBAX = "--orbax" in sys.argv
 if ORBAX:
@@ -92,19 +93,19 @@ def stuck(*args: Any) -> Any:
     os.read(os.pipe()[0], 1)  # a system call that never returns
 
 
-ORIGINAL_SYNC = segment.sync_tree
+ORIGINAL_SYNC = Durability.sync_tree
 
 
 def break_storage(fault: str) -> None:
     match fault:
         case "ok":
-            segment.sync_tree = slow
+            Durability.sync_tree = slow  # type: ignore[method-assign]
         case "full":
             arrays.create_file = full  # of the table or the manifest
         case "hang":
             arrays.write = lambda *_: Hanging()
         case "stuck":
-            segment.sync_tree = stuck
+            Durability.sync_tree = stuck  # type: ignore[method-assign]
 
 
 # --- ways to end ------------------------------------------------------------------------------------------------------------------
