@@ -24,9 +24,9 @@ ZSTD := build/zstd
 
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
-CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz tsan store-test lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz damage-test power-test planted-bugs store-test tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,8 +48,26 @@ FUZZ_RUNS ?=
 fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
 
+# Trials of `make damage-test`.
+TRIALS ?= 20000
+
+damage-test: $(VENV)/.stamp-install  ## damage every kind of file in every way, TRIALS=20000 times (ARGS="--every-bit": each bit of all metadata)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/damage_trials.py --trials $(TRIALS) $(ARGS)
+
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)
+
+# States of each scenario, and cuts under a real file system (none where no image can be mounted).
+POWER_STATES ?= 2000
+POWER_CUTS ?= 50
+
+power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded saves (POWER_STATES=2000 states each, POWER_CUTS=50 of a mounted image)
+	$(BIN)/python tests/faults/cut.py --states $(POWER_STATES) --killed 4 $(ARGS)
+	$(BIN)/python tests/faults/image.py --cuts $(POWER_CUTS)
+	$(BIN)/python tests/faults/image.py --cuts 5 --program torch.save-replaced
+
+planted-bugs: $(VENV)/.stamp-install  ## break the product in fifteen ways and see the tests catch each
+	$(BIN)/python tests/planted.py $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing
 	$(BIN)/ruff format --check .

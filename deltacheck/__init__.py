@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
+    from deltacheck.exits import finish_on_signal
+    from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
-    from deltacheck.policy import Policy
+    from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
@@ -25,6 +27,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.verify",
+    "Follower": "deltacheck.follower",
+    "LeafChange": "deltacheck.follower",
+    "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
     "ObjectStore": "deltacheck.store.place",
@@ -33,12 +38,18 @@ _PUBLIC = {
     "Profiler": "deltacheck.backends.profiler",
     "SaveHandle": "deltacheck.handle",
     "SaveReport": "deltacheck.records",
+    "Update": "deltacheck.follower",
+    "follow": "deltacheck.follower",
+    "finish_on_signal": "deltacheck.exits",
     "open": "deltacheck.reader",
 }
 
 __all__ = [
     "Checkpoints",
     "Finding",
+    "Follower",
+    "KeepBest",
+    "LeafChange",
     "LeafReport",
     "LeafSpec",
     "ObjectStore",
@@ -47,7 +58,10 @@ __all__ = [
     "Profiler",
     "SaveHandle",
     "SaveReport",
+    "Update",
     "errors",
+    "finish_on_signal",
+    "follow",
     "open",
 ]
 

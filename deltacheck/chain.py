@@ -6,6 +6,7 @@ segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +20,14 @@ from deltacheck import grid
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, ROW_WIDTH, U8, U32, U64, Codec, Encoded
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import ChainBroken, Damaged, DamagedStream
+from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged, DamagedStream
 from deltacheck.records import LeafSpec
+from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.arrays import Reading
+from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
-from deltacheck.store.schema import LeafEntry, LeafRecord, Manifest
+from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest
 from deltacheck.store.segment import Segment
 
 _HASH_THREADS = 4
@@ -32,6 +35,9 @@ _HASH_THREADS = 4
 _ALONE_BYTES = 1 << 20
 _BLOCK_BYTES = 16 << 20
 _PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per digest and row of a segment.
+_CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
+_TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 # Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
 _AHEAD_BYTES = 32 << 20
 
@@ -40,22 +46,31 @@ _AHEAD_BYTES = 32 << 20
 class Chain:
     """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
 
-    A keyframe is an array, or rows like those of a delta, for every chunk.
+    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the caller has of the leaf already; it stands
+    for the keyframe and for the deltas before ``deltas``.
     """
 
     spec: LeafSpec
     key: tuple[Segment, LeafEntry]
     deltas: tuple[tuple[Segment, LeafEntry], ...]
     digests: U64
+    held: U8 | None = None
 
     @property
     def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
-        """What of it is rows, in order."""
-        return ((self.key,) if self.key[1].key is None else ()) + self.deltas
+        """What of it is rows that are to be applied, in order."""
+        return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
         return [segment.id for segment, _ in self.deltas]
+
+
+class Held(NamedTuple):
+    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is known to have."""
+
+    data: U8
+    digest: str
 
 
 class _Filling(NamedTuple):
@@ -93,23 +108,62 @@ class _Links(NamedTuple):
     entries: list[tuple[int, LeafEntry]]
 
 
-def resolve(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Chain]:
+def resolve(
+    root: Root,
+    manifest: Manifest,
+    paths: Iterable[str],
+    max_bytes: int | None = None,
+    held: Mapping[str, Held] | None = None,
+) -> dict[str, Chain]:
     """The chain of every named leaf of ``manifest.leaves``, each link checked by the digests that the tables carry.
 
+    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger than this and than ``_TABLES_BYTES``.
+    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes after that is read.
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
+    paths = list(paths)
     segments = open_segments(root, manifest)
+    _refuse_large_tables(manifest, paths, segments, max_bytes)
     links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
     chains: dict[str, Chain] = {}
     for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
         if leaf_digest(digests) != record.digest:
             raise Damaged(
                 f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give {leaf_digest(digests)}, "
-                f"the manifest promises {record.digest}"
+                f"the manifest promises {record.digest}",
+                leaf=spec.path,
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
-        chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        mine = (held or {}).get(spec.path)
+        first = 0 if mine is None else _links_of(entries, mine.digest)
+        if mine is None or not first:
+            chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
+        else:
+            chains[spec.path] = Chain(spec, key, tuple(deltas[first - 1 :]), digests, mine.data)
     return chains
+
+
+def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
+    """How many links of a chain give content with this digest, as many as possible; 0 where none do."""
+    return max((number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest), default=0)
+
+
+def machine_bytes() -> int:
+    """Memory of this machine: the budget of whoever names none."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None) -> None:
+    chunks = sum(manifest.leaves[path].spec(path).chunk_count for path in paths)
+    stored = sum(segment.table.digests for segment in segments)
+    rows = sum(part.rows for segment in segments for part in segment.table.parts)
+    size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * stored + _INDEX_ROW_BYTES * rows
+    budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
+    if size > budget:
+        raise BudgetExceeded(
+            f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size} bytes, more than {budget}; "
+            "raise max_bytes, or name fewer leaves"
+        )
 
 
 def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
@@ -122,7 +176,7 @@ def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest:
             if found.is_whole:
                 break
     if not entries or not entries[-1][1].is_whole:
-        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe")
+        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe", leaf=path)
     entries.reverse()
     what = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
@@ -130,12 +184,13 @@ def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest:
     for number, entry in entries[1:]:
         if entry.base != before.digest:
             raise ChainBroken(
-                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there"
+                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there",
+                leaf=path,
             )
         fits = fits and (entry.dtype, entry.shape, entry.chunk) == what
         before = entry
     if before.digest != record.digest or not fits:
-        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}")
+        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}", leaf=path)
     return _Links(record.spec(path), record, entries)
 
 
@@ -171,14 +226,20 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
             beyond = np.flatnonzero(chunks >= counts[owners])
             if beyond.size:
                 spec = links[owners[beyond[0]]].spec
-                raise Damaged(f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks")
+                raise Damaged(
+                    f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks",
+                    file=segment.path / layout.DELTA / str(part) / "index",
+                    leaf=spec.path,
+                )
             digests[bases[owners] + chunks] = segment.digests[_ranges(row_of, count_of)]
             if covered.size:
                 covered[bases[owners] + chunks] = True
         for leaf in encoded_keys[number]:
             missing = np.flatnonzero(~covered[bases[leaf] : bases[leaf + 1]])
             if missing.size:
-                raise Damaged(f"segment {segment.id}: leaf {links[leaf].spec.path!r} has no row for chunk {int(missing[0])}")
+                path = links[leaf].spec.path
+                message = f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0])}"
+                raise Damaged(message, file=segment.path / layout.DELTA, leaf=path)
     return [digests[bases[leaf] : bases[leaf + 1]] for leaf in range(len(links))]
 
 
@@ -200,6 +261,59 @@ def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Co
     _apply_deltas(items, codec or default_codec())
     _verify(blocks)
     return {path: items[path].data for path in chains}
+
+
+def follow(
+    chains: Mapping[str, Chain], codec: Codec[Any] | None = None
+) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
+    """The content of leaves after each segment of their chains, oldest first: the segment, its entries, and the leaves' bytes by path.
+
+    Every chunk that a segment brings is compared with the digest that this segment has for it, so what is wrong is found where it is, and
+    one way through a chain proves the leaf in every step on it. The bytes are memory of the walk: they change when it goes on. Holds all
+    leaves at once. Raises ``Damaged`` naming leaf and file.
+    """
+    blocks = _blocks(chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()})
+    items = {item.chain.spec.path: item for block in blocks for item in block}
+    links: dict[str, tuple[Segment, dict[str, LeafEntry]]] = {}
+    for path, chain in chains.items():
+        for segment, entry in (chain.key, *chain.deltas):
+            links.setdefault(segment.id, (segment, {}))[1][path] = entry
+    for _, (segment, entries) in sorted(links.items()):
+        segment.start_tables({run[0] for entry in entries.values() for run in entry.delta}, digests=True)
+        # One link as a chain of its own: its rows are applied to what the memory holds.
+        link = {
+            path: items[path]._replace(chain=Chain(chains[path].spec, (segment, entry), (), chains[path].digests))
+            for path, entry in entries.items()
+        }
+        _read_keyframes(link)
+        _apply_deltas(link, codec or default_codec())
+        for item in link.values():
+            _check_link(item)
+        yield segment, entries, {path: items[path].data for path in entries}
+
+
+def _check_link(item: _Filling) -> None:
+    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain is that link alone."""
+    (segment, entry), spec = item.chain.key, item.chain.spec
+    rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
+    digests = entry.digests
+    for part, first, count in rows:
+        index = None if entry.key is not None else segment.part(part).index[first : first + count, columns.CHUNK]
+        chunks = np.arange(count) if index is None else index.astype(np.int64)
+        found = chunk_digests(item.block.data, item.block.bounds, item.block.word_bytes, (chunks + item.first).tolist())
+        wrong = np.flatnonzero((found != segment.digests[digests : digests + count]).any(axis=1))
+        digests += count
+        if wrong.size:
+            file = segment.path / layout.DELTA / str(part) if entry.key is None else _keyframe_path(segment, entry.key)
+            raise Damaged(
+                f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes that were saved",
+                file=file,
+                leaf=spec.path,
+            )
+
+
+def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
+    return segment.path / (f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}")
 
 
 def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
@@ -259,26 +373,27 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
     packed: dict[tuple[str, str], list[_Filling]] = {}
     for item in items.values():
         segment, entry = item.chain.key
-        spec, at = item.chain.spec, entry.key
-        if at is None or not item.chunks:  # rows, which come first of those in _apply_deltas
+        spec, at, held = item.chain.spec, entry.key, item.chain.held
+        if not item.chunks:
+            continue
+        if held is not None:
+            item.data[:] = _chosen(item, held)
+            continue
+        if at is None:  # rows, which come first of those in _apply_deltas
             continue
         if not at.array:
             packed.setdefault((segment.id, at.packed), []).append(item)
         elif item.is_whole:
             natural.append(segment.start_natural(spec, at.array, item.data))
         else:
-            all_boxes = list(grid.boxes(spec.shape, spec.chunk))
             for chunk, (begin, end) in zip(item.chunks, extents(spec, item.chunks), strict=True):
-                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], all_boxes[chunk]))
+                box = grid.box(spec.shape, spec.chunk, chunk)
+                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
     reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
     for read, reading in _ahead(reads):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)
         for item, begin in read.leaves:
-            whole = values[begin : begin + item.chain.spec.raw_bytes]
-            if not item.is_whole:
-                every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
-                whole = np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
-            item.data[:] = whole
+            item.data[:] = _chosen(item, values[begin : begin + item.chain.spec.raw_bytes])
     for reading in natural:
         reading.result()
 
@@ -323,6 +438,14 @@ def extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip((ends - sizes.astype(np.int64)).tolist(), ends.tolist(), strict=True))
 
 
+def _chosen(item: _Filling, whole: U8) -> U8:
+    """The wanted chunks of a leaf, one after the other, from its whole bytes."""
+    if item.is_whole:
+        return whole
+    every = extents(item.chain.spec, range(item.chain.spec.chunk_count))
+    return np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
+
+
 class _Run(NamedTuple):
     """Rows ``first`` to ``stop`` of a part that belong to one leaf, and that leaf."""
 
@@ -358,6 +481,10 @@ class _Span(NamedTuple):
     segment: Segment
     part: int
     runs: list[_Run]
+
+    @property
+    def path(self) -> Place:
+        return self.segment.path / layout.DELTA / str(self.part)
 
     @property
     def first(self) -> int:
@@ -442,12 +569,16 @@ def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], co
     if wrong.size:
         run = runs[int(np.searchsorted(np.cumsum(lengths), wrong[0], "right"))]
         spec = run.item.chain.spec
-        raise Damaged(f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}")
+        raise Damaged(
+            f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}",
+            file=span.path,
+            leaf=spec.path,
+        )
     try:
         codec.apply(_encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes)
     except DamagedStream as error:
         _name_damage(span, runs, local, streams, codec)
-        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}") from error
+        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}", file=span.path) from error
 
 
 def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
@@ -495,11 +626,11 @@ def _name_damage(
         try:
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)
         except DamagedStream as error:
-            raise DamagedStream(f"{_at(span, run)}: {error}") from error
+            raise DamagedStream(f"{_at(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path) from error
 
 
 def _at(span: _Span, run: _Run) -> str:
-    return f"segment {span.segment.id}, part {span.part}, leaf {run.item.chain.spec.path!r}"
+    return f"leaf {run.item.chain.spec.path!r}: {span.path}"
 
 
 def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
@@ -512,10 +643,9 @@ def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
         if wrong.size:
             number = int(wrong[0])
             item = next(item for item in items if number < item.first + len(item.chunks))
-            involved = ", ".join([item.chain.key[0].id, *item.chain.delta_segments])
             raise Damaged(
-                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved "
-                f"(segments {involved})"
+                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved",
+                leaf=item.chain.spec.path,
             )
 
     with ThreadPoolExecutor(_HASH_THREADS) as pool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -68,7 +67,9 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     kept = {found.key[0].id for path, found in chains.items() if path not in long}
     segments = (*(old for old in before.segments if old.id in kept), ref)
     about = f"process {os.getpid()} on {socket.gethostname()}, compacting"
-    after: Manifest = msgspec.structs.replace(before, seq=seq, nonce=secrets.token_hex(8), writer=about, segments=segments)
-    written = commit(root.path, after)
+    durability = root.store.durability
+    # The nonce stays: it is the same save, and its tags go by that.
+    after: Manifest = msgspec.structs.replace(before, seq=seq, writer=about, segments=segments, durability=durability.value)
+    written = commit(root.path, after, durability)
     collect.delete_checkpoint(root, before.seq)
     return Compacted(before.step, seq, len(long), max(len(found.deltas) for found in long.values()), ref.stored_bytes + written)

@@ -26,6 +26,10 @@ class StepNotFound(DeltacheckError, LookupError):
     """The asked step or leaf is not in this root."""
 
 
+class StepTagged(DeltacheckError, ValueError):
+    """A step that is to be deleted has a tag."""
+
+
 # --- refusal: the environment or another party does not allow it ------------------------------------------------------------
 
 
@@ -42,7 +46,11 @@ class RootBusy(DeltacheckError):
 
 
 class StorageFailed(DeltacheckError, OSError):
-    """An object store did not answer in time, refused a request, or lacks what a root needs of it."""
+    """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it holds."""
+
+
+class StorageTimeout(StorageFailed, TimeoutError):
+    """The storage did not answer in time; it may hang."""
 
 
 class SaveFailed(DeltacheckError):
@@ -73,7 +81,15 @@ class BudgetExceeded(DeltacheckError, MemoryError):
 
 
 class Damaged(DeltacheckError):
-    """Bytes on disk are not those that were committed."""
+    """Bytes on disk are not those that were committed.
+
+    ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the place that found it knows; else empty.
+    """
+
+    def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:
+        super().__init__(message)
+        self.file = str(file)
+        self.leaf = leaf
 
 
 class DamagedStream(Damaged):

@@ -25,9 +25,9 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.records import LeafSpec
 from deltacheck.restore import Leaf
+from deltacheck.store.durability import sync_directory
 from deltacheck.store.root import Root
 from deltacheck.store.schema import Manifest
-from deltacheck.store.segment import sync_directory
 
 BATCH_BYTES = 16 << 20  # decoded bytes that are read at a time; larger: fewer, longer reads, more memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -43,10 +43,13 @@ def grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-s // c) for s, c in zip(shape, chunk, strict=True))
 
 
-def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """The box of every chunk, in C order of the grid."""
-    for index in np.ndindex(*grid_shape(shape, chunk)):
-        yield tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(index, chunk, shape, strict=True))
+def box(shape: Sequence[int], chunk: Sequence[int], number: int) -> tuple[slice, ...]:
+    """The box of one chunk, counted in C order of the grid."""
+    at = []
+    for s, c in zip(reversed(shape), reversed(chunk), strict=True):
+        number, i = divmod(number, -(-s // c))
+        at.append(slice(i * c, min((i + 1) * c, s)))
+    return tuple(reversed(at))
 
 
 @lru_cache(256)  # leaves have few shapes

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import threading
 import time
+from collections.abc import Callable
 
-from deltacheck.errors import SaveFailed
+from deltacheck.deadline import Deadline, Pulse
+from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.records import SaveReport
 
 # The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is up to date. durable: every
@@ -17,8 +21,11 @@ STATES = ("started", "captured", "encoded", "durable", "committed")
 class SaveHandle:
     """One save. Reaches the states ``captured``, ``encoded``, ``durable``, ``committed`` in this order, or fails, or was skipped."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, pulse: Pulse | None = None) -> None:
         self.step = step
+        self._pulse = pulse or Pulse(math.inf)
+        self._pulse.beat()
+        self._owner = os.getpid()
         self._changed = threading.Condition()
         self._state = "started"
         self._error: Exception | None = None
@@ -53,15 +60,16 @@ class SaveHandle:
     def wait(self, state: str = "committed", timeout: float | None = None) -> SaveHandle:
         """Wait until the save has reached ``state``; a skipped save has reached them all.
 
-        ``timeout`` in seconds. Raises the save's own error where it failed, ``TimeoutError`` where time ran out, ``ValueError``
-        for an unknown state.
+        ``timeout`` in seconds; without one, as long as the saver gets on at all. Raises the save's own error where it failed,
+        ``TimeoutError`` where time ran out, ``StorageTimeout`` (one, too) where nothing has happened for twice ``io_timeout_seconds``,
+        ``ValueError`` for an unknown state, ``SaveFailed`` in a forked child.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         target = STATES.index(state)
+        if not self._await(lambda: self._reached(target), timeout):
+            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s, not yet {state}")
         with self._changed:
-            if not self._changed.wait_for(lambda: self._reached(target), timeout):
-                raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s, not yet {state}")
             if self._error is not None:
                 self._seen = True
                 raise self._error
@@ -82,21 +90,44 @@ class SaveHandle:
             return error
         return None
 
+    def _await(self, reached: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``reached()``; ``False`` where ``timeout`` has passed."""
+        if os.getpid() != self._owner and not reached():  # before the lock, which the fork may have left locked
+            raise SaveFailed(
+                f"the save of step {self.step} belongs to process {self._owner}; a forked child cannot wait for it"
+            )
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while not reached():
+                left, patience = deadline.left, self._pulse.left
+                if left == 0:
+                    return False
+                if left is None and patience <= 0:
+                    raise StorageTimeout(
+                        f"the save of step {self.step} is {self._state}, and nothing has happened for "
+                        f"{self._pulse.patience_seconds:g} s; the storage may hang"
+                    )
+                self._changed.wait(min(patience if left is None else left, threading.TIMEOUT_MAX))
+        return True
+
     def _reached(self, target: int) -> bool:
         return self.done() or (self._state in STATES and STATES.index(self._state) >= target)
 
     # The saver's side.
 
     def _advance(self, state: str, report: SaveReport | None = None) -> None:
+        self._pulse.beat()
         with self._changed:
-            self._state = state
-            self._report = report or self._report
-            self._changed.notify_all()
+            if self._error is None:  # else it was given up
+                self._state = state
+                self._report = report or self._report
+                self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._state, self._error = "failed", error
-            self._changed.notify_all()
+            if not self.done():
+                self._state, self._error = "failed", error
+                self._changed.notify_all()
 
     def _unseen_error(self) -> Exception | None:
         """The error, if nobody was told yet; from now on somebody is."""
@@ -114,11 +145,17 @@ class SaveHandle:
         """Wait for ``state`` or the end, whatever the end is: the training thread's wait, counted as blocking time.
 
         ``or_enqueued``: it is enough that a device will have read the state before what is held back behind its reads.
+        Raises ``StorageTimeout`` as ``wait`` does.
         """
         begin = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._reached(STATES.index(state)) or (or_enqueued and self._reads_enqueued))
-        self._blocking_seconds += time.perf_counter() - begin
+        try:
+            self._await(lambda: self._reached(STATES.index(state)) or (or_enqueued and self._reads_enqueued), None)
+        finally:
+            self._blocking_seconds += time.perf_counter() - begin
+
+    def _beat(self) -> None:
+        """Tell those who wait that the save is getting on."""
+        self._pulse.beat()
 
     def _add_blocking(self, seconds: float) -> None:
         self._blocking_seconds += seconds

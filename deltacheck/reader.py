@@ -9,8 +9,12 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import grid, restore, tree, verify
+from deltacheck import blame, branch, damage, grid, restore, tree, verify
+from deltacheck.blame import Blame
+from deltacheck.branch import Branched
+from deltacheck.errors import StepNotFound
 from deltacheck.restore import Leaf, Loaded
+from deltacheck.store import tags
 from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
@@ -21,11 +25,12 @@ Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 class Checkpoints:
     """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running training.
 
-    Made by ``deltacheck.open``.
+    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore`` gave, ``None`` before the first.
     """
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self.restored_step: int | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, steps={self.steps()})"
@@ -38,64 +43,93 @@ class Checkpoints:
         """The training steps that are committed, ascending."""
         return self._root.steps()
 
-    def manifest(self, step: int | None = None) -> Manifest:
-        """What a step (by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
+    def tags(self) -> dict[str, int]:
+        """The tags and their training steps. A tag means one save, also where a later one has the same number: restore it by the tag."""
+        return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
+
+    def manifest(self, step: int | str | None = None) -> Manifest:
+        """What a step (a number, or a tag; by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
         return self._root.manifest(step)
 
     @overload
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: None = None,
         slices: None = None,
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any: ...
 
     @overload
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> dict[str, NDArray[Any]]: ...
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         leaves: Iterable[str] | None = None,
         slices: Slices | None = None,
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any:
-        """Restore a step (by default the newest) and verify every byte of it.
+        """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
 
         Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from
         ml_dtypes), tied leaves as one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
         cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+        ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older values;
+        ``restored_step`` and a warning in the log say which.
 
         A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
         (``manifest(step).replay.steps`` names those of the gradients, too).
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-        ``Damaged`` or ``ChainBroken`` (naming leaf, step, file), ``BudgetExceeded``, ``ValueError``
+        ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore), ``BudgetExceeded``, ``ValueError``
         for a wrong slice.
         """
-        manifest = self.manifest(step)
+
+        def give(manifest: Manifest) -> Any:
+            with damage.named(self._root, manifest):
+                return self._give(manifest, leaves, slices, contract, max_bytes)
+
+        if fallback:
+            manifest, given = damage.newest_whole(self._root, step, give)
+        else:
+            manifest = self.manifest(step)
+            given = give(manifest)
+        self.restored_step = manifest.step
+        return given
+
+    def _give(
+        self,
+        manifest: Manifest,
+        leaves: Iterable[str] | None,
+        slices: Slices | None,
+        contract: str | None,
+        max_bytes: int | None,
+    ) -> Any:
         if leaves is None and slices is None:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
         owners = tree.array_paths(manifest.tree)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted])
+        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted], max_bytes=max_bytes)
         loaded: dict[str, NDArray[Any]] = {}
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
@@ -111,22 +145,54 @@ class Checkpoints:
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
-        loaded = restore.load(restore.resolve(self._root, manifest), max_bytes=max_bytes)
+        loaded = restore.load(restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
         arrays = {path: restore.as_array(item) for path, item in loaded.items()}
         return tree.unflatten(
             manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
         )
 
-    def verify(self, step: int | None = None, *, deep: bool = False) -> list[verify.Finding]:
+    def blame(self, step: int | str | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
+        """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
+
+        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does not store too, and ``Damaged`` or
+        ``ChainBroken`` where a step on the way is not whole.
+        """
+        manifest = self.manifest(step)
+        wanted = list(manifest.leaves if leaves is None else leaves)
+        for path in wanted:
+            if path not in manifest.leaves:
+                raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
+        return blame.blame(self._root, manifest, wanted)
+
+    def branch(self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
+        """Make a root of its own at ``to``, new or empty, that begins with a step of this one (``None``: the newest) and goes on by itself.
+
+        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs, but damage to one root's is then none to the
+        other's. Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
+        anything, ``OSError``.
+        """
+        return branch.branch(self._root, step, to, copy=copy)
+
+    def verify(
+        self,
+        step: int | str | None = None,
+        *,
+        deep: bool = False,
+        subset: float | None = None,
+        seed: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> list[verify.Finding]:
         """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
 
         Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every
-        byte.
+        byte. ``subset``: reads only this share of it, drawn by ``seed``; ``resume``: a file that keeps how far a check has come, from where
+        the next one goes on. Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
         """
-        return verify.verify(self._root, step, deep=deep)
+        return list(verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume).findings)
 
 
 def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
+    restore.refuse_more_than(max_bytes, restore.box_bytes(leaf.spec, box))
     chunks = grid.chunks_of_slices(leaf.spec.shape, leaf.spec.chunk, box)
     path = leaf.spec.path
     return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]

@@ -88,6 +88,7 @@ class SaveReport:
     ``blocking_seconds``: wall time that the training thread lost, waits before the next optimizer step included.
     ``durable_seconds``: from the call to the commit. ``replayed_steps``: updates that a restore of this step replays; 0: none,
     the state itself is stored. ``note``: what else there is to say, such as why a gradient log stored the state itself.
+    ``durability``: what the save survives from now on, a cut of ``"power"`` or only the end of its ``"process"``.
     """
 
     step: int
@@ -100,3 +101,4 @@ class SaveReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     replayed_steps: int = 0
     note: str = ""
+    durability: str = "power"

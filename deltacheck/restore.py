@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import os
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from deltacheck import chain, derive, grid, replay
-from deltacheck.chain import Chain
+from deltacheck.chain import Chain, Held
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
@@ -43,12 +43,21 @@ class Loaded(NamedTuple):
     data: U8
 
 
-def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, *, stored: bool = False) -> dict[str, Leaf]:
+def resolve(
+    root: Root,
+    manifest: Manifest,
+    paths: Sequence[str] | None = None,
+    *,
+    stored: bool = False,
+    max_bytes: int | None = None,
+    held: Mapping[str, Held] | None = None,
+) -> dict[str, Leaf]:
     """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
     ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
-    (``ReplayNeeded``). Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not
-    have.
+    (``ReplayNeeded``). ``max_bytes``: the budget, which the step's tables must not exceed (``BudgetExceeded``; but for 64 MiB
+    that they may take). ``held``: what the caller has of leaves as they are stored, which is then not read again. Raises ``ChainBroken`` or
+    ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have.
     """
     specs = manifest.specs
     inputs = set() if manifest.replay is None else manifest.replay.inputs
@@ -63,7 +72,7 @@ def resolve(root: Root, manifest: Manifest, paths: Sequence[str] | None = None, 
     needed = dict.fromkeys(wanted)
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
-    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves])
+    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves], max_bytes, held)
     made: dict[str, Leaf] = {}
 
     def make(path: str) -> Leaf:
@@ -146,8 +155,11 @@ def load(
     machine's memory). ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. Raises ``Damaged`` naming the leaf
     and file.
     """
-    wanted = {path: (chunks or {}).get(path, list(range(leaf.spec.chunk_count))) for path, leaf in leaves.items()}
+    named = chunks or {}
     chains = stored_chains(leaves.values())
+    # First what can be told without a list of chunks, which may itself be too long.
+    refuse_more_than(max_bytes, sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in named))
+    wanted = {path: named[path] if path in named else list(range(leaf.spec.chunk_count)) for path, leaf in leaves.items()}
     needed: dict[str, set[int]] = {path: set() for path in chains}
     for path, leaf in leaves.items():
         for first, stop in _runs(leaf.spec, wanted[path]):
@@ -155,16 +167,26 @@ def load(
     reads = {path: sorted(numbers) for path, numbers in needed.items()}
     total = sum(chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items())
     total += sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if isinstance(leaf, Formula))
-    budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if max_bytes is None else max_bytes
-    if total > budget:
+    refuse_more_than(max_bytes, total)
+    try:
+        data = chain.load(chains, reads, codec)
+    except MemoryError as error:
         raise BudgetExceeded(
-            f"the restore would allocate {total} bytes, more than max_bytes={budget}; name fewer leaves or slices"
-        )
-    data = chain.load(chains, reads, codec)
+            f"the machine has not the {total} bytes that the restore takes; name fewer leaves or slices"
+        ) from error
     if stored is not None:
         stored.update(data)
     values = _Values(reads, data)
     return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
+
+
+def refuse_more_than(max_bytes: int | None, size: int) -> None:
+    """``BudgetExceeded`` where a restore of ``size`` bytes is more than the caller, or by default the machine, has memory for."""
+    budget = chain.machine_bytes() if max_bytes is None else max_bytes
+    if size > budget:
+        raise BudgetExceeded(
+            f"the restore would allocate {size} bytes, more than max_bytes={budget}; name fewer leaves or slices"
+        )
 
 
 def _runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -227,7 +249,10 @@ class _Values:
         if key not in self._known:
             codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
             sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
-            self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first)
+            try:
+                self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first)
+            except ValueError as error:  # of codes that no value has
+                raise Damaged(f"leaf {spec.path!r}: what is stored of it is not what it says: {error}") from error
         return self._known[key]
 
 
@@ -237,7 +262,8 @@ def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
     if found != recorded:
         raise Damaged(
             f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "
-            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind"
+            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind",
+            leaf=spec.path,
         )
 
 
@@ -250,14 +276,19 @@ def cut(item: Loaded, slices: Sequence[slice]) -> Array:
     """The box ``slices`` (bounded, step 1) of a leaf, from the loaded chunks that cover it."""
     spec = item.spec
     out = np.empty([s.stop - s.start for s in slices], spec.element.numpy)
-    boxes = list(grid.boxes(spec.shape, spec.chunk))
     for chunk, (begin, end) in zip(item.chunks, chain.extents(spec, item.chunks), strict=True):
-        box = boxes[chunk]
+        box = grid.box(spec.shape, spec.chunk, chunk)
         values = item.data[begin:end].view(spec.element.numpy).reshape([s.stop - s.start for s in box])
         common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, slices, strict=True)]
         to = tuple(slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True))
         out[to] = values[tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))]
     return out
+
+
+def box_bytes(spec: LeafSpec, box: Sequence[slice]) -> int:
+    """Bytes of a bounded box of a leaf."""
+    size: int = math.prod(s.stop - s.start for s in box) * spec.element.item_bytes
+    return size
 
 
 def bounded(path: str, shape: Sequence[int], slices: Sequence[slice | int]) -> tuple[slice, ...]:

@@ -21,8 +21,10 @@ from typing import Any
 
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
+from deltacheck.deadline import Deadline, Pulse
 from deltacheck.digest import leaf_digest
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.exits import undisturbed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
@@ -39,13 +41,16 @@ __all__ = ["LeafSource", "Saver"]
 
 log = logging.getLogger("deltacheck")
 
+_JOIN_SECONDS = 30.0  # for threads that have nothing left to do
+
 
 class Saver:
     """Saves of one root, one after the other. Made by a backend; one saver a root and process.
 
     ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
     training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
-    storage before a save is given up. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
+    storage before a save is given up; where nothing at all has happened for twice as long, a save is given up by whoever waits for it, though a
+    thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
     written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
     ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
     before has waited; equal states then no longer give equal files.
@@ -83,7 +88,10 @@ class Saver:
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may interrupt its holder, and look at what is pending
+        self._pulse = Pulse(2 * io_timeout_seconds)
+        self._stuck: set[SaveHandle] = set()  # given up, but a thread is still in them
+        self._when_stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads = [
@@ -116,20 +124,36 @@ class Saver:
         """
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
-        begin = time.perf_counter()
         self.check_usable()
+        with undisturbed():
+            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note)
+
+    def _save(
+        self,
+        step: int,
+        tree: Node,
+        sources: Mapping[str, LeafSource],
+        commit: Callable[[Manifest], int],
+        metrics: Mapping[str, float],
+        on_busy: str,
+        replay: Replay | None,
+        note: str,
+    ) -> SaveHandle:
+        begin = time.perf_counter()
         self.raise_unseen()
-        handle = SaveHandle(step)
+        self._raise_stuck()
+        handle = SaveHandle(step, self._pulse)
         pending = self.pending()
         if len(pending) >= self.max_pending and on_busy == "skip":
             handle._advance("skipped")
             return handle
         while len(pending) >= self.max_pending:
-            pending[0]._settle("committed")
+            self._settle(pending[0], "committed")
             pending = self.pending()
         for earlier in pending:
-            earlier._settle("encoded")  # the shadow is free from here on
-        sources, terms = self._treatment.plan(step, sources, tree, metrics or {})
+            self._settle(earlier, "encoded")  # the shadow is free from here on
+        self._raise_stuck()
+        sources, terms = self._treatment.plan(step, sources, tree, metrics)
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
@@ -142,7 +166,7 @@ class Saver:
                 self._next_seq,
                 tree,
                 sources,
-                metrics or {},
+                metrics,
                 commit,
                 terms,
                 self._effort,
@@ -151,13 +175,15 @@ class Saver:
                 note,
             )
             self._next_seq += 1
-            self._handles.append(handle)
         try:
+            self._handles.append(handle)
             work.capture([source for source in sources.values() if not source.lazy])
+            self._to_encode.put(work)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._fail(work, error)
-        else:
-            self._to_encode.put(work)
+        except BaseException as error:  # Ctrl-C: nobody may wait for this save any more, and no later one stand on it
+            self._fail(work, error)
+            raise
         handle._add_blocking(time.perf_counter() - begin)
         return handle
 
@@ -198,9 +224,7 @@ class Saver:
 
     def forget(self) -> None:
         """Drop the shadow: the next save writes keyframes."""
-        with self._lock:
-            self.epoch += 1
-            self.leaves = {}
+        self._drop_shadow()
 
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
@@ -220,8 +244,34 @@ class Saver:
         """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
         caller then holds that device's writes back. Counts as blocking time.
         """
+        if not self.is_ours():  # a forked child trains on a copy: nobody reads its state
+            return
         for handle in self.pending():
-            handle._settle("captured", or_enqueued=True)
+            self._settle(handle, "captured", or_enqueued=True)
+
+    def _settle(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:
+        """Let the training thread wait for a save; one that gets on no more is given up, so that training does not stop with it."""
+        try:
+            handle._settle(state, or_enqueued)
+        except StorageTimeout as error:
+            with self._lock:
+                self._stuck.add(handle)
+                self._drop_shadow()
+            failure = as_save_failed(handle.step, error)
+            log.error("%s", failure)
+            handle._fail(failure)
+
+    def _raise_stuck(self) -> None:
+        stuck = min(self._stuck, key=lambda handle: handle.step, default=None)
+        if stuck is not None:
+            raise SaveFailed(
+                f"the storage still hangs in the save of step {stuck.step}; nothing can be saved before it answers, or by another process"
+            )
+
+    def _drop_shadow(self) -> None:
+        with self._lock:
+            self.epoch += 1
+            self.leaves = {}
 
     def raise_unseen(self) -> None:
         """Raise the oldest failure that nobody has been told of."""
@@ -234,10 +284,13 @@ class Saver:
                 raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed; raises the first failure, ``TimeoutError`` where time ran out."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Wait until every save under way is committed; raises the first failure, ``TimeoutError`` where time ran out,
+        ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for twice ``io_timeout_seconds``.
+        """
+        self._check_owner()
+        deadline = Deadline.after(timeout)
         for handle in self.pending():
-            handle.exception(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            handle.exception(deadline.left)
             handle._seen = False
         self.raise_unseen()
 
@@ -245,20 +298,39 @@ class Saver:
         """Refuse a closed saver and a forked child (threads and locks did not survive the fork)."""
         if self._closed:
             raise SaveFailed("this saver is closed; open a new one")
-        if os.getpid() != self._owner:
+        self._check_owner()
+
+    def is_ours(self) -> bool:
+        """Whether this process made it; a forked child has neither its threads nor a right to its root."""
+        return os.getpid() == self._owner
+
+    def _check_owner(self) -> None:
+        if not self.is_ours():
             raise SaveFailed(f"this saver belongs to process {self._owner}; a forked child must open its own root")
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the saves under way and stop; raises what ``wait`` raises. More than once does nothing."""
-        if self._closed or os.getpid() != self._owner:
+        """Finish the saves under way and stop; raises what ``wait`` raises. More than once does nothing.
+
+        Where time ran out, the threads go on with them as long as the process lives; see ``when_stopped``.
+        """
+        if self._closed or not self.is_ours():
             return
         try:
             self.wait(timeout)
         finally:
             self._closed = True
             self._to_encode.put(None)
-            for thread in self._threads:
-                thread.join(timeout)
+            if not self._stuck and not self.pending():  # else the threads may hang
+                for thread in self._threads:
+                    thread.join(_JOIN_SECONDS)
+
+    def when_stopped(self, callback: Callable[[], None]) -> None:
+        """Call this once the threads have ended: at once, or by the last of them. REQUIRES: ``close`` was called."""
+        with self._lock:
+            if self._threads:
+                self._when_stopped = callback
+                return
+        callback()
 
     # --- the two threads ----------------------------------------------------------------------------------------------------
 
@@ -294,12 +366,19 @@ class Saver:
                 self._reads = {
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
+                if work.handle.done():
+                    raise SaveFailed(f"the save of step {work.handle.step} was given up before it was committed")
                 work.may_be_committed = True
                 stored = work.commit(work.manifest(self._refs))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
+                self._stuck.discard(work.handle)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work
+        with self._lock:
+            stopped, self._threads = self._when_stopped, []
+        if stopped is not None:
+            stopped()
 
     def _adapt(self, work: Work) -> None:
         """Choose the effort of the next save by what this one took."""
@@ -311,10 +390,13 @@ class Saver:
     def _fail(self, work: Work, error: BaseException) -> None:
         with self._lock:
             if work.epoch == self.epoch:
-                self.epoch += 1
-                self.leaves = {}
+                self._drop_shadow()
+            self._stuck.discard(work.handle)
         failure = as_save_failed(work.handle.step, error)
-        log.error("%s", failure)
-        if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know
-            remove_tree(work.writer.path, ignore_errors=True)
-        work.handle._fail(failure)
+        try:
+            if not work.handle.done():  # else this was told when it was given up
+                log.error("%s", failure)
+            if not work.may_be_committed:  # else the manifest may exist, and need the segment: gc will know
+                remove_tree(work.writer.path, ignore_errors=True)
+        finally:
+            work.handle._fail(failure)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import re
 import struct
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
@@ -58,7 +59,7 @@ def escape_key(key: object) -> str:
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise UnsupportedLeaf(f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or integer keys")
     if isinstance(key, int):
-        return str(int(key))
+        return _digits(int(key))
     if key == "" or _LOOKS_LIKE_INTEGER.match(key):
         return "%" + (f"{ord(key[0]):02X}{key[1:]}" if key else "")
     return _UNSAFE.sub(lambda m: f"%{ord(m.group()):02X}", key)
@@ -163,7 +164,7 @@ def _scalar_node(value: object, path: str) -> Node | None:
     if kind is bool:
         return {"t": "bool", "v": cast("bool", value)}
     if kind is int:
-        return {"t": "int", "v": str(value)}  # as text: JSON readers need not keep more than 53 bits
+        return {"t": "int", "v": _digits(cast("int", value))}  # as text: JSON readers need not keep more than 53 bits
     if kind is float:
         return {"t": "float", "v": _float_text(cast("float", value))}
     if kind is complex:
@@ -181,6 +182,14 @@ def _scalar_node(value: object, path: str) -> Node | None:
     if isinstance(value, bytes | bytearray):
         return {"t": "bytes", "v": base64.b64encode(value).decode()}
     return None
+
+
+def _digits(value: int) -> str:
+    """In decimal; ``UnsupportedLeaf`` where Python itself would refuse to read it again."""
+    try:
+        return str(value)
+    except ValueError as error:
+        raise UnsupportedLeaf(f"an integer of {value.bit_length()} bits cannot be kept ({error}); store it as bytes") from None
 
 
 def _float_text(value: float) -> str:
@@ -214,12 +223,18 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
         kind = fields["t"]
         if kind in _SCALARS:
             return _SCALARS[cast("str", kind)](fields.get("v"))
-        pairs = [] if kind == "array" else list(_children(fields))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"tree skeleton is damaged at {path!r}: {error}") from error
+        owner, tag = fields.get("of", path), fields.get("tag")
+        pairs = [] if kind == "array" else [(escape_key(key), key, item) for key, item in _children(fields)]
+        if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
+            raise TypeError("the owner and the tag of an array are text")
+        if len({name for name, _, _ in pairs}) != len(pairs):
+            raise ValueError("two of its children have the same key")
+        maxlen = _maxlen_of(fields, len(pairs)) if kind == "deque" else None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}") from error
     if kind == "array":  # out of the handler's reach: what place() raises is no damage
-        return place(path, cast("str", fields.get("of", path)), cast("str | None", fields.get("tag")))
-    values = [(key, _build(item, (*keys, escape_key(key)), place)) for key, item in pairs]
+        return place(path, owner, tag)
+    values = [(key, _build(item, (*keys, name), place)) for name, key, item in pairs]
     if kind == "odict":
         return OrderedDict(values)
     if kind in ("dict", "fields"):
@@ -227,7 +242,15 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
     items = [value for _, value in values]
     if kind == "tuple":
         return tuple(items)
-    return items if kind == "list" else deque(items, maxlen=cast("int | None", fields.get("maxlen")))
+    return items if kind == "list" else deque(items, maxlen=maxlen)
+
+
+def _maxlen_of(node: Node, items: int) -> int | None:
+    """The greatest length of a deque of so many items."""
+    maxlen = node.get("maxlen")
+    if maxlen is not None and not (type(maxlen) is int and items <= maxlen <= sys.maxsize):
+        raise ValueError(f"a deque of {items} items cannot have the greatest length {maxlen!r}")
+    return maxlen
 
 
 _SCALARS: Mapping[str, Callable[[Json], object]] = {
@@ -252,24 +275,22 @@ def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
 
 
 def array_paths(skeleton: Node) -> dict[str, str]:
-    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie)."""
+    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie).
+
+    Raises ``Damaged`` where any part of the skeleton is not one: what it has taken, ``unflatten`` and ``scalars`` take, too.
+    """
     found: dict[str, str] = {}
 
-    def visit(node: Json, keys: tuple[str, ...]) -> None:
-        fields = cast("Node", node)
-        if fields["t"] == "array":
-            path = "/".join(keys)
-            found[path] = cast("str", fields.get("of", path))
-        elif fields["t"] not in _SCALARS:
-            for key, item in _children(fields):
-                visit(item, (*keys, escape_key(key)))
+    def place(path: str, owner: str, tag: str | None) -> None:
+        if found.setdefault(path, owner) != owner:
+            raise Damaged(f"tree skeleton has two arrays at {path!r}")
 
-    visit(skeleton, ())
+    unflatten(skeleton, place)
     return found
 
 
 def scalars(skeleton: Node) -> dict[str, object]:
-    """Every Python scalar of the tree: path -> value."""
+    """Every Python scalar of the tree: path -> value. REQUIRES: ``array_paths`` takes the skeleton."""
     found: dict[str, object] = {}
 
     def visit(node: Json, keys: tuple[str, ...]) -> None:

@@ -1,17 +1,42 @@
-"""Check committed steps and say what is wrong, in words that name step, file and leaf. Reads only."""
+"""Check committed steps and say what is wrong, in words that name step, file and leaf. Reads only.
+
+Tables and metadata are read once, whatever number of steps share them. A deep check goes through each chain once, from its keyframe on,
+and compares the leaf after every delta: so it proves the leaf in every step on the chain, and applies no delta twice.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from deltacheck import restore
-from deltacheck.errors import Damaged, DeltacheckError, StorageFailed
+import numpy as np
+import xxhash
+
+from deltacheck import chain, derive, restore
+from deltacheck import survey as surveying
+from deltacheck.codec.base import U8
+from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
+from deltacheck.records import LeafSpec
+from deltacheck.store import arrays, schema
 from deltacheck.store.place import Place
-from deltacheck.store.root import Root, open_segments
-from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store.root import Root
+from deltacheck.store.schema import Derived, Manifest
 from deltacheck.store.segment import Segment
+from deltacheck.survey import Lineage, Survey
+
+BATCH_BYTES = 32 << 20  # of leaves that are read together; larger: fewer, longer reads, more memory
+_NOTE_SECONDS = 5.0  # between two notes of how far a scrub is
+
+# Opens a display of progress for so many decoded bytes; what it gives is told how many more are done.
+Display: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,104 +48,157 @@ class Finding:
     problem: str
 
 
-def verify(root: Root, step: int | None = None, *, deep: bool = False) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a check has shown. ``manifests``: of the steps, ascending by sequence number. ``checked_bytes`` of ``all_bytes``: decoded bytes
+    that were read and compared now; of a scrub that is kept, ``remaining_bytes`` are left for later runs. ``seed``: of a sample.
+    """
+
+    findings: tuple[Finding, ...]
+    manifests: tuple[Manifest, ...]
+    checked_bytes: int = 0
+    all_bytes: int = 0
+    remaining_bytes: int = 0
+    seed: int | None = None
+
+
+def verify(root: Root, step: int | str | None = None, *, deep: bool = False) -> list[Finding]:
+    """Check the steps of a root (by default all of them); what is wrong, as ``check`` finds it."""
+    return list(check(root, step, deep=deep).findings)
+
+
+def check(
+    root: Root,
+    step: int | str | None = None,
+    *,
+    deep: bool = False,
+    subset: float | None = None,
+    seed: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    display: Display | None = None,
+) -> Verified:
     """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares every byte.
+
+    ``subset``: only this share (0 to 1) of the bytes, whole chains of leaves drawn at random by ``seed`` (default: another one each
+    time). Smaller: a check that costs little beside training; damage elsewhere is found on another day. ``resume``: a file in which the
+    check keeps what it has gone through, so that the next one with the same file goes on from there, and begins anew once all is done: with
+    ``subset``, runs of 10 % go through everything in ten. Chains that have grown since are read again; what was damaged, too.
 
     Of a step that is kept as gradients, what is stored is checked; the state itself is proven by its replay, at restore.
 
-    Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged.
+    Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged, ``ValueError`` for a subset out of range.
     """
-    findings: list[Finding] = []
+    if subset is not None and not 0 < subset <= 1:
+        raise ValueError(f"subset must be more than 0 and at most 1, not {subset}")
     root = root.afresh()
-    if step is None:
-        checkpoints, damaged = root.read_all()
-        findings += [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
-    else:
-        manifest = root.manifest(step)
-        checkpoints = [ref for ref in root.checkpoints() if ref.seq == manifest.seq]
-    known = _Known({}, [])
+    manifests, findings = _manifests(root, step)
+    found = surveying.survey(root, manifests)
+    findings += _shallow(root, manifests, found)
+    if not deep and subset is None and resume is None:
+        return Verified(tuple(findings), tuple(manifests))
+    seed = random.SystemRandom().randrange(1 << 32) if seed is None and subset is not None else seed
+    units = sorted(found.lineages, key=lambda unit: (unit.links[0][0].id, unit.path))
+    total = sum(map(surveying.cost_bytes, units))
+    progress = _Progress(None if resume is None else Path(resume))
+    units = [unit for unit in units if _key(unit) not in progress.done]
+    left = sum(map(surveying.cost_bytes, units))
+    chosen = units if subset is None else _sample(units, subset * total, random.Random(seed))
+    size = sum(map(surveying.cost_bytes, chosen))
+    derived = _Derived.of(manifests)
+    harmed = False
+    try:
+        with nullcontext(lambda more: None) if display is None else display(size) as advance:
+            for batch in surveying.batches(chosen, BATCH_BYTES):
+                for unit, error in _read(batch, derived):
+                    if error is None:
+                        progress.note(_key(unit))
+                    else:
+                        harmed = True
+                        segment = _segment_of(error.file, unit)
+                        findings += [Finding(use.step, unit.path, str(error)) for use in unit.harmed(segment)]
+                    advance(surveying.cost_bytes(unit))
+    finally:
+        progress.save()
+    findings += derived.findings
+    if left == size:
+        findings += _uncommon(root, manifests)
+        progress.finish(not harmed)
+    findings = list(dict.fromkeys(findings))  # the tables' own were told of before
+    return Verified(tuple(findings), tuple(manifests), size, total, left - size, seed)
+
+
+def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
+    checkpoints, damaged = root.read_all()
+    unreadable = [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
+    if step is not None:
+        try:
+            return [root.manifest(step)], []
+        except (Damaged, UnsupportedFormat):  # the step may be one of these
+            return [], unreadable
+    manifests = []
     for ref in checkpoints:
         try:
-            manifest = root.read(ref.manifest_path)
+            manifests.append(root.read(ref.manifest_path))
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
-        findings += _verify_step(root, manifest, deep, known)
+    return manifests, unreadable
+
+
+# --- tables and metadata --------------------------------------------------------------------------------------------------------------
+
+
+def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[Finding]:
+    findings: list[Finding] = []
+    groups = [problem for path in root.store.group_paths() if (problem := _group_problem(path / "zarr.json")) is not None]
+    metadata = {ref: _metadata_problems(segment) for ref, segment in found.segments.items()}
+    for manifest in manifests:
+        lost = [str(found.lost[ref]) for ref in manifest.segments if ref in found.lost]
+        problems = lost or [*groups, *(problem for ref in manifest.segments for problem in metadata[ref])]
+        findings += [Finding(manifest.step, None, problem) for problem in problems]
+        for path, promise in manifest.contracts.items():
+            if not promise.used(manifest.step) <= 1:
+                problem = f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
+                findings.append(Finding(manifest.step, path, problem))
+    findings += [Finding(broken.manifest.step, broken.path, str(broken.error)) for broken in found.broken]
+    for unit in found.lineages:
+        tables = surveying.tables(unit)
+        if tables.error is not None:
+            harmed = [use for use in unit.uses if use.links > len(tables.digests)]
+            findings += [Finding(use.step, unit.path, str(tables.error)) for use in harmed]
     return findings
 
 
-@dataclass(slots=True)
-class _Known:
-    """What the steps before have shown.
-
-    ``problems``: of the metadata of a group or a segment. ``opened``: the segments of the last step, which the next one shares.
-    """
-
-    problems: dict[Place | SegmentRef, list[str]]
-    opened: list[Segment]
-
-
-def _verify_step(root: Root, manifest: Manifest, deep: bool, known: _Known) -> list[Finding]:
-    try:
-        known.opened = open_segments(root, manifest)
-        leaves = restore.resolve(root, manifest, stored=True)
-    except StorageFailed:
-        raise
-    except DeltacheckError as error:
-        return [Finding(manifest.step, None, str(error))]
-    findings = [Finding(manifest.step, None, problem) for problem in _metadata_problems(root, manifest, known.problems)]
-    for path, promise in manifest.contracts.items():
-        if not promise.used(manifest.step) <= 1:
-            problem = f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
-            findings.append(Finding(manifest.step, path, problem))
-    for path, leaf in leaves.items() if deep else ():
-        try:
-            restore.load({path: leaf})
-        except Damaged as error:
-            findings.append(Finding(manifest.step, path, str(error)))
-    return findings
-
-
-def _metadata_problems(root: Root, manifest: Manifest, seen: dict[Place | SegmentRef, list[str]]) -> list[str]:
+def _metadata_problems(segment: Segment) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
-    problems = []
-    for path in root.store.group_paths():
-        if path not in seen:
-            seen[path] = _group_problems([path])
-        problems += seen[path]
-    for ref in manifest.segments:
-        if ref not in seen:
-            segment = root.store.segment(ref)
-            seen[ref] = _group_problems(segment.group_paths())
-            found = [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
-            seen[ref] += [problem for problem in found if problem is not None]
-        problems += seen[ref]
-    return problems
-
-
-def _group_problems(paths: Iterable[Place]) -> list[str]:
-    return [problem for path in paths if (problem := _group_problem(path / "zarr.json")) is not None]
+    problems = [_group_problem(path / "zarr.json") for path in segment.group_paths()]
+    problems += [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
+    return [problem for problem in problems if problem is not None]
 
 
 def _group_problem(path: Place) -> str | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = _json_of(path)
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
     except StorageFailed:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
     return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
 def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = _json_of(path)
         same = _normal(found) == _normal(expected)
     except StorageFailed:
         raise
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {error}"
     return None if same else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
+
+
+def _json_of(path: Place) -> Any:
+    return json.loads(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES))
 
 
 def _normal(value: object) -> object:
@@ -133,3 +211,154 @@ def _normal(value: object) -> object:
     if isinstance(value, list):
         return [_normal(item) for item in value]
     return value
+
+
+# --- data -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _read(batch: list[Lineage], derived: _Derived) -> Iterator[tuple[Lineage, Damaged | None]]:
+    """Go through some chains together; where one of them is damaged, through each alone, so that it can be told which."""
+    try:
+        _follow(batch, derived)
+    except Damaged as error:
+        if len(batch) == 1:
+            yield batch[0], error
+            return
+        for unit in batch:
+            yield from _read([unit], derived)
+    else:
+        yield from ((unit, None) for unit in batch)
+
+
+def _follow(batch: list[Lineage], derived: _Derived) -> None:
+    # The tables first: where one link's are damaged, the walk would tell of a later one.
+    for unit in batch:
+        error = surveying.tables(unit).error
+        if error is not None:
+            raise error
+    for _, entries, content in chain.follow({unit.path: unit.chain() for unit in batch}):
+        for path, data in content.items():
+            derived.compare(entries[path].spec(path), entries[path].digest, data)
+
+
+def _segment_of(file: str, unit: Lineage) -> str:
+    """The segment of a lineage in which a file lies; the first, where none is known."""
+    return next((segment.id for segment, _ in unit.links if segment.id in Path(file).parts), unit.links[0][0].id)
+
+
+@dataclass(slots=True)
+class _Derived:
+    """Leaves that a step computes from one stored leaf and has a digest of, by that leaf and its digest: compared as a walk passes it."""
+
+    wanted: dict[tuple[str, str], list[tuple[str, Derived, int]]]
+    findings: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifests: Iterable[Manifest]) -> _Derived:
+        found: dict[tuple[str, str], list[tuple[str, Derived, int]]] = {}
+        for manifest in manifests:
+            for path, derived in manifest.derived.items():
+                if _is_plain(manifest, path):
+                    digest = manifest.leaves[derived.of].digest
+                    found.setdefault((derived.of, digest), []).append((path, derived, manifest.step))
+        return cls(found)
+
+    def compare(self, source: LeafSpec, digest: str, data: U8) -> None:
+        """Compare what follows from a leaf's content."""
+        alike: dict[tuple[str, str], list[tuple[Derived, int]]] = {}
+        for path, derived, step in self.wanted.pop((source.path, digest), ()):
+            alike.setdefault((path, derived.digest), []).append((derived, step))
+        for (path, recorded), of in alike.items():
+            derived = of[0][0]
+            spec = LeafSpec.of(path, derived.shape, derived.dtype)
+            elements = data.view(source.element.numpy)
+            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size).view(np.uint8)
+            found = leaf_digest(chunk_digests(values, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+            if found != recorded:
+                problem = f"it follows from leaf {source.path!r} by {derived.how}, but that gives digest {found} where {recorded} was saved"
+                self.findings += [Finding(step, path, problem) for _, step in of]
+
+
+def _is_plain(manifest: Manifest, path: str) -> bool:
+    """Whether a leaf of a step follows from one stored leaf alone."""
+    derived = manifest.derived[path]
+    return (
+        derived.how in ("cast", "same")
+        and bool(derived.digest)
+        and _is_stored(manifest, derived)
+        and path not in manifest.leaves
+    )
+
+
+def _is_stored(manifest: Manifest, derived: Derived) -> bool:
+    return derived.sources == (derived.of,) and derived.of in manifest.leaves and derived.of not in manifest.derived
+
+
+def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
+    """Leaves with a digest that follow from more than one stored leaf, or from leaves that are derived themselves."""
+    findings = []
+    for manifest in manifests:
+        paths = [path for path, derived in manifest.derived.items() if derived.digest and not _is_plain(manifest, path)]
+        for path in paths:
+            try:
+                restore.load(restore.resolve(root, manifest, [path]))
+            except Damaged as error:
+                findings.append(Finding(manifest.step, path, str(error)))
+    return findings
+
+
+# --- a scrub that goes on where it was ------------------------------------------------------------------------------------------------
+
+
+def _sample(units: list[Lineage], wanted_bytes: float, rng: random.Random) -> list[Lineage]:
+    """Units drawn at random until they have ``wanted_bytes``, in the order in which they lie."""
+    chosen: set[int] = set()
+    size = 0
+    for number in rng.sample(range(len(units)), len(units)):
+        if size >= wanted_bytes:
+            break
+        chosen.add(number)
+        size += surveying.cost_bytes(units[number])
+    return [units[number] for number in sorted(chosen)]
+
+
+def _key(unit: Lineage) -> str:
+    """What names a chain in a file of progress: no other has it, in this root or another, and it changes when the chain grows."""
+    text = "\0".join([unit.path, *(segment.id for segment, _ in unit.links)])
+    return str(xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass")))
+
+
+class _Progress:
+    """Which chains a scrub has gone through, in a file of the caller's, or only in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.done: set[str] = set()
+        self._saved = time.monotonic()
+        if path is not None and path.exists():
+            try:
+                about = json.loads(path.read_bytes())
+                self.done = {str(key) for key in about["deltacheck_scrub"]["done"]}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is not the progress of a scrub: {type(error).__name__}: {error}. Name another file"
+                ) from None
+
+    def note(self, key: str) -> None:
+        self.done.add(key)
+        if time.monotonic() - self._saved > _NOTE_SECONDS:
+            self.save()
+
+    def finish(self, is_whole: bool) -> None:
+        """All has been gone through; where nothing was damaged, the next run begins anew."""
+        if is_whole:
+            self.done.clear()
+        self.save()
+
+    def save(self) -> None:
+        if self._path is None:
+            return
+        beside = self._path.with_name(f"{self._path.name}.new")
+        beside.write_text(json.dumps({"deltacheck_scrub": {"done": sorted(self.done)}}))
+        beside.replace(self._path)
+        self._saved = time.monotonic()

@@ -18,7 +18,7 @@ from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, METHOD, U8, U32, U64, Codec, Encoded, GroupCodec, GroupJob
 from deltacheck.contracts import RANK, Promise, name_of
 from deltacheck.digest import chunk_digests, leaf_digest
-from deltacheck.errors import SaveFailed
+from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import needs_keyframe
@@ -121,11 +121,11 @@ class Leaf:
 
 
 def await_write(pending: Pending, timeout: float) -> None:
-    """Wait for a write; raises what failed it, or ``SaveFailed`` where the storage hangs."""
+    """Wait for a write; raises what failed it, or ``StorageTimeout``."""
     try:
         pending.result(timeout=timeout)
     except TimeoutError:
-        raise SaveFailed(f"the storage did not finish a write within {timeout:.0f} s; it may hang") from None
+        raise StorageTimeout(f"the storage did not finish a write within {timeout:g} s; it may hang") from None
 
 
 class _Span(NamedTuple):
@@ -210,6 +210,7 @@ class Work:
         codec, policy = self.setup.codec, self.setup.policy
         grouped: list[tuple[Leaf, LeafSource, Any]] = []
         for source in sources:
+            self.handle._beat()
             known = self.leaves.get(source.spec.path)
             if known is not None:
                 known.free_base(self.setup.io_timeout_seconds)
@@ -309,11 +310,13 @@ class Work:
 
     def _make_room(self, wanted: int) -> None:
         """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives) would not fit the host cache."""
+        self.handle._beat()
         limit = self.setup.host_cache_bytes - self.writer.scratch_bytes - wanted - self.unsealed_bytes
         while self.in_flight and self.in_flight_bytes > limit:
             size, pending = self.in_flight.popleft()
             for write in pending:
                 await_write(write, self.setup.io_timeout_seconds)
+                self.handle._beat()
             self.in_flight_bytes -= size
 
     # --- encode: from the encoder thread (and from the training thread where host_cache_bytes is used up) ---------------------
@@ -364,6 +367,7 @@ class Work:
         window_bytes = min(KEYFRAME_WINDOW_BYTES, self.setup.host_cache_bytes)
         window: deque[tuple[int, Any]] = deque()
         for path in sorted(self.keyframes):
+            self.handle._beat()
             leaf = leaves[path]
             host = self.setup.codec.host(leaf.base)
             digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
@@ -446,6 +450,7 @@ class Work:
             contracts=dict(terms.contracts),
             stage=terms.stage,
             replay=self.replay,
+            durability=self.setup.store.durability.value,
         )
 
     def report(self, stored_bytes: int) -> SaveReport:
@@ -462,6 +467,7 @@ class Work:
             metrics=dict(self.metrics),
             replayed_steps=0 if self.replay is None else len(self.replay.steps),
             note=self.note,
+            durability=self.setup.store.durability.value,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:

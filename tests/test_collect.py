@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +151,94 @@ def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
     collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
     assert not (root / "checkpoints" / "c0000000099").exists()
     assert deltacheck.open(root).steps() == list(range(8))
+
+
+def without_seven_steps(run: Path, root: Path) -> Any:
+    shutil.copytree(run, root)
+    opened = open_root(root)
+    for step in range(7):
+        collect.delete_checkpoint(opened, opened.manifest(step).seq)
+    return opened
+
+
+def test_a_clock_that_jumps_neither_shortens_the_wait_nor_makes_it_endless(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = without_seven_steps(run[0], tmp_path / "root")
+    first = collect.collect(opened, grace_seconds=100)
+    begin = time.monotonic()
+    for jump in (1e9, -1e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: jump)
+        assert collect.collect(opened, grace_seconds=100).waiting == first.waiting
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 101)
+    assert collect.collect(opened, grace_seconds=100).removed == first.waiting
+
+
+@pytest.mark.parametrize("mark", [["another start of the machine", 0.0], ["", 1e18], ["", "nan"], 7.0, None])
+def test_a_mark_that_says_nothing_makes_its_segment_wait_anew(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, mark: Any
+) -> None:
+    opened = without_seven_steps(run[0], tmp_path / "root")
+    first = collect.collect(opened, grace_seconds=3600)
+    document = tmp_path / "root" / "control" / "marks" / "zarr.json"
+    content = json.loads(document.read_bytes())
+    boot = next(iter(content["attributes"]["deltacheck"].values()))[0]
+    wrong = [mark[0] or boot, mark[1]] if isinstance(mark, list) else mark
+    content["attributes"]["deltacheck"] = dict.fromkeys(first.waiting, wrong)
+    document.write_text(json.dumps(content))
+    assert collect.collect(opened, grace_seconds=1000).waiting == first.waiting
+
+
+def test_two_collectors_at_once_remove_what_one_would(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    opened = without_seven_steps(run[0], root)
+    due = collect.collect(opened, grace_seconds=0, dry_run=True).removed
+    remove, meeting = collect._remove, threading.Barrier(2)
+
+    def together(*of: Any) -> bool:
+        meeting.wait(10)
+        return remove(*of)
+
+    monkeypatch.setattr(collect, "_remove", together)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(collect.collect, open_root(root), grace_seconds=0) for _ in range(2)]
+        assert all(set(one.result(30).removed) | set(one.result(30).in_use) == set(due) for one in both)
+    assert not segments(root) & set(due)
+    with Engine(root) as engine:
+        assert_same(run[1][7], engine.restore(7))
+
+
+def test_a_segment_that_cannot_be_removed_does_not_keep_the_others(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    opened = without_seven_steps(run[0], root)
+    due = collect.collect(opened, grace_seconds=0, dry_run=True).removed
+    rmtree = shutil.rmtree
+
+    def failing(path: Path) -> None:
+        if Path(path).name == due[0]:
+            raise OSError(5, "Input/output error")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        collect.collect(opened, grace_seconds=0)
+    assert segments(root) & set(due) == {due[0]}
+    monkeypatch.undo()
+    assert collect.collect(opened, grace_seconds=0).removed == (due[0],)
+
+
+def test_what_is_not_ours_is_never_removed(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    opened = without_seven_steps(run[0], root)
+    foreign = [root / "segments" / "notes", root / "segments" / "s1-abc", root / "checkpoints" / "mine", root / "control" / "x"]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / "file").write_text("kept")
+    (root / "README.txt").write_text("kept")
+    collect.collect(opened, grace_seconds=0, writer_is_dead=True)
+    assert all((folder / "file").exists() for folder in foreign)
+    assert (root / "README.txt").exists()

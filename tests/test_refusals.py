@@ -276,18 +276,18 @@ def test_a_failure_after_the_commit_never_takes_the_segment_of_a_step_that_exist
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last fsync fails: the manifest is there, so what it names must stay."""
-    from deltacheck.store import root as store_root
+    from deltacheck.store import durability
 
     state = training_state()
     with Engine(tmp_path) as engine:
-        original = store_root.sync_directory
+        original = durability.sync_directory
 
         def failing(path: Path) -> None:
             original(path)
             if path.name == "checkpoints":
                 raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(store_root, "sync_directory", failing)
+        monkeypatch.setattr(durability, "sync_directory", failing)
         assert "Input/output error" in str(engine.save(0, state).exception(60))
         monkeypatch.undo()
         assert_same(state, engine.restore(0))

@@ -163,8 +163,11 @@ def test_a_manifest_under_another_number_is_not_taken_for_the_newest(
     root = tmp_path / "root"
     shutil.copytree(saved[0], root)
     shutil.copytree(root / "checkpoints" / "c0000000001", root / "checkpoints" / "c0000000009")
-    assert deltacheck.open(root).manifest().step == STEPS - 1
-    assert deltacheck.open(root).manifest(1).step == 1
+    with pytest.raises(errors.Damaged, match=rf"c0000000009.*put in another's place.*can be read: {STEPS - 1}"):
+        deltacheck.open(root).manifest()
+    for step in (1, STEPS - 1):
+        assert deltacheck.open(root).manifest(step).step == step
+    assert "c0000000009" in deltacheck.open(root).verify()[0].problem
 
 
 def test_a_key_that_stands_twice_in_a_document_is_refused_by_the_quick_parser_too() -> None:

@@ -246,5 +246,5 @@ def test_a_manifest_of_a_later_version_hides_only_its_own_step(root: Path) -> No
     assert deltacheck.open(root).steps() == [0]
     deltacheck.open(root).restore(0)
     for asked in (1, None):
-        with pytest.raises(errors.UnsupportedFormat, match=r"version 2.*Newest step that can be read: 0"):
+        with pytest.raises(errors.UnsupportedFormat, match=r"version 2.*Steps that still restore: 0"):
             deltacheck.open(root).restore(asked)

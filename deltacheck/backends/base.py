@@ -10,6 +10,7 @@ import numpy as np
 
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import TreeMismatch, UnsupportedLeaf
+from deltacheck.follower import LeafChange, Update
 from deltacheck.records import LeafSpec
 from deltacheck.restore import Loaded
 from deltacheck.store.schema import Manifest
@@ -76,6 +77,35 @@ def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise TreeMismatch(f"{shown}. Restore without a target to get the tree as it was saved")
     return chosen
+
+
+def changes_of(update: Update, target: Flat) -> dict[str, LeafChange]:
+    """Which change goes into which leaf of a tree that follows a run: path in ``target`` (ties once) -> change.
+
+    Raises ``TreeMismatch`` where the tree does not have the followed leaves and no others, or one of another shape or dtype, or ties leaves
+    that are two in the step, or has a NumPy scalar, which cannot be changed.
+    """
+    owners = array_paths(target.skeleton)
+    missing, unexpected = sorted(update.names.keys() - owners.keys()), sorted(owners.keys() - update.names.keys())
+    problems = [f"leaf {path!r} is followed, but not in the state" for path in missing]
+    problems += [f"leaf {path!r} of the state is not followed: it would stay as it is" for path in unexpected]
+    sources: dict[str, str] = {}
+    for path in sorted(owners.keys() & update.names.keys()):
+        if sources.setdefault(owners[path], update.names[path]) != update.names[path]:
+            problems.append(f"leaves {owners[path]!r} and {path!r} are tied in the state, but are two in step {update.step}")
+    changes = {path: update.changes[source] for path, source in sources.items() if source in update.changes}
+    for path, change in changes.items():
+        leaf, spec = target.leaves[path], change.spec
+        if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+            problems.append(
+                f"leaf {path!r} is {spec.dtype}{list(spec.shape)} in step {update.step}, {leaf.dtype}{list(leaf.shape)} in the state"
+            )
+        if leaf.tag == NUMPY_SCALAR:
+            problems.append(f"leaf {path!r} is a NumPy scalar, which cannot be changed in place; make it an array")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise TreeMismatch(f"{shown}. Follow what the state holds: follow(root, leaves=lambda path: ...)")
+    return changes
 
 
 def _equal(manifest: Manifest, one: str, other: str) -> bool:

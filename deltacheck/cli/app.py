@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import check, compare, demo, export, listing, plan, profile, report
+from deltacheck.cli import blame, branch, check, compare, demo, export, listing, plan, profile, report, retention
 
 app = typer.Typer(
     name="deltacheck",
@@ -33,9 +33,15 @@ for name, command in (
     ("show", listing.show),
     ("log", listing.log),
     ("diff", compare.diff),
+    ("blame", blame.blame),
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("tag", retention.tag),
+    ("untag", retention.untag),
+    ("prune", retention.prune),
+    ("delete", retention.delete),
+    ("branch", branch.branch),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,51 +13,101 @@ from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.chain import Chain
-    from deltacheck.export import Progress
-    from deltacheck.store.root import Root, StepRef
+    from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest
-    from deltacheck.verify import Finding
+    from deltacheck.verify import Verified
 
 
 def verify(
     words: RootMaybeStep = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read, decode and compare every byte too.")] = False,
+    subset: Annotated[
+        str | None,
+        typer.Option(
+            "--subset", metavar="N%", help="Read only so much of the bytes, drawn at random: less work, damage found later."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of --subset; by default another one each time.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="FILE", help="Keep in FILE what was read, and go on from there the next time."),
+    ] = None,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Check that steps are whole. Exit code 1 where one is not."""
+    from functools import partial
+
+    from deltacheck import verify as work
     from deltacheck.cli import where
     from deltacheck.store.root import open_root
 
     wanted = where.parse(words, most=1)
     root = open_root(wanted.root, item)
-    checkpoints, findings = _shallow(root, wanted.steps)
-    if deep:
-        findings += _deep(root, checkpoints)
-    manifests = _readable(checkpoints)
+    reads = deep or subset is not None or resume is not None
+    done = work.check(
+        root,
+        root.manifest().step if wanted.steps == (None,) and _newest_reads(root) else next(iter(wanted.steps), None),
+        deep=deep,
+        subset=None if subset is None else _share(subset),
+        seed=seed,
+        resume=resume,
+        display=partial(output.progress, "reading"),
+    )
+    manifests, findings = done.manifests, done.findings
     contracts = _contracts(manifests)
     if as_json:
-        about = {"root": str(root.path), "deep": deep, "steps": [ref.step for ref in checkpoints], "ok": not findings}
-        output.print_json({**about, "findings": [asdict(finding) for finding in findings], "contracts": contracts})
+        steps = [manifest.step for manifest in manifests]
+        about = {"root": str(root.path), "deep": reads, "steps": steps, "ok": not findings}
+        read = {"checked_bytes": done.checked_bytes, "all_bytes": done.all_bytes, "remaining_bytes": done.remaining_bytes}
+        rows = [asdict(finding) for finding in findings]
+        output.print_json({**about, "findings": rows, "contracts": contracts, **read, "seed": done.seed})
     else:
         for finding in findings:
             leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
             output.print_line(f"step {'unknown' if finding.step is None else finding.step}{leaf}: {finding.problem}")
-        if contracts and len(checkpoints) == 1:
+        if contracts and len(manifests) == 1:
             output.print_table(_CONTRACT_COLUMNS, contracts)
         elif contracts:
             output.print_line(_summed(contracts))
-        number = f"{len(checkpoints)} step{'' if len(checkpoints) == 1 else 's'}"
-        depth = "every byte read" if deep else "tables and metadata read; --deep reads every byte"
         replayed = sum(manifest.replay is not None for manifest in manifests)
         if replayed:
             output.print_line(
                 f"{replayed} of them are kept as gradients: what is stored was checked; a restore's replay proves the rest"
             )
+        number = f"{len(manifests)} step{'' if len(manifests) == 1 else 's'}"
+        depth = _depth(done) if reads else "tables and metadata read; --deep reads every byte"
         output.print_line(f"{number} checked ({depth}): {f'{len(findings)} findings' if findings else 'no damage found'}")
     if findings:
         raise typer.Exit(output.FOUND_DAMAGE)
+
+
+def _newest_reads(root: Root) -> bool:
+    from deltacheck.errors import Damaged, UnsupportedFormat
+
+    try:
+        root.manifest()
+    except (Damaged, UnsupportedFormat):
+        return False
+    return True
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"--subset takes a percentage above 0 and up to 100, such as 5%, not {text!r}")
+    return share
+
+
+def _depth(done: Verified) -> str:
+    if done.remaining_bytes == 0 and done.checked_bytes == done.all_bytes:
+        return "every byte read"
+    share = f"{output.size(done.checked_bytes)} of {output.size(done.all_bytes)} read"
+    drawn = "" if done.seed is None else f", drawn with seed {done.seed}"
+    return f"{share}{drawn}; {output.size(done.remaining_bytes)} are left"
 
 
 _CONTRACT_COLUMNS = (
@@ -70,18 +120,7 @@ _CONTRACT_COLUMNS = (
 )
 
 
-def _readable(checkpoints: list[StepRef]) -> list[Manifest]:
-    from deltacheck.errors import DeltacheckError
-    from deltacheck.store.root import read_manifest
-
-    manifests = []
-    for ref in checkpoints:
-        with contextlib.suppress(FileNotFoundError, DeltacheckError):  # deleted since, or damaged: a finding says so
-            manifests.append(read_manifest(ref.manifest_path))
-    return manifests
-
-
-def _contracts(manifests: list[Manifest]) -> list[Row]:
+def _contracts(manifests: Sequence[Manifest]) -> list[Row]:
     """The leaves that are not exact, step by step."""
     from deltacheck.contracts import name_of
 
@@ -97,81 +136,6 @@ def _summed(contracts: list[Row]) -> str:
     steps = {row["step"] for row in contracts}
     kinds = [f"{sum(row['contract'] == kind for row in contracts)} {kind}" for kind in ("bounded", "reused")]
     return f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP lists those of one step"
-
-
-def _shallow(root: Root, steps: tuple[int | None, ...]) -> tuple[list[StepRef], list[Finding]]:
-    """The checkpoints to verify, and what their tables and metadata show."""
-    from deltacheck import verify
-    from deltacheck.cli import where
-    from deltacheck.errors import Damaged
-
-    if not steps:
-        return root.checkpoints(), verify.verify(root)
-    (step,) = steps
-    try:
-        seq = root.manifest(step).seq
-    except Damaged:  # the step may be one of these
-        return [], [verify.Finding(None, None, problem) for problem in where.unreadable(root)]
-    return [ref for ref in root.checkpoints() if ref.seq == seq], verify.verify(root, step)
-
-
-def _deep(root: Root, checkpoints: list[StepRef]) -> list[Finding]:
-    """What reading every byte shows. Steps share most of their chains: each is read once, and harms every step that stands on it."""
-    from deltacheck import restore
-    from deltacheck.errors import Damaged, DeltacheckError
-    from deltacheck.store.root import read_manifest
-    from deltacheck.verify import Finding
-
-    manifests = []
-    for ref in checkpoints:
-        with contextlib.suppress(FileNotFoundError):  # deleted by a running training since it was listed
-            manifests.append(read_manifest(ref.manifest_path))
-    findings = []
-    problems: dict[tuple[str, ...], str | None] = {}  # of each chain that was read: leaf, keyframe segment, delta segments
-    with output.progress("reading", sum(manifest.raw_bytes for manifest in manifests)) as advance:
-        for manifest in manifests:
-            try:
-                leaves = restore.resolve(root, manifest, stored=True)
-            except DeltacheckError:
-                continue  # the shallow check has said so
-            chains = restore.stored_chains(leaves.values())
-            links = {path: (path, chain.key[0].id, *chain.delta_segments) for path, chain in chains.items()}
-            fresh = {path: chain for path, chain in chains.items() if links[path] not in problems}
-            advance(sum(chain.spec.raw_bytes for path, chain in chains.items() if path not in fresh))
-            found = _unreadable(fresh, advance)
-            problems |= {links[path]: found.get(path) for path in fresh}
-            for path in chains:
-                problem = problems[links[path]]
-                if problem is not None:
-                    findings.append(Finding(manifest.step, path, problem))
-            for path, derived in manifest.derived.items():
-                if derived.digest:
-                    try:
-                        restore.load({path: leaves[path]})
-                    except Damaged as error:
-                        findings.append(Finding(manifest.step, path, str(error)))
-    return findings
-
-
-def _unreadable(chains: dict[str, Chain], advance: Progress) -> dict[str, str]:
-    """Read leaves whole, many at a time; leaf path -> what is wrong with it, where something is."""
-    from deltacheck import chain, export
-    from deltacheck.errors import Damaged
-
-    def load(chunks: dict[str, list[int]]) -> int:
-        return sum(data.size for data in chain.load({path: chains[path] for path in chunks}, chunks).values())
-
-    found: dict[str, str] = {}
-    for batch in export.batches(chains):
-        try:
-            advance(load(batch))
-        except Damaged:  # one of them at least: which?
-            for path, chunks in batch.items():
-                try:
-                    advance(load({path: chunks}))
-                except Damaged as error:
-                    found.setdefault(path, str(error))
-    return found
 
 
 def compact(words: JustRoot = None, as_json: Json = False) -> None:
@@ -233,7 +197,9 @@ def gc(
         output.print_line(f"{name} {removed}")
     for name in done.waiting:
         output.print_line(f"{name} waits: it is known as unneeded for less than {grace:g} s")
+    for name in done.in_use:
+        output.print_line(f"{name} waits: a reader has it open")
     output.print_line(
-        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting)} unneeded ones wait"
+        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting) + len(done.in_use)} unneeded ones wait"
         + (f", run gc again in {grace:g} s" if done.waiting else "")
     )

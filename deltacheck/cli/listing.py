@@ -14,13 +14,14 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from deltacheck.history import Change, LeafState, Step
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest, Replay
+    from deltacheck.store.schema import Manifest, Replay, Tag
 
 _STEP = (
     Column("STEP", "step"),
     Column("SEQ", "seq"),
     Column("ITEM", "item", left=True),
     Column("TIME", "time", output.local_time, left=True),
+    Column("TAGS", "tags", ", ".join, left=True),
 )
 _RAW = Column("RAW", "raw_bytes", output.size)
 _CHANGE = (
@@ -41,11 +42,14 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
     unreadable: list[str] = []
+    known = _tags(root, unreadable)
     for step in history.steps(root, history.committed(root, unreadable)):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
         replayed = {"replayed_steps": _replayed_steps(step.manifest)}
-        rows.append(_row(root, step) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)})
+        rows.append(
+            _row(root, step, known) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)}
+        )
     more = (
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
@@ -73,11 +77,12 @@ def log(
     root = open_root(where.parse(words).root, item)
     rows: list[Row] = []
     unreadable: list[str] = []
+    known = _tags(root, unreadable)
     before: float | None = None
     for step in history.steps(root, history.committed(root, unreadable)):
         since = None if before is None else step.manifest.time - before
         before = step.manifest.time
-        row = _row(root, step) | {
+        row = _row(root, step, known) | {
             "seconds_since_previous": since,
             "raw_bytes": step.manifest.raw_bytes,
             "stored_bytes": step.stored_bytes,
@@ -98,17 +103,29 @@ def log(
     _print_steps(root, rows, columns, as_json, unreadable)
 
 
+def _tags(root: Root, unreadable: list[str]) -> dict[str, Tag]:
+    """The tags of a root. What is wrong with those that cannot be read is added to ``unreadable``."""
+    from deltacheck.store import tags
+
+    found, damaged = tags.read_all(root.store.path)
+    unreadable += [str(error) for _, error in sorted(damaged.items())]
+    return found
+
+
 def _replayed_steps(manifest: Manifest) -> int:
     """Updates that a restore of the step replays; 0 where its state itself is stored."""
     return 0 if manifest.replay is None else len(manifest.replay.steps)
 
 
-def _row(root: Root, step: Step) -> Row:
+def _row(root: Root, step: Step, known: dict[str, Tag]) -> Row:
+    from deltacheck.store import tags
+
     return {
         "step": step.ref.step,
         "seq": step.ref.seq,
         "item": step.ref.manifest_path.parent.name if root.is_manager_root else None,
         "time": output.utc(step.manifest.time),
+        "tags": tags.names_of(known, step.manifest),
         "problem": step.problem,
     }
 
@@ -137,7 +154,8 @@ def _print_steps(root: Root, rows: list[Row], columns: tuple[Column, ...], as_js
     if as_json:
         output.print_json({"root": str(root.path), "steps": rows})
     elif rows:
-        output.print_table([c for c in columns if c.key != "item" or root.is_manager_root], _one_a_class(rows))
+        shown = {"item": root.is_manager_root, "tags": any(row["tags"] for row in rows)}
+        output.print_table([c for c in columns if shown.get(c.key, True)], _one_a_class(rows))
     else:
         output.print_line(f"{root.path} has no committed step")
     if damaged:
@@ -179,6 +197,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "time": output.utc(manifest.time),
         "writer": manifest.writer,
         "contract": manifest.contract,
+        "durability": manifest.durability,
         "stage": manifest.stage,
         "raw_bytes": manifest.raw_bytes,
         "stored_bytes": history.stored_bytes(manifest),

@@ -16,7 +16,7 @@ Leaves: TypeAlias = Annotated[
 ]
 
 _ROOT = "The root: a directory, by default the current one, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."
-_STEP = "A step is a number, or 'latest'; anything else is the root."
+_STEP = "A step is a number, 'latest' or @TAG; anything else is the root."
 JustRoot: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT]", help=_ROOT)]
 RootStep: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT] STEP", help=f"{_ROOT} {_STEP}")]
 RootMaybeStep: TypeAlias = Annotated[

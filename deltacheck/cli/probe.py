@@ -14,7 +14,7 @@ from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, U64, Codec, Encoded
 from deltacheck.policy.planner import Machine
 from deltacheck.records import LeafSpec
-from deltacheck.store.arrays import bytes_on_disk
+from deltacheck.store.arrays import TIMEOUT_SECONDS, bytes_on_disk
 from deltacheck.store.root import Store
 from deltacheck.store.segment import INDEX
 
@@ -82,7 +82,7 @@ def _codec_rates(root: Path, write: float) -> tuple[float, float]:
         for pending in writer.put_part(
             _index(encoded, spec.bounds()), {name: [data] for name, data in encoded.streams.items()}
         ):
-            pending.result()
+            pending.result(timeout=TIMEOUT_SECONDS)
         storing = bytes_on_disk(writer.path) / write
         seconds = max(compared, time.perf_counter() - begin - storing)
         found.append((seconds, _apply_seconds(codec, encoded, before, spec.bounds())))

@@ -1,4 +1,4 @@
-"""Which root and which steps a command line means: a number or ``latest`` is a step, anything else is the root."""
+"""Which root and which steps a command line means: a number, ``latest`` or ``@TAG`` is a step, anything else is the root."""
 
 from __future__ import annotations
 
@@ -13,33 +13,43 @@ from deltacheck.store.root import Root, open_root, read_manifest
 from deltacheck.store.schema import Manifest
 
 LATEST = "latest"
+TAG = "@"
 _STEP = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A root and steps in it; ``None`` is the newest step."""
+    """A root and steps in it; ``None`` is the newest step, a text the tag of one."""
 
     root: str
-    steps: tuple[int | None, ...]
+    steps: tuple[int | str | None, ...]
 
 
 def parse(words: list[str] | None, *, least: int = 0, most: int = 0) -> Where:
     """Split words into at most one root and ``least`` to ``most`` steps; ``typer.BadParameter`` where they are not that."""
     words = words or []
-    steps = [word for word in words if word == LATEST or _STEP.fullmatch(word)]
+    steps = [word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)]
     roots = [word for word in words if word not in steps]
     if len(roots) > 1:
-        raise typer.BadParameter(f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number or {LATEST!r}")
+        raise typer.BadParameter(
+            f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number, {LATEST!r} or @TAG"
+        )
     if not least <= len(steps) <= most:
         wanted = {(0, 0): "no step", (0, 1): "at most one step", (1, 1): "one step", (2, 2): "two steps"}[least, most]
         way_out = f". A root that is called {steps[0]} is written ./{steps[0]}" if len(steps) > most else ""
         raise typer.BadParameter(f"this command takes {wanted}, not {len(steps)}{way_out}")
+    root = roots[0] if roots else "."
     try:
-        place.of(roots[0] if roots else ".")
+        place.of(root)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return Where(roots[0] if roots else ".", tuple(None if word == LATEST else int(word) for word in steps))
+    return Where(root, tuple(map(_step, steps)))
+
+
+def _step(word: str) -> int | str | None:
+    if word == LATEST:
+        return None
+    return word.removeprefix(TAG) if word.startswith(TAG) else int(word)
 
 
 def manifests(where: Where, item: str | None = None) -> tuple[Root, list[Manifest]]:

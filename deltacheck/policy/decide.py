@@ -15,7 +15,7 @@ from deltacheck.policy.roles import Hyperparameters, Parameter
 from deltacheck.policy.stage import STABLE
 from deltacheck.records import LeafSpec
 
-LEAST_ELEMENTS = 4096  # smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are sensitive
+LEAST_ELEMENTS = 1024  # smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are sensitive
 _MEAN_ERROR_OCTAVES = 0.6  # of first moments, whose codes are a sign and an exponent: they are fresh noise every ten steps
 # A lattice's spacing over the error that is allowed: when it is chosen, and the range in which it is kept. An element errs by half of it.
 _SPACING, _LEAST_SPACING, _MOST_SPACING = 1.6, 0.8, 1.98

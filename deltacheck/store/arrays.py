@@ -23,14 +23,21 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck import grid
-from deltacheck.errors import ChainBroken, Damaged, StorageFailed
-from deltacheck.store import place
+from deltacheck.deadline import Deadline
+from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
+from deltacheck.store import chunk_files, place
 from deltacheck.store.background import Background
+from deltacheck.store.chunk_files import Cells
+from deltacheck.store.durability import Durability
 from deltacheck.store.place import ObjectPath, Place
 
 Attributes = Mapping[str, Any]
 
 STREAM_CHUNK_BYTES = 1 << 20
+UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
+TIMEOUT_SECONDS = (
+    600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
+)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 # What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds the wrong bytes.
 _NOT_DAMAGE = (
@@ -95,6 +102,13 @@ class ArraySpec:
         """Files of a 1-D array's data."""
         return -(-self.shape[0] // (self.shard or self.chunk)[0])
 
+    @property
+    def cells(self) -> Cells:
+        """How its files are cut."""
+        return chunk_files.cells(
+            self.shape, self.chunk, self.shard, np.dtype(self.dtype).itemsize, blosc=self.codec == "values"
+        )
+
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
         item = np.dtype(self.dtype).itemsize
@@ -142,12 +156,17 @@ def _fill_value(dtype: str) -> Any:
     return "NaN" if dtype.startswith("float") else 0
 
 
-def context(threads: int | None = None, cache_bytes: int = 0, parent: ts.Context | None = None) -> ts.Context:
+def context(
+    threads: int | None = None,
+    cache_bytes: int = 0,
+    durability: Durability = Durability.POWER,
+    parent: ts.Context | None = None,
+) -> ts.Context:
     """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it.
 
     ``parent``: gives those that are not named here.
     """
-    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}}
+    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": durability.syncs}
     if threads is not None:
         resources |= {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(4, threads)}}
     return ts.Context(resources, parent)
@@ -177,7 +196,7 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
     """
     # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
-    described = _start_describe(path, spec)
+    described = _start_describe(path, spec, where)
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
     return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
@@ -227,8 +246,9 @@ class StreamWriter:
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
 
-    def __init__(self, where: ts.Context, local: bool = True) -> None:
+    def __init__(self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True) -> None:
         self._where = where
+        self._durability = durability
         self._local = local
         self._background = Background(self._THREADS, "deltacheck-streams")
         self._making = threading.Lock()
@@ -260,11 +280,11 @@ class StreamWriter:
         native = self._native
         if native is None or isinstance(path, ObjectPath):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
-        described = _start_describe(path, spec)
-        kept, making = [np.ascontiguousarray(piece) for piece in pieces], self._making
+        described = _start_describe(path, spec, self._where)
+        kept, making, durability = [np.ascontiguousarray(piece) for piece in pieces], self._making, self._durability
 
         def work() -> None:
-            spent = _write_stream(path, spec, kept, native, making, level)
+            spent = _write_stream(path, spec, kept, native, making, level, durability)
             with making:
                 self._spent = Spent(*map(sum, zip(self._spent, spent, strict=True)))
 
@@ -288,6 +308,7 @@ def _write_stream(
     write: Callable[..., int],
     making: threading.Lock,
     level: int,
+    durability: Durability,
 ) -> Spent:
     """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
     path.mkdir(parents=True, exist_ok=True)
@@ -300,7 +321,7 @@ def _write_stream(
                 write_stream_file(write, descriptor, spec, pieces, number, level)
                 made += time.perf_counter() - begin
             begin = time.perf_counter()
-            os.fsync(descriptor)
+            durability.sync_file(descriptor)
             synced += time.perf_counter() - begin
         finally:
             os.close(descriptor)
@@ -315,9 +336,9 @@ class _Writes:
         self._data = data
 
     def result(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         for future in (*self._data, self._described):
-            future.result(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            future.result(timeout=deadline.left)
         if not self._described.result().generation:
             raise ValueError("ALREADY_EXISTS: the array is there already")  # as TensorStore's create would say
 
@@ -330,8 +351,14 @@ class ReadableArray:
 
     def __init__(self, path: Place, spec: ArraySpec, where: ts.Context) -> None:
         self._path = path
-        self._item_bytes = np.dtype(spec.dtype).itemsize
-        self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        self._spec = spec
+        self._cells = spec.cells
+        self._looked_at: set[str] = set()
+        chunk_files.check_directory(path)
+        try:
+            self._array = _open(path, spec, where, open=True, assume_metadata=True)
+        except ValueError as error:
+            raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -340,21 +367,33 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
-        wanted = self._array[tuple(box)] if box else self._array
+        wanted = self._wanted(box)
         return Reading(wanted.read(), self._path, self._patience(wanted))
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
-        wanted = self._array[tuple(box)] if box else self._array
+        wanted = self._wanted(box)
         target = ts.array(out, copy=False)
         return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path, self._patience(wanted))
 
     def _patience(self, wanted: ts.TensorStore) -> float | None:
-        return place.patience(self._path, wanted.size * self._item_bytes)
+        return place.patience(self._path, wanted.size * np.dtype(self._spec.dtype).itemsize)
+
+    def _wanted(self, box: Sequence[slice]) -> Any:
+        """A box of the array, once its files are known to be what may be opened. ``Damaged`` where it is none of the array's."""
+        shape = self._spec.shape
+        whole = box or [slice(0, size) for size in shape]
+        if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
+            raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
+        for name in self._cells.names(whole):
+            if name not in self._looked_at:
+                chunk_files.check_file(self._path / name, self._cells)
+                self._looked_at.add(name)
+        return self._array[tuple(box)] if box else self._array
 
 
 class Reading:
-    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: never."""
+    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: ``TIMEOUT_SECONDS``."""
 
     def __init__(self, future: Any, path: Place, patience: float | None = None) -> None:
         self._future = future
@@ -362,10 +401,9 @@ class Reading:
         self._patience = patience
 
     def result(self) -> Any:
+        """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            return self._future.result(timeout=self._patience)
-        except TimeoutError:
-            raise StorageFailed(f"array {self._path}: the store did not give it within {self._patience:.3g} s") from None
+            return _await(self._future, self._path, self._patience)
         except ValueError as error:
             raise read_error(error, self._path) from error
 
@@ -376,8 +414,8 @@ def read_error(error: ValueError, path: Place) -> Damaged | StorageFailed:
     if isinstance(path, ObjectPath) and text.startswith(_NOT_DAMAGE):
         return StorageFailed(f"array {path} cannot be read: {place.brief(error)}")
     if text.startswith("NOT_FOUND"):
-        return ChainBroken(f"array {path} lacks data that was committed: {text}")
-    return Damaged(f"array {path} is damaged: {text}")
+        return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
+    return Damaged(f"array {path} is damaged: {text}", file=path)
 
 
 def group_json(attributes: Attributes) -> bytes:
@@ -385,7 +423,9 @@ def group_json(attributes: Attributes) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, separators=(",", ":")).encode()
 
 
-def create_file(directory: Place, name: str, content: bytes, timeout: float | None = None) -> bool:
+def create_file(
+    directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER, timeout: float | None = None
+) -> bool:
     """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already.
 
     On an object store also ``True`` where the same content is there: it may be ours, and only the reply was lost. ``timeout``: seconds,
@@ -393,30 +433,45 @@ def create_file(directory: Place, name: str, content: bytes, timeout: float | No
     """
     if isinstance(directory, ObjectPath):
         return (directory / name).create(content, timeout)
-    return bool(_start_create(directory, name, content).result().generation)
+    return bool(_await(_start_create(directory, name, content, _files(durability)), directory / name).generation)
 
 
-def _start_create(directory: Path, name: str, content: bytes) -> Any:
+@cache
+def _files(durability: Durability) -> ts.Context:
+    return context(durability=durability)
+
+
+def _start_create(directory: Path, name: str, content: bytes, where: ts.Context) -> Any:
     """The future of a file's conditional creation; its result has no generation where the file exists already."""
-    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=where).result()
     return store.write(name, content, if_equal=place.ABSENT)
 
 
-def _start_describe(path: Place, spec: ArraySpec) -> Any:
+def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
     """The future of the creation of an array's metadata."""
     content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
     if isinstance(path, ObjectPath):
         # Not under a condition: after a lost reply, the same request sent again would find the object there. Nobody else knows the name.
         return (path / "zarr.json").start_write(content)
-    return _start_create(path, "zarr.json", content)
+    return _start_create(path, "zarr.json", content, where)
 
 
-def replace_file(directory: Place, name: str, content: bytes) -> None:
+def replace_file(directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
     """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
     if isinstance(directory, ObjectPath):
         (directory / name).write_bytes(content)
         return
-    ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result().write(name, content).result()
+    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
+    _await(store.write(name, content), directory / name)
+
+
+def _await(future: Any, path: Place, seconds: float | None = None) -> Any:
+    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        raise StorageTimeout(f"{path}: the storage did not answer within {seconds:.3g} s; it may hang") from None
 
 
 def read_file(path: Place, most_bytes: int) -> bytes:
@@ -430,13 +485,13 @@ def read_file(path: Place, most_bytes: int) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from error
+        raise Damaged(f"{path} cannot be read: {error}", file=path) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file")
+            raise Damaged(f"{path} is not a regular file", file=path)
         if status.st_size > most_bytes:
-            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have")
+            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have", file=path)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(status.st_size + 1)
     finally:

@@ -2,43 +2,56 @@
 
 The order is what makes it safe beside a writer: list segments first, *then* read the live manifests. A segment that appears
 after the listing is not a candidate; a manifest that appears after it can only need segments that are protected, newer, or
-needed by an older step too.
+needed by an older step too. What goes is what has been unneeded for a grace period and no reader has open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
-from deltacheck.store import arrays, layout
+from deltacheck.store import arrays, chunk_files, layout, pins, schema, tags
+from deltacheck.store.durability import Durability
 from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
-from deltacheck.store.root import Root, read_manifest
-from deltacheck.store.segment import sync_directory
+from deltacheck.store.root import Root, Store, read_manifest
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do. ``removed``, ``waiting``: segment ids; ``freed_bytes``: of the removed, 0 on an object
-    store, whose listing has no sizes.
+    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids; ``freed_bytes``: of the removed, 0 on an
+    object store, whose listing has no sizes.
+
+    ``waiting``: unneeded for less than the grace period. ``in_use``: unneeded, but a reader has them open.
     """
 
     removed: tuple[str, ...]
     waiting: tuple[str, ...]
     freed_bytes: int
+    in_use: tuple[str, ...] = ()
+
+
+class _Mark(NamedTuple):
+    """When a segment was first found unneeded: seconds of a clock that nobody can set, which counts from a start of the machine."""
+
+    boot: str
+    seconds: float
 
 
 def delete_checkpoint(root: Root, seq: int) -> None:
     """Make a checkpoint of an engine root not exist; its segments stay until they are collected."""
-    folder = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq)
+    folder, durability = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq), root.store.durability
     (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
-    sync_directory(folder)
+    durability.sync_directory(folder)
     remove_tree(folder)
-    sync_directory(folder.parent)
+    durability.sync_directory(folder.parent)
 
 
 def collect(
@@ -46,80 +59,156 @@ def collect(
 ) -> Collected:
     """Remove segments that are not needed.
 
-    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that began before
-    may end. Longer: safer for slow readers; shorter: disk space sooner. ``protected``: segments of saves under way.
-    ``writer_is_dead``: also segments newer than the newest step may go (REQUIRES: the caller holds the lease, or no save is
-    under way); never on an object store, where a segment also goes only when a second collection finds it unneeded again.
-    ``dry_run`` changes nothing.
+    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that has read its manifest
+    may open what it needs; what it has open stays as long as it reads (``pins.py``). Longer: safer for readers on file systems without
+    locks, and on object stores; shorter: disk space sooner. ``protected``: segments of saves under way.
+    ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in directories of steps and tags
+    (REQUIRES: the caller holds the lease, and no save is under way); never on an object store, where a segment also goes only when a
+    second collection finds it unneeded again. ``dry_run`` changes nothing.
 
-    Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown.
+    Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown. ``OSError`` where some segment
+    could not be removed; every other one was.
     """
     # An object store's listing may lag behind: of what one does not show, nothing is concluded before a second says the same, and a
     # writer that is taken for dead may still be about to commit what it wrote last.
     is_local = not isinstance(root.store.path, ObjectPath)
     writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
-    newest, needed = -1, set(protected)
-    others = set(root.other_manifest_paths())
-    for path in [*root.manifest_paths(), *others]:
+    newest, needed = _needed(root)
+    unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= newest}
+    marks, now = _read_marks(root.store.path), _now()
+    # A mark of another start of the machine, or one of the future, says nothing: its segment waits anew.
+    since = {
+        name: mark if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds else now
+        for name in unneeded
+    }
+    late = {name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds}
+    due = sorted(name for name in late if is_local or name in marks)
+    waiting = tuple(sorted(unneeded - set(due)))
+    sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
+    if dry_run:
+        return Collected(tuple(due), waiting, sum(sizes.values()))
+    if writer_is_dead:
+        _remove_unfinished(root)
+    if due and is_local:
+        _sync_deletions(root)
+    removed: list[str] = []
+    in_use: list[str] = []
+    failed: list[OSError] = []
+    for name in due:
         try:
-            manifest = read_manifest(path)
-        except FileNotFoundError:
-            continue  # deleted since it was listed
-        except StorageFailed:
-            raise
-        except DeltacheckError as error:
-            if path in others and layout.ATTRIBUTE.encode() not in path.read_bytes():
-                continue  # another format's zarr.json
-            raise Damaged(
-                f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
-            ) from error
-        newest = newest if path in others else max(newest, manifest.seq)
-        needed |= {ref.id for ref in manifest.segments}
-    unneeded = {name for name in candidates - needed if writer_is_dead or layout.seq_of(name) <= newest}
-    marks = _read_marks(root.store.path)
-    now = time.time()
-    since = {name: min(marks.get(name, now), now) for name in unneeded}
-    remove = sorted(name for name in unneeded if now - since[name] >= grace_seconds and (is_local or name in marks))
-    freed = sum(arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in remove)
-    if not dry_run:
-        if writer_is_dead:
-            _remove_unfinished_checkpoints(root)
-        for name in remove:
-            _remove(root.store.path / layout.SEGMENTS / name)
-        _write_marks(root.store.path, {name: since[name] for name in unneeded - set(remove)}, marks)
-    return Collected(tuple(remove), tuple(sorted(unneeded - set(remove))), freed)
+            gone = _remove(root.store.path / layout.SEGMENTS / name, root.store.durability)
+            (removed if gone else in_use).append(name)
+        except OSError as error:  # the others need not wait for this one, which stays a candidate
+            failed.append(error)
+    _write_marks(root.store, {name: since[name] for name in unneeded - set(removed)}, marks)
+    if failed:
+        raise failed[0]
+    return Collected(tuple(removed), waiting, sum(sizes[name] for name in removed), tuple(in_use))
 
 
-def _remove_unfinished_checkpoints(root: Root) -> None:
-    """Remove what a kill between a checkpoint's directory and its manifest left behind."""
+def _needed(root: Root) -> tuple[int, set[str]]:
+    """The newest committed sequence number, and every segment that any manifest needs."""
+    briefs, damaged = root.briefs()
+    try:
+        newest = max((brief.seq for brief in briefs.values()), default=-1)
+        needed = {name for brief in briefs.values() for name in brief.segments}
+        for error in damaged.values():
+            raise error
+        for path in root.other_manifest_paths():
+            try:
+                needed |= {ref.id for ref in read_manifest(path).segments}
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except StorageFailed:
+                raise
+            except DeltacheckError:
+                if layout.ATTRIBUTE.encode() in arrays.read_file(path, schema.MAX_DOCUMENT_BYTES):
+                    raise
+                # else: another format's zarr.json
+    except StorageFailed:
+        raise
+    except DeltacheckError as error:
+        raise Damaged(
+            f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
+        ) from error
+    return newest, needed
+
+
+def _remove_unfinished(root: Root) -> None:
+    """Remove what kills left behind: directories of steps and tags without their document, and steps whose compacted form is there."""
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
             remove_tree(folder)
+    if root.is_manager_root:
+        return
+    with tags.lock(root.store.path):
+        tags.sweep(root.store.path)
+        briefs = sorted(root.briefs()[0].values(), key=lambda brief: brief.seq)
+        newest = {brief.nonce: brief.seq for brief in briefs}
+        for brief in briefs:
+            if brief.seq < newest[brief.nonce]:
+                delete_checkpoint(root, brief.seq)
 
 
-def _remove(path: Place) -> None:
+def _sync_deletions(root: Root) -> None:
+    """Make the deletion of steps durable before that of what they needed: a power cut must not bring one back without it.
+
+    Who deleted them may not have done so: Orbax does not, and a process may be killed before it does.
+    """
+    folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
+    steps = [entry for entry in subdirectories(folder) if entry != root.store.path]
+    inner = [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
+    for directory in (*inner, *steps):
+        if not (directory / "zarr.json").exists():
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                root.store.durability.sync_directory(directory)
+    root.store.durability.sync_directory(folder)
+
+
+def _remove(path: Place, durability: Durability) -> bool:
+    """Remove a segment; ``False`` where a reader has it open."""
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
-    (path / "zarr.json").unlink(
-        missing_ok=True
-    )  # without its table it is no segment: a crash from here on leaves garbage, not damage
-    sync_directory(path)
-    remove_tree(path)
-    sync_directory(path.parent)
-
-
-def _read_marks(store: Place) -> dict[str, float]:
     try:
-        marks = json.loads((store / layout.CONTROL / _MARKS / "zarr.json").read_bytes())["attributes"][layout.ATTRIBUTE]
-        return {str(name): float(when) for name, when in marks.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if not pins.unlink_unless_pinned(path / "zarr.json"):
+            return False
+        durability.sync_directory(path)  # without its table it is no segment: a crash from here on leaves garbage, not damage
+    except FileNotFoundError:
+        pass  # another collector was faster
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # as above: each attempt finds less
+            remove_tree(path)
+    durability.sync_directory(path.parent)
+    return True
+
+
+def _now() -> _Mark:
+    # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let its readers go on.
+    return _Mark(_boot(), time.monotonic())
+
+
+def _boot() -> str:
+    """What tells a start of the machine from the one before, where it can be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read_marks(store: Place) -> dict[str, _Mark]:
+    try:
+        content = arrays.read_file(store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES)
+        marks = json.loads(content)["attributes"][layout.ATTRIBUTE]
+        return {str(name): _Mark(str(boot), float(seconds)) for name, (boot, seconds) in marks.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Damaged):
         return {}  # marks are a courtesy to readers: without them every segment waits anew
 
 
-def _write_marks(store: Place, marks: dict[str, float], before: dict[str, float]) -> None:
+def _write_marks(store: Store, marks: dict[str, _Mark], before: dict[str, _Mark]) -> None:
     if marks == before:
         return
-    folder = store / layout.CONTROL / _MARKS
+    folder = store.path / layout.CONTROL / _MARKS
+    chunk_files.check_directory(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}))
+    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability)

@@ -16,11 +16,14 @@ ATTRIBUTE = "deltacheck"  # the one key under which our groups keep their attrib
 CHECKPOINTS = "checkpoints"
 SEGMENTS = "segments"
 CONTROL = "control"
+TAGS = "tags"  # below control/
 LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
 
 _SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
 _CHECKPOINT_ID = re.compile(r"c[0-9]{10}\Z")
+_TAG = re.compile(r"(?![0-9]+\Z)[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_UNSAFE_NAME = re.compile(r"[^A-Za-z0-9_.%~-]")
 _MAX_NAME = 160  # characters; file systems allow 255 bytes
 
 
@@ -39,6 +42,16 @@ def is_segment_id(name: str) -> bool:
 
 def is_checkpoint_id(name: str) -> bool:
     return _CHECKPOINT_ID.match(name) is not None
+
+
+def is_array_name(name: str) -> bool:
+    """Whether ``array_names`` may have given it: one path component that leads nowhere else."""
+    return _UNSAFE_NAME.search(name) is None and _is_usable(name)
+
+
+def is_tag(name: str) -> bool:
+    """Whether a step can be called so: letters, digits, ``_.-``, at most 100, the first a letter or digit; no number, and not ``latest``."""
+    return _TAG.match(name) is not None and name != "latest"
 
 
 def seq_of(name: str) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import socket
+import stat
 import weakref
 
-from deltacheck.errors import RootBusy
-from deltacheck.store import arrays, layout
+from deltacheck.errors import Damaged, RootBusy
+from deltacheck.store import arrays, chunk_files, layout
 from deltacheck.store.object_lease import ObjectLease
 from deltacheck.store.place import ObjectPath, Place
 
@@ -30,19 +32,46 @@ class Lease:
             return
         folder = root / layout.CONTROL
         folder.mkdir(exist_ok=True)
-        self._descriptor = os.open(folder / "zarr.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        chunk_files.check_directory(folder)
+        self._root, self._path = root, folder / "zarr.json"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it is written to: never through a link
+        self._descriptor = os.open(self._path, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self._close()
+            raise Damaged(f"{self._path} is not a regular file; remove it, it only names the writer")
+        try:
+            self._take(root)
+        except BaseException:
+            self._close()  # which gives the lock back
+            raise
+        _held.add(self)
+
+    def _take(self, root: Place) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(os.pread(self._descriptor, 4096, 0))
-            self._close()
             raise RootBusy(
                 f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
             ) from None
-        content = arrays.group_json({layout.ATTRIBUTE: {"holder": f"process {os.getpid()} on {socket.gethostname()}"}})
+        about = {"holder": f"process {os.getpid()} on {socket.gethostname()}", "nonce": secrets.token_hex(8)}
+        self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
-        _held.add(self)
+
+    def check(self) -> None:
+        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
+        if self._object is not None:
+            self._object.check()
+            return
+        try:
+            found = self._path.read_bytes()
+        except OSError as error:
+            found = str(error).encode()
+        if self._descriptor < 0 or found != self._content:
+            raise RootBusy(
+                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing more is committed or deleted by this one"
+            )
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
@@ -62,7 +91,7 @@ def _holder(content: bytes) -> str:
     try:
         return str(json.loads(content)["attributes"][layout.ATTRIBUTE]["holder"])
     except (ValueError, KeyError, TypeError):
-        return "a process that has just started"
+        return "another process"
 
 
 def _forget_in_child() -> None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import tensorstore as ts
 
 from deltacheck.errors import (
+    ChainBroken,
     Damaged,
-    DeltacheckError,
     NotACheckpointRoot,
     RootBusy,
     SaveFailed,
@@ -28,68 +30,74 @@ from deltacheck.errors import (
     StorageFailed,
     UnsupportedFormat,
 )
-from deltacheck.store import arrays, layout, object_lease, object_root, place, schema
+from deltacheck.store import arrays, chunk_files, layout, object_lease, object_root, place, schema, tags
 from deltacheck.store.arrays import Spent, StreamWriter
+from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
+from deltacheck.store.pins import Pin
 from deltacheck.store.place import ObjectPath, ObjectStore, Place
 from deltacheck.store.place import subdirectories as _entries
 from deltacheck.store.schema import Manifest, SegmentRef
-from deltacheck.store.segment import Segment, SegmentWriter, sync_directory
+from deltacheck.store.segment import Segment, SegmentWriter
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root
 _CACHE_BYTES = 64 << 20  # of decoded zarr chunks while reading: packed leaves share chunks
+_Stamp = tuple[int, int, int]
 _COMMIT_MARK = "commit_success.txt"  # keeps Orbax's clean-up of unfinished steps away from our store
 
 
 class Store:
-    """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default."""
+    """The segments of a root. ``threads``: of TensorStore's pools, ``None`` for its default. ``durability``: of what is written."""
 
-    def __init__(self, path: Place, threads: int | None = None) -> None:
+    def __init__(self, path: Place, threads: int | None = None, durability: Durability = Durability.POWER) -> None:
         self.path = path
         self.threads = threads
+        self.durability = durability
         # Those that someone still works with: steps share most of theirs, and nothing stays in memory because of this.
         self._open: WeakValueDictionary[SegmentRef, Segment] = WeakValueDictionary()
 
     @cached_property
     def _reading(self) -> ts.Context:
-        return arrays.context(self.threads, _CACHE_BYTES, place.context(self.path))
+        return arrays.context(self.threads, _CACHE_BYTES, parent=place.context(self.path))
 
     @cached_property
     def _writing(self) -> ts.Context:
         # No cache: a cached chunk would go on referring to the source memory after its commit, and show what training made of
         # it since.
-        return arrays.context(self.threads, 0, place.context(self.path))
+        return arrays.context(self.threads, 0, self.durability, place.context(self.path))
 
     @cached_property
     def _streams(self) -> StreamWriter:
-        return StreamWriter(self._writing, local=not isinstance(self.path, ObjectPath))
+        return StreamWriter(self._writing, self.durability, local=not isinstance(self.path, ObjectPath))
 
     @classmethod
-    def create(cls, path: Place, threads: int | None = None) -> Store:
-        """Make the directories of a store where they are not there yet, durably.
+    def create(cls, path: Place, threads: int | None = None, durability: Durability = Durability.POWER) -> Store:
+        """Make the directories of a store where they are not there yet, and the way to them durable.
 
         Raises ``OSError`` where the path cannot be written, ``NotACheckpointRoot`` where it holds something else,
-        ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer or honours no conditional writes.
+        ``UnsupportedFormat``, ``Damaged`` where it holds segments and has lost its own ``zarr.json``, ``StorageFailed`` where an
+        object store does not answer or honours no conditional writes.
         """
-        if _group_attributes(path) is None:
-            if path.is_dir() and any(entry.name not in (layout.CONTROL, _COMMIT_MARK) for entry in path.iterdir()):
+        about = _group_attributes(path)
+        if about is None or about.get("format") != layout.FORMAT:
+            _refuse_lost(path, cls(path))
+            if path.is_dir() and not _is_empty(path):
                 raise NotACheckpointRoot(f"{path} is not empty and not a deltacheck root; give an empty or new directory")
-            missing = [] if isinstance(path, ObjectPath) else [p for p in (path, *path.parents) if not p.exists()]
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
-                arrays.create_file(path / name, "zarr.json", arrays.group_json({}))
-                sync_directory(path / name)
+                arrays.create_file(path / name, "zarr.json", arrays.group_json({}), durability)
             about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
-            arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}))
-            for directory in (path, *(p.parent for p in missing)):
-                sync_directory(directory)
+            arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}), durability)
         check_root(path)
+        # Also of a root that is there: whoever made it may have been killed, or have made its parents a moment ago, before a sync.
+        durability.sync_directory(path)
+        durability.sync_ancestors(path)
         if isinstance(path, ObjectPath):
             place.check_conditional_writes(path / layout.CONTROL)
             place.written.take()
         elif not os.access(path / layout.SEGMENTS, os.W_OK):
             raise PermissionError(errno.EACCES, "the root is not writable", str(path))
-        return cls(path, threads)
+        return cls(path, threads, durability)
 
     def segment_ids(self) -> list[str]:
         """Every segment directory, committed or not, ascending."""
@@ -110,7 +118,7 @@ class Store:
         return self._streams.take_spent()
 
     def writer(self, seq: int, effort: Effort = Effort.NORMAL) -> SegmentWriter:
-        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort)
+        return SegmentWriter(self.path, layout.segment_id(seq), self._writing, self._streams, effort, self.durability)
 
     def segment(self, ref: SegmentRef) -> Segment:
         """Open a committed segment; ``ChainBroken`` where it is missing, ``Damaged`` where its table is not what was committed.
@@ -119,7 +127,9 @@ class Store:
         """
         opened = self._open.get(ref)
         if opened is None:
+            pin = Pin(self.path / layout.SEGMENTS / ref.id / "zarr.json")  # first: what is read then stays
             opened = self._open[ref] = Segment(self.path, ref, self._reading)
+            opened.pin = pin
         return opened
 
 
@@ -132,6 +142,16 @@ class StepRef:
     manifest_path: Place
 
 
+class Brief(NamedTuple):
+    """What retention and collection want of a manifest. ``segments``: the ids of those that it needs."""
+
+    seq: int
+    step: int
+    nonce: str
+    metrics: Mapping[str, float | str]
+    segments: frozenset[str]
+
+
 class Root:
     """A root opened for reading; takes no lock and writes nothing. ``open_root`` makes one."""
 
@@ -140,25 +160,26 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Place, tuple[int | bytes, Manifest]] = {}
+        self._manifests: dict[Place, tuple[_Stamp | bytes, Manifest]] = {}
+        self._briefs: dict[Place, tuple[_Stamp, Brief]] = {}
         self._reads: dict[ObjectPath, Any] = {}  # under way
 
     def afresh(self) -> Root:
         """The same root with nothing cached: what is read next comes from the disk."""
-        return Root(self.path, Store(self.store.path, self.store.threads), self._item)
+        return Root(self.path, Store(self.store.path, self.store.threads, self.store.durability), self._item)
 
     def manifest_paths(self) -> list[Place]:
         """Every committed manifest file."""
-        found: list[Place]
         if isinstance(self.path, ObjectPath):
             known = [path for path in self._manifests if isinstance(path, ObjectPath)]
             return [*object_root.manifests(self.path / layout.CHECKPOINTS, known)]
         if not self.is_manager_root:
             folder = self.path / layout.CHECKPOINTS
-            found = [folder / entry.name / "zarr.json" for entry in _entries(folder) if layout.is_checkpoint_id(entry.name)]
-        else:
-            found = [p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item)]
-        return sorted(path for path in found if place.is_there(path))
+            # A link or a file in a checkpoint's place is damage: no step may go missing without a word.
+            ours = [entry for entry in _scan(folder) if layout.is_checkpoint_id(entry.name)]
+            plain = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
+            return [path for path, is_plain in plain.items() if not is_plain or os.path.lexists(path)]
+        return sorted(p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item))
 
     def other_manifest_paths(self) -> list[Place]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
@@ -180,12 +201,14 @@ class Root:
         """The training steps that are committed, ascending."""
         return sorted({ref.step for ref in self.checkpoints()})
 
-    def manifest(self, step: int | None = None) -> Manifest:
-        """The manifest of a training step (its newest, where a resumed run repeated the step), or of the newest checkpoint.
+    def manifest(self, step: int | str | None = None) -> Manifest:
+        """The manifest of a training step (its newest, where a resumed run repeated the step), of a tag's step, or of the newest checkpoint.
 
         Raises ``StepNotFound``, naming what there is, and ``Damaged`` where a manifest that cannot be read may be the one that
         is meant: falling back to an older step is the caller's choice.
         """
+        if isinstance(step, str):
+            return self._tagged(step)
         newest = self._newest(step)
         if newest is not None:
             return newest
@@ -194,13 +217,9 @@ class Root:
         # A damaged manifest may be the step that is meant: any of them where none matches, a newer one where the newest is asked for.
         suspects = [p for p in damaged if not matching or (step is None and _age(p) > _age(checkpoints[-1].manifest_path))]
         if suspects:
-            way_out = (
-                f"Newest step that can be read: {checkpoints[-1].step}; ask for it by number"
-                if checkpoints
-                else "No other step is left"
-            )
             error = damaged[max(suspects, key=_age)]
-            raise type(error)(f"{error}. {way_out}")
+            asked = "the newest step" if step is None else f"step {step}"
+            raise type(error)(f"{asked} of {self.path}: {error}. {way_out(whole_steps(self))}")
         if not matching:
             raise StepNotFound(f"{self.path} has no step {'at all' if step is None else step}. {describe_steps(self.steps())}")
         found = max(matching, key=lambda ref: ref.seq)
@@ -211,6 +230,28 @@ class Root:
                     f"step {found.step} of {self.path} has the items {', '.join(items)}; say which: open(root, item=...) or --item"
                 )
         return self.read(found.manifest_path)
+
+    def _tagged(self, name: str) -> Manifest:
+        """The manifest of the save that a tag means, whatever has been saved under its number since."""
+        tag = tags.find(self.store.path, name)
+        own = self.path / layout.CHECKPOINTS / layout.checkpoint_id(tag.seq) / "zarr.json"
+        paths = [] if self.is_manager_root else [own, *(path for path in reversed(self.manifest_paths()) if path != own)]
+        problem = None
+        for path in paths:
+            try:
+                manifest = self.read(path)
+            except FileNotFoundError:
+                continue
+            except (Damaged, UnsupportedFormat) as error:
+                problem = problem or error
+                continue
+            if manifest.nonce == tag.nonce:
+                return manifest
+        if problem is not None:
+            raise problem
+        raise StepNotFound(
+            f"tag {name!r} is step {tag.step} (seq {tag.seq}), which is not there any more. {describe_steps(self.steps())}"
+        )
 
     def _newest(self, step: int | None) -> Manifest | None:
         """What ``manifest`` gives, found without reading every other manifest; ``None`` where only reading them all can tell.
@@ -224,8 +265,6 @@ class Root:
             except FileNotFoundError:
                 continue  # deleted since it was listed
             except (Damaged, UnsupportedFormat):
-                return None
-            if layout.checkpoint_id(manifest.seq) != path.parent.name:
                 return None
             if step is None or manifest.step == step:
                 return manifest
@@ -251,11 +290,12 @@ class Root:
     def read(self, path: Place) -> Manifest:
         """A committed manifest; read and checked again only where its file has changed. Raises ``FileNotFoundError``, ``Damaged``."""
         if isinstance(path, ObjectPath):
-            return self._read_object(path)
-        stamp = path.stat().st_mtime_ns
+            return check_place(path, self._read_object(path), False)
+        chunk_files.check_directory(path.parent)
+        stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            cached = (stamp, read_manifest(path))
+            cached = (stamp, check_place(path, read_manifest(path), self.is_manager_root))
             self._manifests[path] = cached
         return cached[1]
 
@@ -280,14 +320,40 @@ class Root:
             self._manifests[path] = cached
         return cached[1]
 
+    def brief(self, path: Place) -> Brief:
+        """What collection wants of a manifest, kept where the manifest itself need not be. Raises as ``read``."""
+        if isinstance(path, ObjectPath):
+            return _brief(self.read(path))
+        stamp = _stamp(path)
+        known = self._briefs.get(path)
+        if known is None or known[0] != stamp:
+            cached = self._manifests.get(path)
+            known = (stamp, _brief(cached[1] if cached is not None and cached[0] == stamp else read_manifest(path)))
+            self._briefs[path] = known
+        return known[1]
+
+    def briefs(self) -> tuple[dict[Place, Brief], dict[Place, Damaged | UnsupportedFormat]]:
+        """Every committed manifest in brief, and what is wrong with those that cannot be read."""
+        found: dict[Place, Brief] = {}
+        damaged: dict[Place, Damaged | UnsupportedFormat] = {}
+        paths = self.manifest_paths()
+        self._start_reads(paths)
+        for path in paths:
+            try:
+                found[path] = self.brief(path)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except (Damaged, UnsupportedFormat) as error:
+                damaged[path] = error
+        self._briefs = {path: self._briefs[path] for path in found if path in self._briefs}
+        return found, damaged
+
     def next_seq(self) -> int:
         """One more than any sequence number that this root has seen. On an object store: that was committed (``object_root.py``)."""
-        if isinstance(self.path, ObjectPath):
+        if not isinstance(self.store.path, Path):
             return max((layout.seq_of(path.parent.name) for path in self.manifest_paths()), default=-1) + 1
         taken = [layout.seq_of(name) for name in self.store.segment_ids()]
-        taken += [
-            layout.seq_of(e.name) for e in _entries(self.store.path / layout.CHECKPOINTS) if layout.is_checkpoint_id(e.name)
-        ]
+        taken += [layout.seq_of(e.name) for e in _scan(self.store.path / layout.CHECKPOINTS) if layout.is_checkpoint_id(e.name)]
         if self.is_manager_root:
             taken += [ref.seq for ref in self.checkpoints()]
         return max(taken, default=-1) + 1
@@ -299,35 +365,55 @@ def open_root(
     threads: int | None = None,
     storage: ObjectStore | None = None,
 ) -> Root:
-    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, ``UnsupportedFormat``, or
-    ``StorageFailed`` where an object store does not answer. ``storage``: how that is reached.
+    """Open an engine root or a manager root. Raises ``NotACheckpointRoot`` with what was found instead, ``UnsupportedFormat``,
+    ``Damaged`` where only the root's own ``zarr.json`` is lost, or ``StorageFailed`` where an object store does not answer.
+    ``storage``: how that is reached.
     """
     directory = place.of(path, storage)
     if not isinstance(directory, ObjectPath) and not directory.is_dir():
         raise NotACheckpointRoot(f"{directory} {'is not a directory' if directory.exists() else 'does not exist'}")
     for store in (directory, directory / MANAGER_STORE):
-        if _group_attributes(store) is not None:
+        if store != directory:
+            chunk_files.check_directory(store)
+        about = _group_attributes(store)
+        if about is not None and about.get("format") == layout.FORMAT:
             check_root(store)
             return Root(directory, Store(store, threads), item)
+    for store in (directory, directory / MANAGER_STORE):
+        _refuse_lost(directory, Store(store, threads), item)
     raise NotACheckpointRoot(
         f"{directory} is not a deltacheck root: it has no zarr.json of ours, nor has {MANAGER_STORE}/ in it"
     )
 
 
+def _refuse_lost(root: Place, store: Store, item: str | None = None) -> None:
+    """Raise ``Damaged`` where segments show that this was a root of ours."""
+    segments = store.segment_ids()
+    if segments:
+        raise Damaged(
+            f"{store.path / 'zarr.json'} is missing or damaged, but {len(segments)} segments lie beside it. `deltacheck repair {root}` "
+            f"writes it again; steps that restore then: {_listed(Root(root, store, item).steps()) or 'none'}",
+            file=store.path / "zarr.json",
+        )
+
+
 def check_root(path: Place) -> None:
     """Refuse a root of another format, version or with unknown features."""
     about = _group_attributes(path)
-    if about is None:
+    if about is None or about.get("format") != layout.FORMAT:
         raise NotACheckpointRoot(f"{path} is not a deltacheck root")
     schema.check_version(about, str(path / "zarr.json"))
+    for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
+        chunk_files.check_directory(path / name)
 
 
-def create_manager_store(root: Path, threads: int | None = None) -> Store:
+def create_manager_store(root: Path, threads: int | None = None, durability: Durability = Durability.POWER) -> Store:
     """The store beside the steps of a ``CheckpointManager``."""
     path = root / MANAGER_STORE
+    chunk_files.check_directory(path)
     path.mkdir(parents=True, exist_ok=True)
-    (path / _COMMIT_MARK).touch()
-    return Store.create(path, threads)
+    os.close(os.open(path / _COMMIT_MARK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+    return Store.create(path, threads, durability)
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -336,7 +422,26 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def _decode_manifest(content: bytes, path: Place) -> Manifest:
-    return schema.from_zarr_json(content, Manifest, str(path))
+    try:
+        return schema.from_zarr_json(content, Manifest, str(path))
+    except Damaged as error:
+        error.file = str(path)
+        raise
+
+
+def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manifest:
+    """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is another's, as a backup may leave it."""
+    name = path.parent.parent.name if is_manager_step else path.parent.name
+    number = re.search(r"[0-9]+\Z", name)
+    if (
+        (number is not None and int(number[0]) != manifest.step)
+        if is_manager_step
+        else name != layout.checkpoint_id(manifest.seq)
+    ):
+        raise Damaged(
+            f"{path} is the manifest of another checkpoint: of step {manifest.step}, sequence number {manifest.seq}", file=path
+        )
+    return manifest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -347,66 +452,156 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
-def commit(root: Place, manifest: Manifest) -> int:
+def commit(
+    root: Place,
+    manifest: Manifest,
+    durability: Durability = Durability.POWER,
+    still_ours: Callable[[], None] | None = None,
+) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    Raises ``RootBusy`` where another writer has taken the sequence number, or the lease.
+    ``still_ours``: raises where the right to write has been lost. Raises ``RootBusy`` where another writer has taken the sequence number, or
+    has gone beyond it: what a writer that was taken for dead has to say then comes too late, and what it stands on may be gone.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
+    if isinstance(root, Path):
+        _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
     valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
-    if not arrays.create_file(folder, "zarr.json", content, valid):  # <- the step exists from here on
+    if not arrays.create_file(folder, "zarr.json", content, durability, valid):  # <- the step exists from here on
         raise RootBusy(
             f"checkpoint {folder.name} of {root} was committed by {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
-    sync_directory(folder)
-    sync_directory(folder.parent)
     if isinstance(root, ObjectPath):
         place.written.leave_out(len(content))
+        return len(content)
+    try:
+        _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
+    except RootBusy:
+        (folder / "zarr.json").unlink(missing_ok=True)
+        raise
+    durability.sync_directory(folder)
+    durability.sync_directory(folder.parent)
     return len(content)
+
+
+def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
+    """Refuse to commit beside another writer: one that holds the root now, or one whose steps are newer."""
+    if still_ours is not None:
+        still_ours()
+    for entry in reversed(_scan(root / layout.CHECKPOINTS)):
+        if not layout.is_checkpoint_id(entry.name):
+            continue
+        if layout.seq_of(entry.name) <= manifest.seq:
+            return
+        if os.path.lexists(Path(entry.path) / "zarr.json"):
+            raise RootBusy(
+                f"{root} has been written by another since: step {manifest.step} would be checkpoint {manifest.seq}, but there is "
+                f"{entry.name}. Nothing was committed; open the root again"
+            )
 
 
 def describe_steps(steps: list[int]) -> str:
     """What a root has, in words short enough for an error."""
-    if not steps:
-        return "It has no committed step"
-    shown = (
-        ", ".join(map(str, steps))
-        if len(steps) <= 8
-        else f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
-    )
-    return f"Steps that it has: {shown}"
+    return f"Steps that it has: {_listed(steps)}" if steps else "It has no committed step"
 
 
-def newest_whole_step(root: Root, before: int | None = None) -> int | None:
-    """The newest training step whose segments are all there with the right tables; ``before``: a sequence number to stay under."""
-    for ref in reversed(root.checkpoints()):
-        if before is not None and ref.seq >= before:
-            continue
+def _listed(steps: list[int]) -> str:
+    if len(steps) <= 8:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:3]))}, ..., {', '.join(map(str, steps[-3:]))}"
+
+
+def whole_steps(
+    root: Root, needs: Callable[[Manifest, Sequence[Segment]], bool] = lambda manifest, segments: False
+) -> list[int]:
+    """The training steps whose segments are all there with the right tables, ascending; those that ``needs`` tells of are left out."""
+    found = {}
+    for ref in root.checkpoints():  # of a step that was saved again the newest is meant, whole or not
         try:
-            for segment in root.read(ref.manifest_path).segments:
-                root.store.segment(segment)
-        except DeltacheckError:
-            continue
-        return ref.step
-    return None
+            manifest = root.read(ref.manifest_path)
+            found[ref.step] = not needs(manifest, open_segments(root, manifest))
+        except (Damaged, FileNotFoundError):
+            found[ref.step] = False
+    return sorted(step for step, is_whole in found.items() if is_whole)
 
 
 def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
-    """The segments of a step in order; a missing one is a ``ChainBroken`` that names the step and the way out."""
+    """The segments of a step in order. Raises ``ChainBroken``, ``Damaged``, or ``StepNotFound`` where the step was deleted meanwhile."""
     try:
         return [root.store.segment(ref) for ref in manifest.segments]
-    except Damaged as error:
-        other = newest_whole_step(root, before=manifest.seq)
-        way_out = f"Newest earlier step that is whole: {other}" if other is not None else "No earlier step is whole"
-        raise type(error)(f"step {manifest.step} of {root.path}: {error}. {way_out}") from error
+    except ChainBroken as error:
+        if not _is_there(root, manifest):
+            raise StepNotFound(
+                f"step {manifest.step} of {root.path} was deleted while it was being opened. {describe_steps(root.steps())}. "
+                "A longer grace_seconds leaves more time"
+            ) from error
+        raise
+
+
+def way_out(steps: list[int]) -> str:
+    """What is left, for the end of an error."""
+    return f"Steps that still restore: {_listed(steps)}" if steps else "No other step restores"
+
+
+def _is_there(root: Root, manifest: Manifest) -> bool:
+    """Whether a step that was read still exists, in the form that was read."""
+    paths = root.manifest_paths()
+    if not root.is_manager_root:
+        return any(path.parent.name == layout.checkpoint_id(manifest.seq) for path in paths)
+    return any(brief.nonce == manifest.nonce for brief in root.briefs()[0].values()) or bool(root.briefs()[1])
 
 
 def _age(manifest_path: Place) -> tuple[int, str]:
     """What sorts manifests by age while they cannot be read: the number in the name of the checkpoint's or the step's directory."""
     name = next((p.name for p in manifest_path.parents if p.name.lstrip("c").isdigit()), "")
     return int(name.lstrip("c") or 0), name
+
+
+def _brief(manifest: Manifest) -> Brief:
+    needed = frozenset(ref.id for ref in manifest.segments)
+    return Brief(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, needed)
+
+
+def _stamp(path: Path) -> _Stamp:
+    """What changes with a file. A time alone would not do: clocks are set back, and numbers of deleted steps come again."""
+    status = os.lstat(path)  # of the file itself: a link that leads nowhere is damage, and not a deleted step
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _scan(path: Path) -> list[os.DirEntry[str]]:
+    """All that is in a local directory, ascending by name, or nothing where it is not there."""
+    try:
+        with os.scandir(path) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+
+
+def _is_empty(path: Place) -> bool:
+    """Whether a directory holds nothing but what the creation of a root begins with, which may have been cut short."""
+    if isinstance(path, ObjectPath):
+        groups = {f"{path.key}/{name}/zarr.json".lstrip("/") for name in (layout.SEGMENTS, layout.CHECKPOINTS)}
+        control = f"{path.key}/{layout.CONTROL}/".lstrip("/")
+        return all(key in groups or key.startswith(control) for key in path.keys())  # noqa: SIM118 - a path, not a mapping
+    for entry in path.iterdir():
+        if entry.name in (layout.SEGMENTS, layout.CHECKPOINTS):
+            if entry.is_symlink() or not entry.is_dir() or any(not _is_group_file(inner) for inner in entry.iterdir()):
+                return False
+        elif entry.name not in (layout.CONTROL, _COMMIT_MARK) and not _is_group_file(entry):
+            return False
+    return True
+
+
+def _is_group_file(path: Path) -> bool:
+    """A group's ``zarr.json`` that says nothing of its own, as far as it has been written."""
+    if path.name == f"zarr.json{arrays.UNFINISHED}":
+        return True
+    try:
+        return path.name == "zarr.json" and arrays.read_file(path, 4096) in (arrays.group_json({}), b"")
+    except (OSError, Damaged):
+        return False
 
 
 def _is_manager_step(entry: Place) -> bool:
@@ -422,16 +617,9 @@ def _item_manifests(step: Place, item: str | None) -> list[Place]:
 def _group_attributes(path: Place) -> dict[str, Any] | None:
     """Our attributes of a group, or ``None`` where it is not one of ours."""
     try:
-        about = json.loads(_first_bytes(path / "zarr.json", 1 << 20))["attributes"][layout.ATTRIBUTE]
+        about = json.loads(arrays.read_file(path / "zarr.json", 1 << 20))["attributes"][layout.ATTRIBUTE]
     except StorageFailed:
         raise
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged):
         return None
     return about if isinstance(about, dict) else None
-
-
-def _first_bytes(path: Place, most: int) -> bytes:
-    if isinstance(path, ObjectPath):
-        return path.read_bytes()[:most]
-    with path.open("rb") as file:
-        return file.read(most)

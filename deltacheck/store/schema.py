@@ -26,6 +26,12 @@ from deltacheck.store import layout
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 _MAX_ELEMENTS = 1 << 56
+_MAX_RANK = 64  # NumPy's
+_MAX_ARRAY_RANK = 32  # TensorStore's
+_MAX_CHUNK_BYTES = 64 << 20  # a reader holds a chunk or two beside what it gives; writers make them of about 1 MiB
+_MAX_DERIVED_DEPTH = 8  # leaves that follow from one another
+_MAX_SEQ = 10**10  # ten digits of a name
+_WRONG = (msgspec.ValidationError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 DERIVED = "derived"  # permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
 REPLAY = "replay"  # permanent: the feature of manifests whose leaves are the input of a replay
@@ -188,6 +194,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the
     epoch, for people only. ``contract``: the weakest that a leaf has. ``derived``: leaves of the tree that are not simply stored.
     ``contracts``: of leaves that are not exact. ``stage``: of the policy, ``warm``, ``stable`` or ``degraded``; none under the exact one.
+    ``durability``: what the save survived when it was acknowledged, a cut of ``power`` or the end of its ``process``.
     """
 
     format: str
@@ -207,6 +214,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     contracts: dict[str, Promise] = {}
     stage: str = ""
     replay: Replay | None = None  # None: nothing is replayed
+    durability: str = "power"
 
     @property
     def raw_bytes(self) -> int:
@@ -232,10 +240,22 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.leaves[path].digest if derived is None else derived.digest
 
 
-Document = TypeVar("Document", SegmentTable, Manifest)
+class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A name for one save: the one whose manifest has ``nonce``. ``step``: its training step; ``seq``: of its manifest when it was tagged."""
+
+    format: str
+    version: int
+    name: str
+    step: int
+    seq: int
+    nonce: str
+    must_understand: tuple[str, ...] = ()
 
 
-def to_attributes(document: SegmentTable | Manifest) -> dict[str, Any]:
+Document = TypeVar("Document", SegmentTable, Manifest, Tag)
+
+
+def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
     """The group attributes that carry ``document``, its checksum included."""
     body = msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
@@ -263,7 +283,7 @@ def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document
     try:
         document = msgspec.convert(body, kind)
         _CHECKS[kind](document)
-    except (msgspec.ValidationError, ValueError, TypeError, UnsupportedLeaf) as error:
+    except (*_WRONG, UnsupportedLeaf, Damaged) as error:
         raise Damaged(f"{where} is damaged: {error}") from error
     return document
 
@@ -296,7 +316,7 @@ def _parse(content: bytes) -> tuple[Any, bool]:
             return group, True
     except (ValueError, RecursionError, msgspec.MsgspecError):  # the other way says what is wrong, if anything is
         pass
-    return json.loads(content, object_pairs_hook=_no_duplicates), False
+    return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant), False
 
 
 def _quick_checksum(body: Mapping[str, Any]) -> str:
@@ -311,6 +331,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
 def _checksum(body: Mapping[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
@@ -319,15 +343,26 @@ def _checksum(body: Mapping[str, Any]) -> str:
 def _check_leaf(path: str, leaf: LeafEntry | LeafRecord) -> None:
     if not _is_possible(leaf.shape, leaf.chunk):
         raise ValueError(f"leaf {path!r} has the impossible shape {leaf.shape} or chunk {leaf.chunk}")
-    dtype_named(leaf.dtype)
+    chunk_bytes = math.prod(leaf.chunk) * dtype_named(leaf.dtype).item_bytes
+    if chunk_bytes > _MAX_CHUNK_BYTES:
+        raise ValueError(
+            f"leaf {path!r} has chunks of {chunk_bytes} bytes, more than the {_MAX_CHUNK_BYTES} that they may have"
+        )
 
 
 @lru_cache(1024)  # leaves have few shapes
 def _is_possible(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    return all(s >= 0 for s in shape) and math.prod(shape) <= _MAX_ELEMENTS and grid.is_contiguous(shape, chunk)
+    return _is_a_shape(shape) and grid.is_contiguous(shape, chunk)
+
+
+def _is_a_shape(shape: tuple[int, ...]) -> bool:
+    """Whether any leaf can have it: an empty one, too, must have a size along each of its other axes."""
+    return len(shape) <= _MAX_RANK and all(s >= 0 for s in shape) and math.prod(max(s, 1) for s in shape) <= _MAX_ELEMENTS
 
 
 def _check_manifest(manifest: Manifest) -> None:
+    if not 0 <= manifest.seq < _MAX_SEQ or manifest.step < 0:
+        raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
     for path, record in manifest.leaves.items():
         _check_leaf(path, record)
     seqs = [layout.seq_of(ref.id) if layout.is_segment_id(ref.id) else -1 for ref in manifest.segments]
@@ -340,7 +375,7 @@ def _check_manifest(manifest: Manifest) -> None:
     specs = manifest.specs
     for path, derived in manifest.derived.items():
         _check_derived(path, derived, manifest.leaves.get(path), specs)
-    graphlib.TopologicalSorter({path: derived.sources for path, derived in manifest.derived.items()}).prepare()  # no cycles
+    _check_order(manifest.derived)
     for path, promise in manifest.contracts.items():
         if path not in owners or (promise.from_step is None) != (name_of(promise.terms) != "reused"):
             raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
@@ -356,6 +391,15 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
 
 
+def _check_order(derived: Mapping[str, Derived]) -> None:
+    """No leaf may follow from itself, and none from too long a row of others: what each needs is walked without a memory."""
+    depths: dict[str, int] = {}
+    for path in graphlib.TopologicalSorter({path: one.sources for path, one in derived.items()}).static_order():
+        depths[path] = 1 + max((depths[source] for source in derived[path].sources), default=0) if path in derived else 0
+        if depths[path] > _MAX_DERIVED_DEPTH:
+            raise ValueError(f"leaf {path!r} follows from more than {_MAX_DERIVED_DEPTH} others in a row")
+
+
 def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
     """The leaves that a replay consumes, once everything that it names is known to be there."""
     if not replay.steps or owners & replay.inputs:
@@ -368,32 +412,42 @@ def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[s
     memory = {path for path, owner in tree.array_paths(replay.memory).items() if path == owner}
     if memory != set(replay.places) or len(set(replay.places.values())) != len(replay.places):
         raise ValueError("its replay works on other arrays than it names")
+    for step in replay.steps:
+        tree.array_paths(step.options)
     return replay.inputs
 
 
 def _check_derived(path: str, derived: Derived, record: LeafRecord | None, specs: Mapping[str, LeafSpec]) -> None:
-    if any(s < 0 for s in derived.shape) or math.prod(derived.shape) > _MAX_ELEMENTS:
+    if not _is_a_shape(derived.shape):
         raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
     dtype_named(derived.dtype)
     stored = None if record is None else record.dtype
-    codes = {"lattice": ("int32",), "octaves": ("uint8", "uint16")}.get(derived.how, (None,))
+    codes = {"lattice": "int32", "octaves": "uint8" if derived.fraction_bits == 0 else "uint16"}.get(derived.how)
     shapes = {specs[source].shape for source in derived.sources if source in specs}
     fits = (
         derived.how in ("cast", "same", "zeros", "lattice", "octaves")
-        and stored in codes
+        and stored == codes
         and (record is None or record.shape == derived.shape)
         and all(source in specs for source in derived.sources)
         and shapes <= {derived.shape}
         and (derived.how not in ("cast", "same") or bool(derived.of))
-        and (derived.how != "lattice" or (derived.dtype == "float32" and 0 < derived.spacing < math.inf))
+        and (derived.how != "cast" or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype)))
+        and (derived.how != "lattice" or (derived.dtype == "float32" and 2.0**-149 <= derived.spacing < 2.0**128))
+        and (derived.how != "lattice" or not derived.of or specs[derived.of].dtype == "bfloat16")
         and (derived.how != "octaves" or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7))
         and 0 <= derived.seed < 1 << 64
-        and 0 < derived.scale < math.inf
-        and (not derived.first or (derived.dtype == "float32" and 0 < derived.limit < math.inf))
+        and 0 < derived.scale < 2.0**128
+        and (derived.scale == 1.0 or derived.dtype == "float32")
+        and (not derived.first or derived.dtype == specs[derived.first].dtype == "float32")
+        and (not derived.first or 0 < derived.limit < math.inf)
         and (derived.how != "same" or specs[derived.of].dtype == derived.dtype)
     )
     if not fits:
         raise ValueError(f"leaf {path!r} cannot be derived as it says: {derived}")
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
 
 
 def _check_segment(table: SegmentTable) -> None:
@@ -419,8 +473,10 @@ def _check_segment(table: SegmentTable) -> None:
             rows.setdefault(part, []).append((first, count))
             raw_bytes[part] = raw_bytes.get(part, 0) + spec.raw_bytes
         if entry.key is not None and entry.key.array:
-            if entry.key.array in names or "/" in entry.key.array or entry.key.array.startswith("."):
+            if entry.key.array in names or not layout.is_array_name(entry.key.array):
                 raise ValueError(f"{entry.key.array!r} is not an array name, or stands twice")
+            if len(spec.shape) > _MAX_ARRAY_RANK:
+                raise ValueError(f"leaf {path!r} is an array of {len(spec.shape)} axes, more than {_MAX_ARRAY_RANK}")
             names.add(entry.key.array)
         elif entry.key is not None:
             if entry.key.packed != spec.element.storage:
@@ -452,4 +508,9 @@ def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
         raise ValueError(f"its leaves need {at} rows or elements of {what}, it declares {total}")
 
 
-_CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment}
+def _check_tag(tag: Tag) -> None:
+    if not layout.is_tag(tag.name) or tag.step < 0 or tag.seq < 0 or not tag.nonce:
+        raise ValueError(f"{tag} is not a tag")
+
+
+_CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment, Tag: _check_tag}

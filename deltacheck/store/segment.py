@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,11 @@ from numpy.typing import NDArray
 from deltacheck import grid
 from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
-from deltacheck.errors import ChainBroken, Damaged, SaveFailed
+from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
 from deltacheck.records import LeafSpec
-from deltacheck.store import arrays, layout, place, schema
+from deltacheck.store import arrays, chunk_files, layout, place, schema
 from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import ObjectPath, Place
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
@@ -90,8 +89,17 @@ class SegmentWriter:
     REQUIRES: calls come from one thread at a time.
     """
 
-    def __init__(self, root: Place, segment_id: str, where: ts.Context, streams: StreamWriter, effort: Effort) -> None:
+    def __init__(
+        self,
+        root: Place,
+        segment_id: str,
+        where: ts.Context,
+        streams: StreamWriter,
+        effort: Effort,
+        durability: Durability = Durability.POWER,
+    ) -> None:
         self._effort = effort
+        self._durability = durability
         self.id = segment_id
         self.path = root / layout.SEGMENTS / segment_id
         self._where = where
@@ -165,7 +173,9 @@ class SegmentWriter:
             try:
                 pending.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise SaveFailed(f"segment {self.id}: writing took longer than the deadline; the storage may hang") from None
+                raise StorageTimeout(
+                    f"segment {self.id}: writing took longer than the deadline; the storage may hang"
+                ) from None
         self._pending.clear()
         table = SegmentTable(
             format=layout.FORMAT,
@@ -180,10 +190,10 @@ class SegmentWriter:
         if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
             raise SaveFailed(f"segment {self.id}: its table does not decode to itself; this is a defect, please report it")
         for group in self._groups():
-            arrays.create_file(group, "zarr.json", arrays.group_json({}))
-        if not arrays.create_file(self.path, "zarr.json", content):
+            arrays.create_file(group, "zarr.json", arrays.group_json({}), self._durability)
+        if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
-        sync_tree(self.path)
+        self._durability.sync_tree(self.path)
         stored = place.written.take() if isinstance(self.path, ObjectPath) else arrays.bytes_on_disk(self.path)
         return SegmentRef(self.id, document_digest(content), stored)
 
@@ -198,26 +208,6 @@ def document_digest(content: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
-def sync_directory(path: Place) -> None:
-    """fsync a directory, so that the names in it survive a power cut. On an object store nothing: its answers say that it has the object."""
-    if isinstance(path, ObjectPath):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Place) -> None:
-    """fsync every directory of a tree and its ancestor's entry for it (TensorStore syncs files, not directories)."""
-    if isinstance(path, ObjectPath):
-        return
-    for directory, _, _ in os.walk(path):
-        sync_directory(Path(directory))
-    sync_directory(path.parent)
-
-
 class Segment:
     """A committed segment, opened for reading. REQUIRES: ``ref`` comes from a checked manifest."""
 
@@ -225,18 +215,22 @@ class Segment:
         self.id = ref.id
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
+        for folder in (self.path.parent, self.path):
+            chunk_files.check_directory(folder)
         try:
             content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
-            raise ChainBroken(f"segment {ref.id} is not in {root}") from None
+            raise ChainBroken(f"segment {ref.id} is not in {root}", file=self.path / "zarr.json") from None
         if document_digest(content) != ref.digest:
             raise Damaged(
-                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}"
+                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}",
+                file=self.path / "zarr.json",
             )
         self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
         if self.table.id != ref.id:
-            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}")
+            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}", file=self.path / "zarr.json")
         self._parts: dict[int, PartReader] = {}
+        self.pin: object = None  # what keeps the segment from being removed lives as long as it
 
     def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
         """Begin to read the indexes of some parts and, if asked, the chunk digests: what ``part(number).index`` and ``digests`` wait for."""
@@ -247,7 +241,7 @@ class Segment:
 
     @cached_property
     def _digests(self) -> Reading:
-        return ReadableArray(self.path / layout.DIGESTS, digests_spec(self.table.digests), self._where).start()
+        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where).start()
 
     @cached_property
     def digests(self) -> U64:
@@ -257,12 +251,12 @@ class Segment:
     def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
-        array = ReadableArray(self.path / layout.LEAVES / name, natural_spec(spec), self._where)
+        array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._where)
         return array.start_into(out.view(spec.element.storage).reshape(shape), box)
 
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
-        folder = self.path / layout.PACKED
+        folder = self._folder(layout.PACKED)
         return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
 
     def start_packed(self, storage: str, offset: int, count: int) -> Reading:
@@ -271,9 +265,17 @@ class Segment:
 
     def part(self, number: int) -> PartReader:
         if number not in self._parts:
-            path = self.path / layout.DELTA / str(number)
+            path = self._folder(layout.DELTA, str(number))
             self._parts[number] = PartReader(path, self.table.parts[number], self._where)
         return self._parts[number]
+
+    def _folder(self, *names: str) -> Place:
+        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the root."""
+        path = self.path
+        for name in names:
+            path = path / name
+            chunk_files.check_directory(path)
+        return path
 
     def group_paths(self) -> list[Place]:
         """The groups below the segment's own."""
@@ -285,6 +287,20 @@ class Segment:
         }
         found = [self.path / name for name, holds in present.items() if holds]
         return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
+
+    def leaves_in(self, file: str) -> list[str]:
+        """The leaves that need an array of this segment, or a file of it; its table and its digests are needed by all."""
+        inside = file.removeprefix(f"{self.path}/").split("/")
+        match inside[:2]:
+            case (layout.LEAVES, name):
+                return [path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.array == name]
+            case (layout.PACKED, storage):
+                return [
+                    path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.packed == storage
+                ]
+            case (layout.DELTA, number):
+                return [path for path, entry in self.table.leaves.items() if any(str(run[0]) == number for run in entry.delta)]
+        return list(self.table.leaves)
 
     def array_specs(self) -> dict[Place, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""
@@ -311,8 +327,12 @@ class PartReader:
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``."""
-        return np.asarray(self._index.result(), np.uint32)
+        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk: sizes are computed from them all."""
+        index = np.asarray(self._index.result(), np.uint32)
+        known = np.isin(index[:, WORD_BYTES], (1, 2, 4, 8)) & (index[:, METHOD] > 0) & (index[:, METHOD] <= codec_format.RAW)
+        if not known.all():
+            raise Damaged(f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or word size")
+        return index
 
     @cached_property
     def _index(self) -> Reading:
@@ -331,7 +351,10 @@ class PartReader:
         for name, ends in offsets.items():
             length = self._part.streams[name].length if name in self._part.streams else 0
             if int(ends[-1]) != length:
-                raise Damaged(f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}")
+                raise Damaged(
+                    f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}",
+                    file=self._path / name,
+                )
         return offsets
 
     @cached_property

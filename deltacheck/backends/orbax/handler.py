@@ -22,9 +22,10 @@ from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
 from deltacheck.backends.orbax.load import abstract_tree, restore_tree
 from deltacheck.backends.orbax.writer import has_store
-from deltacheck.errors import NotACheckpointRoot, SaveFailed
+from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
-from deltacheck.store.root import Root, open_root, read_manifest
+from deltacheck.store.durability import Durability
+from deltacheck.store.root import Root, check_place, open_root, read_manifest, way_out, whole_steps
 from deltacheck.store.schema import Manifest
 
 
@@ -35,7 +36,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the
     training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. ``grace_seconds``: how long
     segments that no step needs stay for readers that began before; longer: safer for slow readers, shorter: disk space sooner.
-    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``read_only``: restores keep no copy of the
+    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``durability``: what our files survive when our future
+    is done. ``"power"``: a power cut, at the cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
+    this process, however it comes; saves end sooner, but a power cut may take the last ones, or leave steps that are listed and raise
+    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``read_only``: restores keep no copy of the
     state to go on from, and saves are refused.
 
     One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
@@ -50,6 +54,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         host_cache_bytes: int = 256 << 20,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
+        durability: str = "power",
         read_only: bool = False,
     ) -> None:
         self._root = None if root is None else Path(root).absolute()
@@ -57,6 +62,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._host_cache_bytes = host_cache_bytes
         self._grace_seconds = grace_seconds
         self._io_timeout_seconds = io_timeout_seconds
+        self._durability = Durability.of(durability)
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
@@ -150,7 +156,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
-            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds)
+            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability)
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:
@@ -166,10 +172,18 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """The root whose segments a step needs, and its manifest. A step of another root brings the store beside it."""
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
-            return open_root(path), read_manifest(place.directory / "zarr.json")
+            root = open_root(path)
+            try:
+                manifest = read_manifest(place.directory / "zarr.json")
+                is_step = root.is_manager_root and place.root == root.path
+                return root, check_place(place.directory / "zarr.json", manifest, True) if is_step else manifest
+            except Damaged as error:
+                message = f"step {place.step} of {path}: {error}. {way_out(whole_steps(root))}"
+                raise type(error)(message, file=error.file) from error
         except FileNotFoundError:
             raise NotACheckpointRoot(
-                f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
+                f"step {place.step}: {place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs, or has "
+                f"lost it. {way_out(whole_steps(open_root(path)))}"
             ) from None
 
 

@@ -18,15 +18,16 @@ from deltacheck.backends.orbax._orbax import ItemPlace
 from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
 from deltacheck.backends.orbax.writer import Writer, holders, writer_of
+from deltacheck.deadline import Deadline
 from deltacheck.errors import DeltacheckError, SaveFailed
 from deltacheck.handle import SaveHandle
 from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
+from deltacheck.store.durability import Durability
 from deltacheck.store.root import encode_manifest
 from deltacheck.store.schema import Manifest
-from deltacheck.store.segment import sync_directory
 from deltacheck.tree import Flat
 
 log = logging.getLogger("deltacheck")
@@ -50,11 +51,19 @@ class Item:
     Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out.
     """
 
-    def __init__(self, root: Path, policy: Policy, host_cache_bytes: int, io_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: Policy,
+        host_cache_bytes: int,
+        io_timeout_seconds: float,
+        durability: Durability = Durability.POWER,
+    ) -> None:
         self.root = root
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
+        self._durability = durability
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._adopted: tuple[Restored, Manifest] | None = None
@@ -83,7 +92,7 @@ class Item:
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         sources = _sources(plan.rest) | dict(plan.sources)
         saver.number_from(writer.take_seq())
-        gate = Gate(place.directory, self._io_timeout_seconds)
+        gate = Gate(place.directory, self._io_timeout_seconds, self._durability)
         with leaves.own_rules():
             handle = saver.save(
                 step,
@@ -125,11 +134,14 @@ class Item:
         except (DeltacheckError, TimeoutError) as error:
             log.error("while closing: %s", error)
         finally:
-            self.writer.release(self)
+            if self._saver is None:
+                self.writer.release(self)
+            elif self._saver.is_ours():
+                self._saver.when_stopped(partial(self.writer.release, self))
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or self.writer is None:
-            self.writer = writer_of(self.root, self)
+            self.writer = writer_of(self.root, self, self._durability)
             self._saver = Saver(
                 self.writer.store,
                 leaf_codec(),
@@ -184,9 +196,10 @@ def _itself(value: object) -> object:
 class Gate:
     """What holds a manifest back until Orbax has created the directory that it belongs to."""
 
-    def __init__(self, directory: Path, timeout_seconds: float) -> None:
+    def __init__(self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER) -> None:
         self._directory = directory
-        self._timeout_seconds = timeout_seconds
+        self._durability = durability
+        self.timeout_seconds = timeout_seconds
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._verdict = ""  # of the first to speak; "" until then
@@ -210,14 +223,14 @@ class Gate:
 
         Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
         """
-        if not self._changed.wait(self._timeout_seconds):
-            raise SaveFailed(f"Orbax did not create {self._directory} within {self._timeout_seconds:.0f} s")
+        if not self._changed.wait(self.timeout_seconds):
+            raise SaveFailed(f"Orbax did not create {self._directory} within {self.timeout_seconds:g} s")
         if self._verdict != "open":
             raise SaveFailed(f"step {manifest.step} was not committed: {self._verdict} before its directory existed")
         content = encode_manifest(manifest)
-        if not arrays.create_file(self._directory, "zarr.json", content):
+        if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(f"{self._directory} already holds a manifest; two handlers save the same item")
-        sync_directory(self._directory)
+        self._durability.sync_directory(self._directory)
         return len(content)
 
 
@@ -240,10 +253,10 @@ class Commit:
             self._opening.close()  # Orbax's thread may wait for the directory for minutes yet, and will not run it
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the commit. Raises what failed it, ``TimeoutError``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._directory_created.result(timeout)
-        self.handle.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed it, ``TimeoutError``."""
+        deadline = Deadline.after(timeout)
+        self._directory_created.result(self.gate.timeout_seconds if timeout is None else timeout)
+        self.handle.result(deadline.left)
 
     def cancel(self) -> None:
         """Give the save up, if its directory does not exist yet."""

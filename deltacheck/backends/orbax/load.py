@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from deltacheck import restore, tree
+from deltacheck import damage, restore, tree
 from deltacheck.backends.base import match_targets, place_numpy
 from deltacheck.backends.orbax import leaves
 from deltacheck.chain import Chain
@@ -94,13 +94,14 @@ def restore_tree(
     log: Log | None = None,
 ) -> Restored:
     """Restore a step, or only the leaves ``paths`` of it."""
-    owners = tree.array_paths(manifest.tree)
-    restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
-    read = None
-    if log is not None and manifest.replay is not None and paths is None:
-        read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
-    with leaves.own_rules():
-        return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
+    with damage.named(root, manifest):
+        owners = tree.array_paths(manifest.tree)
+        restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
+        read = None
+        if log is not None and manifest.replay is not None and paths is None:
+            read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
+        with leaves.own_rules():
+            return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
 
 
 def _restore_tree(
@@ -123,7 +124,7 @@ def _restore_tree(
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
-        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()])
+        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()], max_bytes=max_bytes)
         return Restored(make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
@@ -143,7 +144,7 @@ def _restore_tree(
 
 
 def _read(root: Root, manifest: Manifest, max_bytes: int | None) -> Read:
-    found = restore.resolve(root, manifest)
+    found = restore.resolve(root, manifest, max_bytes=max_bytes)
     bases: dict[str, U8] = {}
     return Read(restore.load(found, max_bytes=max_bytes, stored=bases), restore.stored_chains(found.values()), bases)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import weakref
@@ -12,13 +11,17 @@ from typing import Any
 
 from orbax import checkpoint as ocp
 
+from deltacheck import exits
+from deltacheck.backends.orbax._orbax import await_renames
+from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
+from deltacheck.deadline import Deadline
 from deltacheck.policy import Policy
 from deltacheck.store import place
-
-log = logging.getLogger("deltacheck")
+from deltacheck.store.durability import Durability
 
 _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()  # with their handlers
+_last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
 
 
 def manager(
@@ -30,6 +33,8 @@ def manager(
     host_cache_bytes: int = 256 << 20,
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
+    durability: str = "power",
+    exit_timeout_seconds: float = 120.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
     """An ``ocp.CheckpointManager`` whose steps are saved with ``DeltaSaveArgs`` and restored with ``DeltaRestoreArgs``.
@@ -41,7 +46,14 @@ def manager(
     ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
     of an object store.
 
-    A save under way when the interpreter exits is finished first; plain Orbax loses it.
+    ``durability``: what a step survives once ``wait_until_finished`` has returned (or, without Orbax's asynchronous saves, ``save``).
+    ``"power"``: a power cut. Plain Orbax syncs neither its metadata nor the renames that make a step exist, and deletes older steps after
+    them; here both are synced, the metadata before the rename and the rename before any deletion. Costs a flush of the disk's cache for each file and
+    directory. ``"process"``: only the end of this process; nothing is synced, a power cut may take the last steps.
+
+    A save under way when the interpreter exits is finished first; plain Orbax loses it. Where it fails then, or takes longer than
+    ``exit_timeout_seconds``, that is said on stderr, and the exit status is 120; in the second case the process ends at once, since
+    Orbax's threads would keep it. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
     path = place.local(root, "a CheckpointManager with our handler").absolute()
     handler = DeltaCheckpointHandler(
@@ -50,15 +62,20 @@ def manager(
         host_cache_bytes=host_cache_bytes,
         grace_seconds=grace_seconds,
         io_timeout_seconds=io_timeout_seconds,
+        durability=durability,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for item in dict.fromkeys((None, "default", *items)):  # None: any name that is not registered
         registry.add(item, DeltaSaveArgs, handler)
         registry.add(item, DeltaRestoreArgs, handler)
+    if Durability.of(durability).syncs:
+        options = with_durable_steps(path, options)
     made = ocp.CheckpointManager(path, options=options, handler_registry=registry, metadata=metadata)
     _finish_at_exit()
     _open[made] = handler
+    _last_saves[made] = saves = LastSave(made, exit_timeout_seconds)
+    exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
     return made
 
 
@@ -70,6 +87,26 @@ def handler_of(manager: Any) -> DeltaCheckpointHandler:
         raise ValueError(f"{manager!r} was not made by deltacheck.backends.orbax.manager") from None
 
 
+class LastSave:
+    """What ``exits`` needs to know of a manager, without keeping it alive."""
+
+    def __init__(self, manager: Any, seconds: float) -> None:
+        self._manager = weakref.ref(manager)
+        self._owner = os.getpid()
+        self.seconds = seconds
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until Orbax has done with the manager's last save; raises what failed it if this thread does not know yet, or ``TimeoutError``."""
+        made, deadline = self._manager(), Deadline.after(timeout)
+        if made is None or os.getpid() != self._owner:
+            return
+        if not await_renames(deadline):  # Orbax's own wait has no deadline
+            raise TimeoutError(f"Orbax has not finished it after {timeout:g} s")
+        made.wait_until_finished()
+
+    close = wait  # the manager itself stays open: Orbax may be about to close it
+
+
 @functools.cache
 def _finish_at_exit() -> None:
     # Not atexit: that comes after the executors are gone, and Orbax needs them for its renames. These callbacks come before.
@@ -77,8 +114,13 @@ def _finish_at_exit() -> None:
 
 
 def _finish_all() -> None:
-    for made in list(_open):
+    deadlines = [(saves, made.directory, Deadline.after(saves.seconds)) for made, saves in list(_last_saves.items())]
+    for saves, where, deadline in deadlines:
+        message = f"{where}: the last save did not become a checkpoint"
+        exits.forget(saves)
         try:
-            made.wait_until_finished()
-        except Exception:
-            log.exception("at exit: the last save of %s failed", made.directory)
+            saves.wait(deadline.left)
+        except TimeoutError as error:
+            exits.end_now(f"{message}. {error}")
+        except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C: it ends this wait, and must be told
+            exits.fail(f"{message}. {error or type(error).__name__}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deltacheck.store import collect
+from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store
 
@@ -34,8 +35,8 @@ holders: weakref.WeakSet[Holder] = weakref.WeakSet()  # all of this process
 class Writer:
     """Made by ``writer_of``, one a root and process; released by every handler that has it."""
 
-    def __init__(self, path: Path) -> None:
-        self.store: Store = create_manager_store(path)
+    def __init__(self, path: Path, durability: Durability) -> None:
+        self.store: Store = create_manager_store(path, durability=durability)
         self.root = Root(path, self.store)
         self._path = path
         self._lease = Lease(self.store.path)
@@ -68,16 +69,20 @@ class Writer:
                 _writers.pop(self._path, None)
 
 
-def writer_of(path: Path, user: object) -> Writer:
+def writer_of(path: Path, user: object, durability: Durability = Durability.POWER) -> Writer:
     """The right of this process to write to the root ``path``, taken where it does not have it yet; ``user`` must release it.
 
     Raises ``RootBusy`` naming the holder where another process has it, ``OSError`` where the root cannot be written,
-    ``UnsupportedFormat``.
+    ``UnsupportedFormat``, ``ValueError`` where another handler of this process writes to it with another ``durability``.
     """
     with _lock:
         writer = _writers.get(path)
         if writer is None:
-            writer = _writers[path] = Writer(path)
+            writer = _writers[path] = Writer(path, durability)
+        elif writer.store.durability is not durability:
+            raise ValueError(
+                f"{path} is already written with durability={writer.store.durability.value!r}; handlers of one root share it"
+            )
         writer._users.add(user)
         return writer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -55,9 +56,13 @@ class Capture:
         for path, spec in specs.items():
             value = flat.arrays[path]
             guarded = isinstance(value, torch.Tensor) and leaves.is_plain(value) and value.untyped_storage().data_ptr() in owned
-            check = unchanged_check(path, value) if guarded and isinstance(value, torch.Tensor) else None
+            alias = value.detach() if guarded and isinstance(value, torch.Tensor) else None  # of the memory as it is now
+            check = None if alias is None else unchanged_check(path, alias)
             if path not in there:
-                sources[path] = LeafSource(spec, partial(leaves.bytes_of, value), lazy=guarded, recheck=check)
+                current = (
+                    partial(leaves.bytes_of, value) if alias is None or check is None else partial(_unchanged, alias, check)
+                )
+                sources[path] = LeafSource(spec, current, lazy=guarded, recheck=check)
             elif self._on_device[there[path]]:
                 sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
             elif self._in_order:
@@ -98,6 +103,11 @@ def _held(value: object, owned: set[int]) -> torch.Tensor:
 
 def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
     return Staging({"": (device, tensor)}, tensor.numel()).take("")
+
+
+def _unchanged(tensor: torch.Tensor, check: Callable[[], None]) -> NDArray[np.uint8]:
+    check()  # before it is read, too: freed memory must not be
+    return leaves.bytes_of(tensor)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

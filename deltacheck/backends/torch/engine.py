@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import time
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck import restore, tree
+from deltacheck import damage, exits, restore, retain, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
@@ -25,9 +23,11 @@ from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
 from deltacheck.errors import DeltacheckError
 from deltacheck.handle import SaveHandle
-from deltacheck.policy import Policy
+from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect, place
+from deltacheck.store import collect, place, tags
+from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, Store, commit
@@ -52,10 +52,18 @@ class Engine:
     copies, least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA tensors where enough
     memory is free at the first save, else ``"host"``; shadows of host tensors are always on the host. ``effort``: of
     the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training;
-    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``keep_last``:
-    delete older checkpoints (default: keep all). ``grace_seconds``: how long unneeded segments stay for readers that began
-    before. ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``exit_timeout_seconds``: longest
-    wait for pending saves at interpreter exit. ``storage``: how an object store is reached (default: by the environment alone).
+    ``"auto"`` goes by whether saves wait for the storage or for the processor. ``durability``: what an acknowledged save survives.
+    ``"power"``: a power cut; every file and directory entry is synced first, which costs a flush of the disk's cache for each.
+    ``"process"``: only the end of this process, however it comes; nothing is synced and saves end sooner, but a power cut or a crash of
+    the operating system may take the last saves, or leave steps that are listed and raise ``Damaged``. ``keep_last``, ``keep_every``,
+    ``keep_best``: after each save, delete the checkpoints that none of them keeps (default: keep all): so many of the newest, steps that
+    a number divides, those with the best metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any
+    case. Larger: more to go back to, more disk space. ``grace_seconds``: how long unneeded segments stay for readers that are about to
+    open them; what a reader has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is
+    given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails then, or takes longer, that
+    is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
+    process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
+    ``storage``: how an object store is reached (default: by the environment alone).
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
     ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
@@ -73,7 +81,10 @@ class Engine:
         capture: str = "auto",
         shadow: str = "auto",
         effort: str = "normal",
+        durability: str = "power",
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: KeepBest | Iterable[KeepBest] = (),
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -85,17 +96,16 @@ class Engine:
             raise ValueError(f"shadow must be 'auto', 'device', 'host' or 'none', not {shadow!r}")
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+        best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
+        self._retention = Retention(keep_last, keep_every, best)
         path = place.of(root, storage).absolute()
-        store = Store.create(path)
+        store = Store.create(path, durability=Durability.of(durability))
         self._lease = Lease(path)
         self._root = Root(path, store)
         self._on_busy = on_busy
         policy = policy or Policy.exact()
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
-        self._keep_last = keep_last
         self._grace_seconds = grace_seconds
         try:
             self._saver = Saver(
@@ -112,8 +122,9 @@ class Engine:
         except BaseException:
             self._lease.release()
             raise
+        self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
-        self._at_exit = _close_at_exit(self, exit_timeout_seconds)
+        exits.finish_at_exit(self, str(path), exit_timeout_seconds)
 
     @property
     def root(self) -> Path | ObjectPath:
@@ -182,42 +193,90 @@ class Engine:
         self._guard.add(optimizer)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout`` seconds."""
+        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout``
+        seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice ``io_timeout_seconds``.
+        """
         self._saver.wait(timeout)
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
         return self._root.steps()
 
+    def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
+        """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it stays until the tag is taken away.
+
+        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step.
+        Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
+        """
+        tags.put(self._root, step, name, move=move)
+
+    def untag(self, name: str) -> None:
+        """Take a tag away. Raises ``StepNotFound`` where there is none."""
+        tags.remove(self._root, name)
+
+    def tags(self) -> dict[str, int]:
+        """The tags and their training steps."""
+        return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
+
+    def delete(self, step: int) -> None:
+        """Delete a committed step; other steps stay whole, whatever they share with it.
+
+        Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
+        """
+        self._lease.check()
+        retain.delete(self._root, step, still_ours=self._lease.check)
+
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         into: object = None,
         *,
         contract: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
+        fallback: bool = False,
     ) -> Any:
-        """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
+        """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
         its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
         ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
         comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
-        state beside it).
+        state beside it). ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older
+        values, and saves those steps again; ``engine.restored_step`` and a warning in the log say which.
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
-        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming leaf, segment and way out).
+        (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore).
         """
         self._saver.check_usable()
         self._saver.wait()
-        manifest = self._root.manifest(step)
+
+        def give(manifest: Manifest) -> Any:
+            with damage.named(self._root, manifest):
+                return self._give(manifest, into, contract, optimizer, max_bytes)
+
+        if fallback:
+            manifest, state = damage.newest_whole(self._root, step, give)
+        else:
+            manifest = self._root.manifest(step)
+            state = give(manifest)
+        self.restored_step = manifest.step
+        return state
+
+    def _give(
+        self,
+        manifest: Manifest,
+        into: object,
+        contract: str | None,
+        optimizer: torch.optim.Optimizer | None,
+        max_bytes: int | None,
+    ) -> Any:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest, stored=optimizer is not None)
+        found = restore.resolve(self._root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         inputs: set[str] = set()
@@ -236,14 +295,25 @@ class Engine:
         return state
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than once does nothing."""
+        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than once does nothing.
+
+        Where time ran out, the saves go on as long as the process lives, and the root is given back after them. In a forked
+        child: does nothing to its parent's saves.
+        """
         self._guard.close()
-        atexit.unregister(self._at_exit)
+        exits.forget(self)
+        if not self._saver.is_ours():
+            return
         try:
             self._saver.close(timeout)
             self._root.store.close()
         finally:
-            self._lease.release()
+            self._saver.when_stopped(self._lease.release)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied: it holds its root. Save in the process that opened it, or open another root there"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -257,20 +327,18 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> int:
-        written = commit(self._root.path, manifest)
-        if self._keep_last is not None:
+        written = commit(self._root.path, manifest, self._root.store.durability, self._lease.check)
+        if not self._retention.keeps_all:
             try:
-                self._retain(self._keep_last)
+                self._retain()
             except Exception:
                 log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
         return written
 
-    def _retain(self, keep_last: int) -> None:
-        checkpoints = self._root.checkpoints()
-        for old in checkpoints[: max(0, len(checkpoints) - keep_last)]:
-            collect.delete_checkpoint(self._root, old.seq)
-        if len(checkpoints) > keep_last:
-            collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+    def _retain(self) -> None:
+        retain.prune(self._root, self._retention, still_ours=self._lease.check)
+        self._lease.check()
+        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
 
 
 def _fill(value: object, item: restore.Loaded) -> object:
@@ -283,19 +351,3 @@ def _fill(value: object, item: restore.Loaded) -> object:
         np.copyto(value, restore.as_array(item))
         return value
     return restore.as_array(item)[()]
-
-
-def _close_at_exit(engine: Engine, timeout: float) -> Any:
-    """Finish pending saves when the interpreter ends, without keeping the engine alive."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        living = reference()
-        if living is not None:
-            try:
-                living.close(timeout)
-            except (DeltacheckError, TimeoutError) as error:
-                log.error("at exit: %s", error)
-
-    atexit.register(close)
-    return close

@@ -72,12 +72,14 @@ class GradientLog:
         self._seconds = 0.0
         return handle
 
-    def restore(self, step: int | None = None, into: object = None, *, max_bytes: int | None = None) -> Any:
+    def restore(
+        self, step: int | None = None, into: object = None, *, max_bytes: int | None = None, fallback: bool = False
+    ) -> Any:
         """As ``Engine.restore`` with the log's optimizer, whose class does the replay and whose tensors are not touched.
 
         The next save stores the state itself.
         """
-        return self._engine.restore(step, into, optimizer=self._optimizer, max_bytes=max_bytes)
+        return self._engine.restore(step, into, optimizer=self._optimizer, max_bytes=max_bytes, fallback=fallback)
 
     def close(self) -> None:
         """Take no part in the optimizer's steps any more. The engine stays open."""

@@ -59,13 +59,20 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def unchanged_check(path: str, tensor: torch.Tensor) -> Callable[[], None]:
-    """A check for after the capture: raises ``SnapshotTorn`` where the tensor was written to since now.
+    """A check for before and after the capture: raises ``SnapshotTorn`` where the tensor was written to since now, or its memory freed.
 
-    Sees every in-place torch operation; not writes through ``.data``, NumPy or DLPack, which leave no trace.
+    Sees every in-place torch operation; not writes through ``.data``, NumPy or DLPack, which leave no trace. REQUIRES: the tensor is the
+    caller's alone, an alias: what others make of theirs (``p.data = ...``) does not change which memory it has.
     """
-    version = tensor._version
+    version, storage = tensor._version, tensor.untyped_storage()
+    memory = storage.data_ptr(), storage.nbytes()
 
     def check() -> None:
+        if (storage.data_ptr(), storage.nbytes()) != memory:
+            raise SnapshotTorn(
+                f"the memory of leaf {path!r} was freed or resized after save() and before its capture had finished. "
+                "Call engine.before_update() before that, or use Engine(capture='eager')"
+            )
         if tensor._version != version:
             raise SnapshotTorn(
                 f"leaf {path!r} was written to after save() and before its capture had finished (version {version}, now {tensor._version}). "

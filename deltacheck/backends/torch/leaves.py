@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -83,13 +83,16 @@ def place(item: Loaded, tag: str | None) -> object:
     return tensor_of(item).clone() if found is None else found
 
 
-def tree_of(skeleton: Node, loaded: Mapping[str, Loaded]) -> object:
-    """The nested state of a step with its leaves in memory of their own, tied leaves as one."""
+def tree_of(
+    skeleton: Node, loaded: Mapping[str, Loaded], move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> object:
+    """The nested state of a step with its leaves in memory of their own, tied leaves as one. ``move``: called with each tensor once."""
     placed: dict[tuple[str, str | None], object] = {}
 
     def put(path: str, owner: str, tag: str | None) -> object:
         if (owner, tag) not in placed:
-            placed[owner, tag] = place(loaded[owner], tag)
+            leaf = place(loaded[owner], tag)
+            placed[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
         return placed[owner, tag]
 
     return unflatten(skeleton, put)

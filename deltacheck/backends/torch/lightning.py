@@ -1,0 +1,160 @@
+"""Lightning's ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of one root, written behind the training.
+
+Lightning names files, looks for them and removes them. So each path that it saves to becomes a *pointer* (``pointer.py``), which
+appears when the step is committed. Removing or replacing the file deletes the step that it stood for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from deltacheck.backends.torch import pointer, rng
+from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.load import load
+from deltacheck.handle import SaveHandle
+from deltacheck.store import collect, place
+
+# Both distributions of Lightning have one, and each Trainer asks for its own.
+_INTERFACES = ("lightning.fabric.plugins.io.checkpoint_io", "lightning_fabric.plugins.io.checkpoint_io")
+_RNG = "deltacheck.rng"  # permanent: key of the random states in a checkpoint
+
+
+class DeltaCheckIO:
+    """A ``CheckpointIO`` for Lightning.
+
+    ``root``: where to (default: ``deltacheck`` beside the first file that is saved). ``rng``: save the random states, too, and put
+    them back when a checkpoint is loaded, so that a resumed training goes on bit for bit; Lightning saves none. Without it, loading
+    leaves the generators alone. All else: options of ``Engine``, but for ``keep_last``: Lightning says what is removed.
+
+    ``save_checkpoint`` returns while the checkpoint is written. What fails it is raised by the next call, or at the end of
+    the training. Raises ``ModuleNotFoundError`` without Lightning.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, *, rng: bool = False, **engine: Any) -> None:
+        if "keep_last" in engine:
+            raise ValueError("Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not keep_last")
+        _register(type(self))
+        self._folder = None if root is None else Path(root)
+        self._rng = rng
+        self._options = engine
+        self._engine: Engine | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
+        """Save a checkpoint as Lightning made it.
+
+        Raises ``UnsupportedLeaf`` naming what of it cannot be kept exactly (a hyperparameter that is an object, say), ``TypeError``
+        for ``storage_options``, which has no meaning here, and what failed an earlier save.
+        """
+        if storage_options is not None:
+            raise TypeError("DeltaCheckIO takes no storage_options; give it the options of Engine when it is made")
+        self._settle(wait=False)
+        target = Path(path).absolute()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self._engine is None:
+            self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)
+        whole = {**checkpoint, _RNG: rng.states()} if self._rng else checkpoint
+        handle = self._engine.save(int(checkpoint.get("global_step", 0)), whole)
+        self._later(_publish, self._engine, handle, target)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved to ``path``; ``map_location`` as ``torch.load`` has it. No code of the checkpoint is run.
+
+        Raises ``FileNotFoundError``, ``NotACheckpointRoot`` for a file that ``DeltaCheckIO`` did not make, and what ``load`` raises.
+        """
+        self._settle()
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        found: dict[str, Any] = load(path, map_location=map_location)
+        states = found.pop(_RNG, None)
+        if self._rng and states is not None:
+            rng.restore(states)
+        return found
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete the file and the step that it stands for, once what is under way is done."""
+        self._settle(wait=False)
+        target = Path(path).absolute()
+        if self._engine is not None:
+            self._later(_remove, self._engine, target)
+        elif target.exists():
+            with Engine(pointer.read(target).root, **self._options) as engine:
+                _remove(engine, target)
+
+    def teardown(self) -> None:
+        """Wait for what is under way and give the root back. Raises what failed."""
+        worker, engine, self._worker, self._engine = self._worker, self._engine, None, None
+        try:
+            self._settle()
+        finally:
+            if worker is not None:
+                worker.shutdown()
+            if engine is not None:
+                engine.close()
+
+    def _later(self, do: Callable[..., None], *arguments: object) -> None:
+        """Do it behind the training, after all that was asked for before."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="deltacheck-files")
+        self._under_way.append(self._worker.submit(do, *arguments))
+
+    def _settle(self, wait: bool = True) -> None:
+        """Raise what failed, once. ``wait``: for what is under way, too."""
+        done = [task for task in self._under_way if wait or task.done()]
+        self._under_way = [task for task in self._under_way if task not in done]
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+
+def _register(kind: type) -> None:
+    """Be a ``CheckpointIO`` to every Lightning that is imported, or to the one that is there."""
+    if not any(name in sys.modules for name in _INTERFACES):
+        for name in _INTERFACES:
+            try:
+                importlib.import_module(name)
+                break
+            except ModuleNotFoundError:
+                continue
+        else:
+            raise ModuleNotFoundError("DeltaCheckIO needs Lightning: pip install 'deltacheck[lightning]'")
+    for name in _INTERFACES:
+        if name in sys.modules:
+            sys.modules[name].CheckpointIO.register(kind)
+
+
+def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
+    """Let the file stand for the step, once that is committed."""
+    report = handle.result()
+    if report is None:  # skipped, as on_busy="skip" wants it
+        return
+    before = pointer.read(path) if pointer.is_pointer(path) else None
+    pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
+    if before is not None:
+        _delete(engine, before)
+
+
+def _remove(engine: Engine, path: Path) -> None:
+    if path.exists():
+        target = pointer.read(path)
+        path.unlink()
+        _delete(engine, target)
+
+
+def _delete(engine: Engine, target: pointer.Pointer) -> None:
+    if target.root == _root(engine) and target.seq in [ref.seq for ref in engine._root.checkpoints()]:
+        collect.delete_checkpoint(engine._root, target.seq)
+        collect.collect(engine._root, grace_seconds=engine._grace_seconds, protected=engine._saver.protected_segments())
+
+
+def _root(engine: Engine) -> Path:
+    return place.local(engine.root, "Lightning's plugin").resolve()

@@ -1,0 +1,241 @@
+"""Makes the golden checkpoints of a release: `python tests/golden/make.py tests/golden/<version>`, once, by that release's code.
+
+Later releases read them (tests/test_golden.py), and encode the same states to the same arrays. Never make them again: a folder here is what
+a release has written, and a reader that no longer takes it has broken the format. The states are whole numbers and what follows from
+them by operations that IEEE 754 fixes, so they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import deltacheck
+from deltacheck import Policy, tree
+from deltacheck.backends.base import describe_numpy
+from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.compact import compact
+from deltacheck.store.collect import collect
+from deltacheck.store.root import open_root
+from tests.adam_run import AdamRun
+
+DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 float8_e3m4 "
+    "float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn "
+    "float6_e3m2fn float4_e2m1fn int2 int4 uint2 uint4"
+).split()
+
+
+def noise(count: int, seed: int) -> NDArray[np.uint64]:
+    """Numbers that look random: the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    z = np.arange(count, dtype=np.uint64) + np.uint64(seed * 1_000_003)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def of_dtype(name: str, seed: int) -> NDArray[Any]:
+    """Ten elements of any bits: NaN payloads, infinities, subnormals."""
+    dtype = np.dtype(name) if name in np.sctypeDict else np.dtype(getattr(ml_dtypes, name))
+    if name == "bool":
+        return (noise(10, seed) & np.uint64(1)).astype(bool)
+    if name.endswith(("int2", "int4")):
+        return (noise(10, seed) & np.uint64(3 if name == "uint2" else 1)).astype(np.uint8).astype(dtype)
+    mask = {"float6_e2m3fn": 0x3F, "float6_e3m2fn": 0x3F, "float4_e2m1fn": 0x0F}.get(name, 0xFF)
+    return (noise(20, seed).view(np.uint8)[: 10 * dtype.itemsize] & np.uint8(mask)).view(dtype)
+
+
+def engine_states() -> Iterator[dict[str, Any]]:
+    """Every dtype, kind of scalar and method of encoding; large, packed, empty, 0-d and tied leaves; leaves that come and go."""
+    few, half, small = np.zeros((320, 1024), np.float32), np.arange(700 * 128, dtype=np.int32).reshape(700, 128), np.arange(40)
+    weight = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    for step in range(4):
+        few.reshape(-1)[noise(9, step) % np.uint64(few.size)] = np.float32(step) + np.float32(0.5)
+        half[step * 50 : step * 50 + 120] += np.int32(3)
+        some = np.where(noise(9000, step + 50) % np.uint64(4) == 0, np.uint64(step), np.uint64(0)).astype(np.int16)  # a bitmap
+        random = (noise(6000, step) & np.uint64(0xFFFF)).astype(np.uint16) if step < 2 else np.full(6000, step, np.uint16)
+        yield {
+            "dtypes": {name: of_dtype(name, step) for name in DTYPES},
+            "few": few.copy(),
+            "half": half.copy(),
+            "random": random,
+            "some": some,
+            "frozen": np.arange(100, dtype=np.float32),
+            "empty": np.zeros((0, 4), np.float32),
+            "0-d": np.array(step, np.int64),
+            "scalar": np.float32(step),
+            "tied": {"one": weight + step, "other": None},
+            "numbers": [step, -1.5, 2**100, True, None, "text \u00e9", b"bytes", 1 + 2j, float("inf"), (), {}],
+            0: "an integer key",
+            "0": "a text key",
+            "a/b": small + step,
+            "": np.ones(1),
+            **({"late": small * 2} if step else {}),
+            **({"gone": small * 3} if step < 2 else {}),
+        }
+
+
+def tied(state: dict[str, Any]) -> dict[str, Any]:
+    state["tied"]["other"] = state["tied"]["one"]
+    return state
+
+
+def write_engine(root: Path) -> dict[int, Any]:
+    saved = {}
+    for steps in ((0, 1), (2, 3)):  # two runs: the second goes on from what the first has left
+        with Engine(root, policy=Policy.exact(max_chain_depth=3)) as engine:
+            if steps[0]:
+                engine.restore()
+            for step, state in enumerate(map(tied, engine_states())):
+                if step in steps:
+                    saved[step] = state
+                    engine.save(step, state, metrics={"loss": 1 / (1 + step)}).wait(timeout=60)
+    return saved
+
+
+def write_manager(root: Path) -> dict[int, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from deltacheck.backends.orbax import DeltaSaveArgs, manager
+
+    saved = {}
+    with manager(root) as opened:
+        for step in range(3):
+            values = (np.arange(300 * 64, dtype=np.int32).reshape(300, 64) % (7 + step)).astype(np.float32)
+            state = {
+                "params": {"w": jnp.asarray(values), "b": jnp.asarray(values[0].astype(ml_dtypes.bfloat16))},
+                "key": jax.random.wrap_key_data(jnp.array([1, step], jnp.uint32)),
+                "count": step,
+            }
+            opened.save(step, args=DeltaSaveArgs(state))
+            saved[step] = {"params": state["params"], "key": jax.random.key_data(state["key"]), "count": step}
+        opened.wait_until_finished()
+    return saved
+
+
+def write_policy(root: Path) -> None:
+    run = AdamRun((64, 96), parameters=1)
+    run.advance(100)
+    inexact: set[int] = set()
+    with Engine(root, policy=Policy.model_exact(), keep_last=1, grace_seconds=0) as engine:
+        for _ in range(30):
+            if len(inexact) == 2:
+                break
+            run.advance(10)
+            engine.save(run.step, run.state(), metrics={"learning_rate": run.rate}).wait(timeout=60)
+            manifest = deltacheck.open(root).manifest()
+            inexact |= {manifest.step} if manifest.contract != "exact" else set()
+
+    opened = open_root(root)
+    compact(opened)  # the codes as keyframes: the chain of exact steps before them is not what this root is for
+    collect(opened, grace_seconds=0, writer_is_dead=True)
+
+
+def write_derived(root: Path) -> dict[int, Any]:
+    run, saved = AdamRun((64, 96), parameters=1), {}
+    run.masters = [np.arange(master.size, dtype=np.float32).reshape(master.shape) / 512 for master in run.masters]
+    with Engine(root, policy=Policy.exact(derive=True)) as engine:
+        for step in (1, 2):
+            run.masters[0][step] += np.float32(0.5)
+            saved[step] = run.state()
+            engine.save(step, saved[step]).wait(timeout=60)
+    return saved
+
+
+class Descent(torch.optim.Optimizer):
+    """Each update is one product and one difference: IEEE 754 leaves no freedom in either."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.25})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.state[weight].setdefault("updates", torch.zeros(())).add_(1)
+                    weight.sub_(weight.grad.mul(group["lr"]))
+
+
+def weight_of_log() -> torch.Tensor:
+    return torch.arange(64, dtype=torch.float32).reshape(8, 8).requires_grad_()
+
+
+def write_log(root: Path) -> dict[int, Any]:
+    weight = weight_of_log()
+    optimizer = Descent([weight])
+    saved = {}
+    with Engine(root) as engine, GradientLog(engine, optimizer) as log:
+        for step in range(3):
+            weight.grad = torch.from_numpy((noise(64, step) % np.uint64(97)).astype(np.float32).reshape(8, 8))
+            optimizer.step()
+            state = {"w": weight.detach(), "optimizer": optimizer.state_dict(), "step": step}
+            saved[step] = copy.deepcopy(state)
+            log.save(step, state).wait(timeout=60)
+    return saved
+
+
+def described(state: Any) -> dict[str, Any]:
+    """What a state holds: dtype, shape and SHA-256 of the bytes of every array, and the rest as a skeleton."""
+    flat = tree.flatten(as_numpy(state), describe_numpy)
+    arrays = {
+        path: [leaf.dtype, list(leaf.shape), hashlib.sha256(np.ascontiguousarray(flat.arrays[path]).tobytes()).hexdigest()[:32]]
+        for path, leaf in flat.leaves.items()
+    }
+    return {"arrays": arrays, "scalars": {path: repr(value) for path, value in tree.scalars(flat.skeleton).items()}}
+
+
+def as_numpy(value: Any) -> Any:
+    """The same containers with every array as NumPy, ties no longer told."""
+    if isinstance(value, Mapping):
+        return {key: as_numpy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(as_numpy(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().copy()
+    return np.array(value) if hasattr(value, "shape") else value
+
+
+WRITERS: Mapping[str, Callable[[Path], Any]] = {
+    "engine": write_engine,
+    "manager": write_manager,
+    "policy": write_policy,
+    "derived": write_derived,
+    "gradients": write_log,
+}
+
+
+def main(folder: Path) -> None:
+    socket.gethostname = lambda: "golden"
+    if folder.exists():
+        raise SystemExit(f"{folder} is there already: what a release has written is never made again")
+    folder.mkdir()
+    expected = {}
+    for name, write in WRITERS.items():
+        saved = write(folder / name)
+        if saved is None:  # inexact: what its own release gives is what every later one gives
+            opened = deltacheck.open(folder / name)
+            saved = {step: opened.restore(step) for step in opened.steps()}
+        expected[name] = {str(step): described(state) for step, state in saved.items()}
+        shutil.make_archive(str(folder / name), "xztar", folder / name)
+        shutil.rmtree(folder / name)
+    (folder / "expected.json").write_text(json.dumps(expected) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
