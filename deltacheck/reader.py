@@ -37,6 +37,10 @@ class Checkpoints:
         """The training steps that are committed, ascending."""
         return self._root.steps()
 
+    def digest(self, step: int | None = None) -> str:
+        """What to keep of a step (by default the newest) elsewhere, to ask for it with ``expected_digest``: ``"sha256:..."`` of its manifest."""
+        return self._root.digest_of(self._root.manifest(step))
+
     def manifest(self, step: int | None = None) -> Manifest:
         """What a step (by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
         return self._root.manifest(step)
@@ -50,6 +54,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        expected_digest: str | None = None,
     ) -> Any: ...
 
     @overload
@@ -61,6 +66,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        expected_digest: str | None = None,
     ) -> dict[str, NDArray[Any]]: ...
 
     def restore(
@@ -71,6 +77,7 @@ class Checkpoints:
         *,
         contract: str | None = None,
         max_bytes: int | None = None,
+        expected_digest: str | None = None,
     ) -> Any:
         """Restore a step (by default the newest) and verify every byte of it.
 
@@ -79,6 +86,7 @@ class Checkpoints:
         (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
         cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
         A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
         (``manifest(step).replay.steps`` names those of the gradients, too).
@@ -88,6 +96,7 @@ class Checkpoints:
         for a wrong slice.
         """
         manifest = self.manifest(step)
+        self._root.require_digest(manifest, expected_digest)
         if leaves is None and slices is None:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)

@@ -29,7 +29,7 @@ from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
 from deltacheck.store.effort import Effort
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -295,8 +295,10 @@ class Saver:
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
                 work.may_be_committed = True
-                stored = work.commit(work.manifest(self._refs))
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
+                manifest = work.manifest(self._refs)
+                stored = work.commit(manifest)
+                digest = manifest_digest(manifest_content(manifest))
+                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work

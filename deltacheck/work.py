@@ -448,7 +448,7 @@ class Work:
             replay=self.replay,
         )
 
-    def report(self, stored_bytes: int) -> SaveReport:
+    def report(self, stored_bytes: int, digest: str) -> SaveReport:
         leaves = tuple(self._leaf_report(spec) for spec in self.sources.values())
         inputs = set() if self.replay is None else self.replay.inputs
         return SaveReport(
@@ -462,6 +462,7 @@ class Work:
             metrics=dict(self.metrics),
             replayed_steps=0 if self.replay is None else len(self.replay.steps),
             note=self.note,
+            digest=digest,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:

@@ -8,6 +8,7 @@ the directory ``deltacheck`` beside them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Path, tuple[int, Manifest]] = {}
+        self._manifests: dict[Path, tuple[int, Manifest, str]] = {}  # when the file was written, what it says, its digest
 
     def afresh(self) -> Root:
         """The same root with nothing cached: what is read next comes from the disk."""
@@ -245,14 +246,27 @@ class Root:
         stamp = os.lstat(path).st_mtime_ns  # of the file itself: a link that leads nowhere is damage, and not a deleted step
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            manifest = read_manifest(path)
+            content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
+            manifest = schema.from_zarr_json(content, Manifest, str(path))
             if not self.is_manager_root and layout.checkpoint_id(manifest.seq) != path.parent.name:
                 raise Damaged(
                     f"{path} is the manifest of checkpoint {layout.checkpoint_id(manifest.seq)}, put in another's place"
                 )
-            cached = (stamp, manifest)
+            cached = (stamp, manifest, manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
+
+    def digest_of(self, manifest: Manifest) -> str:
+        """``manifest_digest`` of the file that ``manifest`` was read from. REQUIRES: this root has read it."""
+        return next(digest for _, known, digest in self._manifests.values() if known is manifest)
+
+    def require_digest(self, manifest: Manifest, expected: str | None) -> None:
+        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any."""
+        if expected is not None and self.digest_of(manifest) != expected:
+            raise Damaged(
+                f"step {manifest.step} of {self.path} is not the one that is expected: its manifest has digest "
+                f"{self.digest_of(manifest)}, expected is {expected}. Ask for the step that the digest was kept of"
+            )
 
     def next_seq(self) -> int:
         """One more than any sequence number that this root has seen."""
@@ -302,14 +316,28 @@ def create_manager_store(root: Path, threads: int | None = None) -> Store:
     return Store.create(path, threads)
 
 
+def manifest_digest(content: bytes) -> str:
+    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of the manifest's file, hexadecimal.
+
+    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but not a forger who makes other bytes
+    with the same xxh3.
+    """
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
 def read_manifest(path: Path) -> Manifest:
     """Read and check one manifest file."""
     return schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Manifest, str(path))
 
 
+def manifest_content(manifest: Manifest) -> bytes:
+    """The manifest's file content."""
+    return arrays.group_json(schema.to_attributes(manifest))
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's file content, decoded again and compared before anyone writes it."""
-    content = arrays.group_json(schema.to_attributes(manifest))
+    content = manifest_content(manifest)
     if schema.from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
         raise SaveFailed(f"step {manifest.step}: its manifest does not decode to itself; this is a defect, please report it")
     return content

@@ -87,6 +87,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         args = args or DeltaRestoreArgs()
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
+        root.require_digest(manifest, args.expected_digest)
         restored = restore_tree(
             root,
             manifest,
@@ -166,7 +167,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """The root whose segments a step needs, and its manifest. A step of another root brings the store beside it."""
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
-            return open_root(path), read_manifest(place.directory / "zarr.json")
+            root = open_root(path)
+            return root, root.read(place.directory / "zarr.json")
         except FileNotFoundError:
             raise NotACheckpointRoot(
                 f"{place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs"
@@ -200,6 +202,7 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
     ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs ``item``.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
@@ -216,3 +219,4 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     contract: str | None = None
     max_bytes: int | None = None
     log: Log | None = None
+    expected_digest: str | None = None

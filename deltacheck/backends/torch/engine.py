@@ -194,6 +194,7 @@ class Engine:
         contract: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
+        expected_digest: str | None = None,
     ) -> Any:
         """Restore a committed step (by default the newest), every byte verified; the next save continues its chain.
 
@@ -203,6 +204,7 @@ class Engine:
         comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
         state beside it).
+        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
@@ -211,6 +213,7 @@ class Engine:
         self._saver.check_usable()
         self._saver.wait()
         manifest = self._root.manifest(step)
+        self._root.require_digest(manifest, expected_digest)
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
