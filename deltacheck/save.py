@@ -38,7 +38,7 @@ from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -448,7 +448,8 @@ class Saver:
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
+                digest = manifest_digest(manifest_content(manifest))
+                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
                 self._stuck.discard(work.handle)
                 if self._setup.verify == "receipt":
                     self._to_check.put((work, manifest))

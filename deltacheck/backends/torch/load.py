@@ -26,6 +26,7 @@ def load(
     item: str | None = None,
     contract: str | None = None,
     max_bytes: int | None = None,
+    expected_digest: str | None = None,
 ) -> Any:
     """Read a step (by default the newest) of an ``Engine`` root or of an Orbax ``CheckpointManager``'s, verified bit for bit.
 
@@ -36,6 +37,7 @@ def load(
     no code of a checkpoint is ever run, and decoded leaves cannot be mapped. ``item``: of a manager's steps, needed only where they
     have more than one. ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
     Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
     ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
@@ -55,6 +57,7 @@ def load(
     else:
         opened = open_root(root, item)
         manifest = opened.manifest(step)
+    opened.require_digest(manifest, expected_digest)
     restore.require(manifest, contract)
     with damage.named(opened, manifest):
         loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
