@@ -268,7 +268,7 @@ def failing(bug: Bug) -> tuple[str, ...]:
         status, *lines = told.read().splitlines() or ["nothing"]
     os.waitpid(child, 0)
     if status not in ("0", "1"):
-        raise RuntimeError(f"{bug.name}: pytest ended with {status} on {', '.join(bug.tests)}:\n" + "\n".join(lines))
+        raise RuntimeError(f"NOT RUN: pytest ended with {status} on {', '.join(bug.tests)}: {' / '.join(lines[-3:])}")
     return tuple(
         line.partition(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ")
         for line in lines
