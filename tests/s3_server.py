@@ -192,6 +192,8 @@ def serve() -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept
+
         def log(self, kind: str, message: str, *args: object) -> None:
             pass
 
