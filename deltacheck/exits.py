@@ -163,10 +163,14 @@ class _Finisher:
         self._deadline = Deadline.after(None)
         self._arrived, self._done = threading.Event(), threading.Event()
         self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self._before[number] = signal.signal(number, self._handle)
+        except BaseException:
+            self.remove()
+            raise
         # Started now: where the interpreter is ending already, none can be.
         threading.Thread(target=self._watch, name="deltacheck-grace", daemon=True).start()
-        for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
 
     def remove(self) -> None:
         """Put the handlers of before back, where nobody has taken our place since."""

@@ -127,9 +127,12 @@ class Checkpoints:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
         owners = tree.array_paths(manifest.tree)
+        leaves = None if leaves is None else list(leaves)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted], max_bytes=max_bytes)
+        partly = {owners.get(path, path) for path in slices or {}} - {owners.get(path, path) for path in leaves or ()}
+        names = [owners.get(path, path) for path in wanted]
+        found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly)
         loaded: dict[str, NDArray[Any]] = {}
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}

@@ -23,6 +23,7 @@ assert "jax" not in sys.modules, "a plugin imported jax before tests/conftest.py
 # No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
 settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
+settings.register_profile("round", parent=settings.get_profile("default"), max_examples=1000)  # of tests/soak.py
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -37,6 +38,14 @@ def _gpu_count() -> int:
 
 
 GPUS = _gpu_count()
+
+
+def pytest_configure() -> None:
+    """A bug that is planted on purpose (``planted.py``)."""
+    if os.environ.get("DELTACHECK_PLANT"):
+        from planted import plant_by_environment
+
+        plant_by_environment()
 
 
 def pytest_report_header() -> str:
@@ -77,6 +86,18 @@ def encoder_settings_restored() -> Iterator[None]:
     yield
     _native.set_threads(threads)
     _native.use_instruction_set(kernels)
+
+
+@pytest.fixture(scope="session")
+def campaign() -> Iterator[Any]:
+    """Zygotes for trials under the fault shim; skips where that cannot be built."""
+    from faults import shim
+    from faults.campaign import Campaign
+
+    if shim.compiler() is None:
+        pytest.skip("the fault shim needs gcc or cc")
+    with Campaign() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

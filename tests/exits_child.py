@@ -24,7 +24,8 @@ import torch
 import deltacheck
 from deltacheck import errors, work
 from deltacheck.backends.torch import Engine
-from deltacheck.store import arrays, segment
+from deltacheck.store import arrays
+from deltacheck.store.durability import Durability
 
 ORBAX = "--orbax" in sys.argv
 if ORBAX:
@@ -92,19 +93,19 @@ def stuck(*args: Any) -> Any:
     os.read(os.pipe()[0], 1)  # a system call that never returns
 
 
-ORIGINAL_SYNC = segment.sync_tree
+ORIGINAL_SYNC = Durability.sync_tree
 
 
 def break_storage(fault: str) -> None:
     match fault:
         case "ok":
-            segment.sync_tree = slow
+            Durability.sync_tree = slow  # type: ignore[method-assign]
         case "full":
             arrays.create_file = full  # of the table or the manifest
         case "hang":
             arrays.write = lambda *_: Hanging()
         case "stuck":
-            segment.sync_tree = stuck
+            Durability.sync_tree = stuck  # type: ignore[method-assign]
 
 
 # --- ways to end ------------------------------------------------------------------------------------------------------------------
@@ -137,6 +138,14 @@ def save(case: Case) -> Any:
             original(self, sources)
 
         work.Work.capture = capture  # type: ignore[method-assign]
+    if case["kind"] == "forked child":
+        late = work.Work.capture
+
+        def capture_late(self: Any, sources: Any) -> None:
+            time.sleep(0.0 if threading.current_thread() is threading.main_thread() else 0.5)  # until after the fork
+            late(self, sources)
+
+        work.Work.capture = capture_late  # type: ignore[method-assign]
     engine.save(1, {"x": torch.ones(200, 200)})
     return engine
 
@@ -225,7 +234,7 @@ def end(case: Case) -> None:
         case "forked child":
             child = os.fork()
             if child:
-                os.waitpid(child, 0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child was disturbed by its parent's save"
             else:
                 globals()["kept"].before_update()  # must not wait for saves of the parent
                 sys.exit(0)

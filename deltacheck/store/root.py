@@ -113,6 +113,10 @@ class Store:
         if streams is not None:
             streams.close()
 
+    def renew(self) -> None:
+        """Let what is written from now on go by new threads: those there are may hang. They end when they can."""
+        self.__dict__.pop("_streams", None)
+
     def take_spent(self) -> Spent:
         """Where the time of the streams written since the last call went."""
         return self._streams.take_spent()
@@ -177,9 +181,12 @@ class Root:
             folder = self.path / layout.CHECKPOINTS
             # A link or a file in a checkpoint's place is damage: no step may go missing without a word.
             ours = [entry for entry in _scan(folder) if layout.is_checkpoint_id(entry.name)]
-            plain = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
-            return [path for path, is_plain in plain.items() if not is_plain or os.path.lexists(path)]
-        return sorted(p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item))
+            found = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
+            return [path for path, is_plain in found.items() if not is_plain or os.path.lexists(path)]
+        steps = [entry for entry in _scan(self.path) if _is_manager_step(entry)]
+        strange = [Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()]
+        plain = [entry for entry in steps if entry.is_dir(follow_symlinks=False)]
+        return sorted([*(path for entry in plain for path in _item_manifests(entry, self._item)), *strange])
 
     def other_manifest_paths(self) -> list[Place]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
@@ -457,15 +464,19 @@ def commit(
     manifest: Manifest,
     durability: Durability = Durability.POWER,
     still_ours: Callable[[], None] | None = None,
+    *,
+    again: bool = False,
 ) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    ``still_ours``: raises where the right to write has been lost. Raises ``RootBusy`` where another writer has taken the sequence number, or
+    ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the lease writes steps again, newer ones first, which
+    are then no sign of another writer. Raises ``RootBusy`` where another writer has taken the sequence number, or
     has gone beyond it: what a writer that was taken for dead has to say then comes too late, and what it stands on may be gone.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
-    if isinstance(root, Path):
+    fenced = isinstance(root, Path) and not again
+    if fenced:
         _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
     valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
@@ -475,9 +486,9 @@ def commit(
         )
     if isinstance(root, ObjectPath):
         place.written.leave_out(len(content))
-        return len(content)
     try:
-        _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
+        if fenced:
+            _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
     except RootBusy:
         (folder / "zarr.json").unlink(missing_ok=True)
         raise
@@ -486,7 +497,7 @@ def commit(
     return len(content)
 
 
-def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
+def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
     """Refuse to commit beside another writer: one that holds the root now, or one whose steps are newer."""
     if still_ours is not None:
         still_ours()
@@ -570,10 +581,10 @@ def _stamp(path: Path) -> _Stamp:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def _scan(path: Path) -> list[os.DirEntry[str]]:
+def _scan(path: Place) -> list[os.DirEntry[str]]:
     """All that is in a local directory, ascending by name, or nothing where it is not there."""
     try:
-        with os.scandir(path) as found:
+        with os.scandir(str(path)) as found:
             return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
@@ -604,14 +615,15 @@ def _is_group_file(path: Path) -> bool:
         return False
 
 
-def _is_manager_step(entry: Place) -> bool:
+def _is_manager_step(entry: os.DirEntry[str]) -> bool:
     return entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
 
 
-def _item_manifests(step: Place, item: str | None) -> list[Place]:
-    items = [e for e in _entries(step) if item is None or e.name == item]
-    # Whatever the file holds: a damaged manifest must be named, not overlooked.
-    return [path for e in items if place.is_there(path := e / "zarr.json")]
+def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
+    items = [e for e in _scan(Path(step.path)) if item is None or e.name == item]
+    # Whatever the file holds: a damaged manifest must be named, not overlooked. So must a link in an item's place.
+    found = {Path(e.path) / "zarr.json": e for e in items if e.is_symlink() or e.is_dir(follow_symlinks=False)}
+    return [path for path, entry in found.items() if entry.is_symlink() or os.path.lexists(path)]
 
 
 def _group_attributes(path: Place) -> dict[str, Any] | None:

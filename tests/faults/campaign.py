@@ -80,20 +80,21 @@ class Campaign:
             shutil.copytree(self._prepared[scenario], area)
             yield Trial(scenario, area, Path(folder) / "acknowledgements", Path(folder) / "trace")
 
-    def run(self, task: str, trial: Trial, fault: Fault | None = None, **how: float | None) -> Outcome:
-        """Run a task of ``trials.py`` on a trial's root."""
-        trace = trial.trace if fault is not None else None
-        return self.zygote(trial.scenario).run(
-            f"faults.trials:{task}", *trial.arguments(), area=trial.area, fault=fault, trace=trace, **how
-        )
+    def run(
+        self, task: str, trial: Trial, *more: object, fault: Fault | None = None, trace: bool = False, **how: float | None
+    ) -> Outcome:
+        """Run a task of ``trials.py`` on a trial's root; ``more``: its arguments beside the usual ones."""
+        traced = trial.trace if trace or fault is not None else None
+        zygote = self.zygote(trial.scenario)
+        return zygote.run(f"faults.trials:{task}", *trial.arguments(), *more, area=trial.area, fault=fault, trace=traced, **how)
 
     def counts(self, scenario: str) -> tuple[int, int, float]:
         """Calls of a whole ``act``, of a recovery after it, and the seconds that ``act`` takes."""
         if scenario not in self._counts:
             with self.trial(scenario) as trial:
-                acted = self.run("act", trial, Fault())
+                acted = self.run("act", trial, fault=Fault())
                 assert not acted.error, acted.error
-                recovered = self.run("recover", trial, Fault())
+                recovered = self.run("recover", trial, fault=Fault())
                 assert not recovered.error, recovered.error
             self._counts[scenario] = acted.count, recovered.count, acted.seconds
         return self._counts[scenario]

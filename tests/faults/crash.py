@@ -63,10 +63,10 @@ def attempt(campaign: Campaign, point: Point, *, keep: bool = True) -> list[str]
     """Kill at a point; every promise that is then broken."""
     with campaign.trial(point.scenario) as trial:
         fault = None if point.at is None else Fault(point.mode, point.at)
-        acted = campaign.run("act", trial, fault, kill_after=point.seconds)
+        acted = campaign.run("act", trial, fault=fault, kill_after=point.seconds)
         problems = [f"it hung: {acted}"] if acted.hung else [acted.error] if acted.error else []
         if point.again is not None:
-            recovered = campaign.run("recover", trial, Fault(Mode.KILL, point.again))
+            recovered = campaign.run("recover", trial, fault=Fault(Mode.KILL, point.again))
             problems += [f"the recovery hung: {recovered}"] if recovered.hung else []
             problems += [f"the recovery failed: {recovered.error}"] if recovered.error else []
         checked = campaign.run("check", trial)

@@ -337,6 +337,19 @@ def _keep_last() -> Scenario:
     return Scenario("keep-last", TorchEngine(), prepare, act, (1, 2), keep=2)
 
 
+def _lives() -> Scenario:
+    """A training that goes on from the newest step, if there is one, and saves until somebody ends it."""
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with engine(root, keep_last=3) as opened:
+            first = opened.restore()["step"] + 1 if opened.steps() else 0
+            for step in range(first, first + 1000):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+                acknowledge(step)
+
+    return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
+
+
 # --- Orbax ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -344,38 +357,42 @@ class OrbaxManager(_Deltacheck):
     """``deltacheck.backends.orbax.manager()``, an Orbax ``CheckpointManager``."""
 
     def go_on(self, root: Path) -> int:
-        with orbax_manager(root) as opened:
+        # Without this option Orbax leaves what a killed save has begun, and our store the segments that it may need.
+        with orbax_manager(root, cleanup_tmp_directories=True) as opened:
             newest = opened.latest_step()
             step = 0
             if newest is not None:
                 found = difference(state_at(newest), opened.restore(newest))
                 assert found is None, found
                 step = newest + 1
-            _orbax_save(opened, step)
+            orbax_save(opened, step)
         return step
 
 
 @contextlib.contextmanager
-def orbax_manager(root: Path, **options: Any) -> Iterator[Any]:
-    """A manager of our handler with limits that suit a test."""
+def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) -> Iterator[Any]:
+    """A manager of our handler with limits that suit a test; ``options``: of ``CheckpointManagerOptions``."""
     from orbax import checkpoint as ocp
 
     from deltacheck.backends.orbax import manager
 
     root.mkdir(parents=True, exist_ok=True)
-    made = manager(root, ocp.CheckpointManagerOptions(**options), policy=_exact(1), grace_seconds=0, io_timeout_seconds=20)
+    made = manager(
+        root, ocp.CheckpointManagerOptions(**options), policy=_exact(1), grace_seconds=0, io_timeout_seconds=io_timeout_seconds
+    )
     with made:
         yield made
 
 
-def _orbax_save(opened: Any, step: int) -> None:
+def orbax_save(opened: Any, step: int) -> None:
+    """Save ``state_at(step)`` and wait until it is durable."""
     import jax.numpy as jnp
 
     from deltacheck.backends.orbax import DeltaSaveArgs
 
     # 64-bit leaves stay NumPy: JAX would round them.
     state = {name: jnp.asarray(v) if isinstance(v, np.ndarray) and v.itemsize < 8 else v for name, v in state_at(step).items()}
-    assert opened.save(step, args=DeltaSaveArgs(state))
+    assert opened.save(step, args=DeltaSaveArgs(state)), f"Orbax has skipped step {step}"
     opened.wait_until_finished()
 
 
@@ -384,14 +401,14 @@ def _orbax(name: str, prepared: int, saves: int, keep: int | None = None) -> Sce
         if prepared:
             with orbax_manager(root) as opened:
                 for step in range(prepared):
-                    _orbax_save(opened, step)
+                    orbax_save(opened, step)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with orbax_manager(root, max_to_keep=keep) as opened:
             if prepared:
                 opened.restore(prepared - 1)
             for step in range(prepared, prepared + saves):
-                _orbax_save(opened, step)
+                orbax_save(opened, step)
                 acknowledge(step)
 
     return Scenario(name, OrbaxManager(), prepare, act, tuple(range(prepared)), keep)
@@ -512,7 +529,7 @@ CONTROLS = {
         _control("reference-protocol", ReferenceProtocol(), keep=None),
     )
 }
-SCENARIOS = {**TORCH, **ORBAX, **CONTROLS}
+SCENARIOS = {**TORCH, **ORBAX, **CONTROLS, "lives": _lives()}
 
 
 def import_frameworks(backend: str) -> None:

@@ -30,6 +30,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("shim.c")
 KINDS = (
@@ -69,6 +70,15 @@ class Fault:
     at: int = 0
     error: int = 0
     kinds: frozenset[str] = MUTATING
+
+    def as_json(self) -> dict[str, Any]:
+        """For another process: see ``of_json``."""
+        return {"mode": int(self.mode), "at": self.at, "error": self.error, "kinds": sorted(self.kinds)}
+
+    @classmethod
+    def of_json(cls, told: dict[str, Any]) -> Fault:
+        """What ``as_json`` gave."""
+        return cls(Mode(told["mode"]), told["at"], told["error"], frozenset(told["kinds"]))
 
     def __str__(self) -> str:
         kinds = "" if self.kinds == MUTATING else f" of {'+'.join(sorted(self.kinds))}"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from faults import scenarios
-from faults.scenarios import SCENARIOS
+from faults import scenarios, shim
+from faults.scenarios import ORBAX, SCENARIOS
+from faults.shim import Fault
+
+FAULT_OVER = "the fault is over"  # a mark
+PATIENCE_SECONDS = 30.0  # nothing may take longer, whatever fails or hangs
 
 
 def prepare(name: str, root: str) -> None:
@@ -30,3 +39,182 @@ def check(name: str, root: str, acknowledgements: str) -> list[str]:
     scenario, acknowledged = SCENARIOS[name], scenarios.acknowledged_in(Path(acknowledgements))
     problems = scenarios.violations(scenario, Path(root), acknowledged)
     return problems + scenarios.recovery_violations(scenario, Path(root))
+
+
+def look(name: str, root: str, acknowledgements: str) -> list[str]:
+    """As ``check``, changing nothing."""
+    return scenarios.violations(SCENARIOS[name], Path(root), scenarios.acknowledged_in(Path(acknowledgements)))
+
+
+# --- errors instead of kills ----------------------------------------------------------------------------------------------------------
+
+
+def fail(name: str, root: str, acknowledgements: str) -> list[str]:
+    """``act`` while calls fail: it may only raise. Then, the fault over, the same process goes on."""
+    scenario, acknowledge = SCENARIOS[name], scenarios.acknowledge_to(Path(acknowledgements))
+    begin = time.monotonic()
+    with contextlib.suppress(Exception):  # any will do, as long as it is raised and is no BaseException
+        scenario.act(Path(root), acknowledge)
+    problems = _late(begin)
+    _end_fault()
+    try:
+        acknowledge(scenario.subject.go_on(Path(root)))
+    except Exception as error:  # noqa: BLE001 - a finding
+        problems.append(f"the same process cannot go on: {type(error).__name__}: {error}")
+    return problems
+
+
+def train(
+    name: str, root: str, acknowledgements: str, area: str, fault: dict[str, Any], io_timeout_seconds: float
+) -> list[str]:
+    """A training whose saves meet the fault: it goes on, learns of every failure, and its next save after the fault is whole.
+
+    ``fault``: as ``Fault`` has it. It begins once the root is open.
+    """
+    acknowledge = scenarios.acknowledge_to(Path(acknowledgements))
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deltacheck").addHandler(handler)
+    scenario = SCENARIOS[name]
+    first = max(scenario.prepared, default=-1) + 1
+
+    def begin() -> None:
+        shim.arm(area, Fault.of_json(fault))
+
+    if name in ORBAX:
+        return _train_orbax(Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep)
+    return _train_torch(Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep, logged)
+
+
+def _train_torch(
+    root: Path,
+    acknowledge: scenarios.Acknowledge,
+    arm: Callable[[], None],
+    first: int,
+    io_timeout_seconds: float,
+    keep: int | None,
+    logged: list[str],
+) -> list[str]:
+    from deltacheck.errors import SaveFailed
+
+    problems: list[str] = []
+    with scenarios.engine(root, keep_last=keep, io_timeout_seconds=io_timeout_seconds) as opened:
+        if opened.steps():
+            opened.restore()
+        arm()
+        untold = None
+        for step in range(first, first + 3):
+            begin = time.monotonic()
+            try:
+                handle = opened.save(step, scenarios.torch_state(step))
+            except SaveFailed as error:
+                # Told at the next call, and only then: what it is told of must be the failure that nobody has looked at.
+                problems += [] if untold is not None and f"step {untold}" in str(error) else [f"raised for nothing: {error}"]
+                untold = None
+                continue
+            if untold is not None:
+                problems.append(f"the failure of step {untold} was not raised at the next call")
+            untold = None
+            while not handle.done() and time.monotonic() - begin < PATIENCE_SECONDS:
+                time.sleep(0.001)
+            problems += _late(begin)
+            if handle.state == "committed":
+                acknowledge(step)
+            elif handle.done():
+                problems += (
+                    [] if any(f"step {step}" in line for line in logged) else [f"the failure of step {step} is not in the log"]
+                )
+                if step % 2:
+                    error = handle.exception(0)
+                    problems += [] if isinstance(error, SaveFailed) else [f"step {step} failed with {error!r}"]
+                else:
+                    untold = step
+        _end_fault()
+        if untold is not None:
+            try:
+                opened.wait()
+            except SaveFailed:
+                pass
+            else:
+                problems.append(f"the failure of step {untold} was not raised by wait()")
+        problems += _saves_again(
+            lambda step: opened.save(step, scenarios.torch_state(step)).wait(timeout=PATIENCE_SECONDS), first + 3, acknowledge
+        )
+    return problems
+
+
+def _train_orbax(
+    root: Path,
+    acknowledge: scenarios.Acknowledge,
+    arm: Callable[[], None],
+    first: int,
+    io_timeout_seconds: float,
+    keep: int | None,
+) -> list[str]:
+    problems: list[str] = []
+    with scenarios.orbax_manager(root, io_timeout_seconds=io_timeout_seconds, max_to_keep=keep) as opened:
+        if opened.latest_step() is not None:
+            opened.restore(opened.latest_step())
+        arm()
+        for step in range(first, first + 3):
+            begin = time.monotonic()
+            try:
+                scenarios.orbax_save(opened, step)
+            except Exception:  # noqa: BLE001 - Orbax raises what failed the save
+                pass
+            else:
+                acknowledge(step)
+            problems += _late(begin)
+        _end_fault()
+        problems += _saves_again(lambda step: scenarios.orbax_save(opened, step), first + 3, acknowledge)
+    return problems
+
+
+def _end_fault() -> None:
+    shim.mark(FAULT_OVER)
+    shim.release()
+
+
+def _saves_again(save: Callable[[int], object], step: int, acknowledge: scenarios.Acknowledge) -> list[str]:
+    """The fault is over: the next save is whole. One that ran into the short deadline of a loaded machine may be made again."""
+    for attempt in range(3):
+        try:
+            save(step + attempt)
+        except Exception as error:  # noqa: BLE001 - a finding, where it is not the deadline
+            if "hang" not in str(error):
+                return [f"the next save failed: {type(error).__name__}: {error}"]
+        else:
+            acknowledge(step + attempt)
+            return []
+    return ["three saves after the fault ran into their deadlines"]
+
+
+def _late(begin: float) -> list[str]:
+    took = time.monotonic() - begin
+    return [f"a save took {took:.0f} s"] if took > PATIENCE_SECONDS else []
+
+
+def check_trust(name: str, root: str, acknowledgements: str, trace: str, error: int) -> list[str]:
+    """As ``check``; and that no acknowledged step needs a file of which a write, a sync or a rename has failed with ``error``."""
+    from deltacheck.errors import NotACheckpointRoot
+    from deltacheck.store.root import open_root
+
+    problems = []
+    with contextlib.suppress(NotACheckpointRoot):
+        opened, acknowledged = open_root(root), scenarios.acknowledged_in(Path(acknowledgements))
+        needed_by: dict[str, int] = {}
+        for checkpoint in opened.checkpoints():
+            if checkpoint.step in acknowledged:
+                needed_by[checkpoint.manifest_path.parent.name] = checkpoint.step
+                needed_by |= {ref.id: checkpoint.step for ref in opened.read(checkpoint.manifest_path).segments}
+        for op in shim.read_trace(trace):
+            if (
+                op.number is not None
+                and error
+                and op.error == error
+                and op.kind in ("open", "write", "truncate", "sync", "rename")
+            ):
+                steps = {needed_by[part] for part in Path(op.path).parts if part in needed_by}
+                problems += [f"step {step} was acknowledged, and needs what failed: {op}" for step in steps]
+    return problems + check(name, root, acknowledgements)

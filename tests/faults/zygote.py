@@ -19,13 +19,13 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from faults import shim
-from faults.shim import Fault, Mode
+from faults.shim import Fault
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -72,13 +72,12 @@ class Zygote:
         kill_after: float | None = None,
         deadline: float = 60.0,
     ) -> Outcome:
-        """Run a task in a child of its own. ``area``: the directory that the shim watches, where there is a ``fault`` or a ``trace``.
+        """Run a task in a child of its own. ``area``: the directory that the shim watches, where there is a ``fault``.
 
+        ``trace``: where calls are recorded, from the start where there is a ``fault``, else once the task arms the shim itself.
         ``kill_after``: seconds until it is killed; ``deadline``: until it counts as hung.
         """
-        armed = (
-            None if fault is None and trace is None else asdict(fault or Fault()) | {"kinds": sorted((fault or Fault()).kinds)}
-        )
+        armed = None if fault is None and trace is None else (fault or Fault()).as_json()
         job = {
             "task": task,
             "arguments": arguments,
@@ -181,8 +180,7 @@ def _child(job: dict[str, Any], give: int) -> None:
         if job["trace"] is not None:
             shim.trace(job["trace"])
         if job["fault"] is not None:
-            fault = job["fault"]
-            shim.arm(job["area"], Fault(Mode(fault["mode"]), fault["at"], fault["error"], frozenset(fault["kinds"])))
+            shim.arm(job["area"], Fault.of_json(job["fault"]))
         module, _, function = job["task"].partition(":")
         value = getattr(importlib.import_module(module), function)(*job["arguments"])
     except BaseException:  # noqa: BLE001 - told to the parent

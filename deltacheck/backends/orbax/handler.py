@@ -16,7 +16,7 @@ from typing import Any
 
 from orbax import checkpoint as ocp
 
-from deltacheck import tree
+from deltacheck import receipt, tree
 from deltacheck.backends.orbax import leaves
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
@@ -39,7 +39,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``durability``: what our files survive when our future
     is done. ``"power"``: a power cut, at the cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
     this process, however it comes; saves end sooner, but a power cut may take the last ones, or leave steps that are listed and raise
-    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``read_only``: restores keep no copy of the
+    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``verify``: whether each save is read back from
+    disk and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
+    before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
+    ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
+    next call. Both read about as much as a restore at each save, and hash the whole state at the capture. ``read_only``: restores keep no copy of the
     state to go on from, and saves are refused.
 
     One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
@@ -55,8 +59,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         durability: str = "power",
+        verify: str = "none",
         read_only: bool = False,
     ) -> None:
+        receipt.check_when(verify)
+        self._verify = verify
         self._root = None if root is None else Path(root).absolute()
         self._policy = policy or Policy.exact()
         self._host_cache_bytes = host_cache_bytes
@@ -156,7 +163,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
-            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability)
+            self._items[key] = Item(
+                key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability, self._verify
+            )
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:

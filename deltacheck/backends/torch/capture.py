@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from deltacheck.save import LeafSource
 from deltacheck.tree import Flat
 
 log = logging.getLogger("deltacheck")
+
+Data = TypeVar("Data", torch.Tensor, NDArray[np.uint8])
 
 _SPARE = 1.1  # of the memory that device shadows and windows need, before they are chosen: training must not run out of it
 
@@ -59,9 +61,8 @@ class Capture:
             alias = value.detach() if guarded and isinstance(value, torch.Tensor) else None  # of the memory as it is now
             check = None if alias is None else unchanged_check(path, alias)
             if path not in there:
-                current = (
-                    partial(leaves.bytes_of, value) if alias is None or check is None else partial(_unchanged, alias, check)
-                )
+                # What is read later is viewed now: torch then refuses to free or to move this memory, whatever becomes of the tensor.
+                current = partial(leaves.bytes_of, value) if alias is None else partial(_itself, leaves.bytes_of(alias))
                 sources[path] = LeafSource(spec, current, lazy=guarded, recheck=check)
             elif self._on_device[there[path]]:
                 sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
@@ -105,10 +106,5 @@ def _copied(device: Accelerator, tensor: torch.Tensor) -> NDArray[np.uint8]:
     return Staging({"": (device, tensor)}, tensor.numel()).take("")
 
 
-def _unchanged(tensor: torch.Tensor, check: Callable[[], None]) -> NDArray[np.uint8]:
-    check()  # before it is read, too: freed memory must not be
-    return leaves.bytes_of(tensor)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _itself(data: Data) -> Data:
+    return data

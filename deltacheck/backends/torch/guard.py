@@ -59,7 +59,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def unchanged_check(path: str, tensor: torch.Tensor) -> Callable[[], None]:
-    """A check for before and after the capture: raises ``SnapshotTorn`` where the tensor was written to since now, or its memory freed.
+    """A check for after the capture: raises ``SnapshotTorn`` where the tensor was written to since now, or its memory freed or moved.
 
     Sees every in-place torch operation; not writes through ``.data``, NumPy or DLPack, which leave no trace. REQUIRES: the tensor is the
     caller's alone, an alias: what others make of theirs (``p.data = ...``) does not change which memory it has.

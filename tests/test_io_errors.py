@@ -1,0 +1,168 @@
+"""S3: whichever call fails, falls short or hangs, training goes on, the failure is told, older steps are intact and the next save is whole.
+
+The quick part; ``make crash-test`` tries more points. Any failure prints its seed and what to replay it with.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import io_errors
+from faults.campaign import Campaign, Tally
+from faults.shim import Fault, Mode
+from states import assert_same, nudge, training_state
+
+import deltacheck
+from deltacheck import errors
+from deltacheck.backends.torch import Engine
+from deltacheck.store import collect, segment
+from deltacheck.store import root as store_root
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+
+def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_call(campaign: Campaign) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    rng = random.Random(seed)
+    cells = [cell for cell in io_errors.cells(["first-keyframe", "keep-last"]) if cell[2] != "hang"]
+    found = io_errors.calls(campaign, cells)
+    problems = io_errors.attempt_all(campaign, io_errors.stratified(14, found, rng), tally := Tally("S3", seed))
+    print(tally)
+    assert problems == []
+
+
+@pytest.mark.parametrize("fault", ["fsync", "fsync-from"])
+def test_a_file_whose_fsync_failed_is_never_trusted(campaign: Campaign, fault: str) -> None:
+    """The kernel may have dropped what it could not write: a second fsync would succeed and prove nothing."""
+    assert io_errors.attempt(campaign, io_errors.Point("delta", "train", fault, 7)) == []
+
+
+def test_a_call_that_hangs_fails_its_save_alone(campaign: Campaign) -> None:
+    assert io_errors.attempt(campaign, io_errors.Point("delta", "train", "hang", 90)) == []
+
+
+def test_the_shim_fails_the_call_that_it_was_told_to_and_no_other(campaign: Campaign) -> None:
+    with campaign.trial("keep-last") as trial:
+        campaign.run("fail", trial, fault=Fault(Mode.FAIL, 5, errno.ENOSPC, frozenset({"sync"})))
+        failed = [op for op in trial.ops() if op.error == errno.ENOSPC]
+        assert [(op.kind, op.number) for op in failed] == [("sync", 5)]
+    with campaign.trial("keep-last") as trial:
+        campaign.run("fail", trial, fault=Fault(Mode.FAIL_FROM, 5, errno.EIO, frozenset({"sync"})))
+        before_the_end = list(itertools.takewhile(lambda op: op.kind != "mark", trial.ops()))
+        assert [op.error == errno.EIO for op in before_the_end] == [op.number >= 5 for op in before_the_end]
+        assert len(before_the_end) > 5
+
+
+# --- what was found this way ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_could_not_be_written_does_not_lock_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        Engine(tmp_path)
+    monkeypatch.undo()
+    Engine(tmp_path).close()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``hanging(module, when)``: fsyncs of directories through that module hang from now on where ``when(path)``, until the event is set."""
+    go = threading.Event()
+    original = segment.sync_directory
+
+    def hang(module: Any, when: Any) -> threading.Event:
+        def wait(path: Path) -> None:
+            if when(path) and not go.is_set():
+                assert go.wait(60)
+            original(path)
+
+        monkeypatch.setattr(module, "sync_directory", wait)
+        return go
+
+    yield hang
+    go.set()
+
+
+def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is_not_kept_waiting(
+    tmp_path: Path, hanging: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = training_state()
+    with Engine(tmp_path, io_timeout_seconds=0.5) as engine:
+        begin = time.monotonic()
+        first: list[str] = []
+        hanging(segment, lambda path: first.append(path.name) or len(first) == 1)
+        with caplog.at_level(logging.ERROR, "deltacheck"):
+            error = engine.save(7, state).exception(30)
+        assert isinstance(error, errors.SaveFailed)
+        assert "the save of step 7: the storage did not answer within" in str(error)
+        assert "step 7" in caplog.text
+        nudge(state)
+        engine._saver._setup = _patient(engine)  # only the hang is to meet a short deadline
+        engine.save(8, state).wait(timeout=30)
+        assert time.monotonic() - begin < 30
+        assert engine.steps() == [8]
+        assert_same(state, engine.restore(8))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
+def test_a_step_that_appears_after_its_save_was_given_up_still_has_its_segments(tmp_path: Path, hanging: Any) -> None:
+    """The commit hangs before its manifest is there, is given up, and ends much later."""
+    state = training_state()
+    with Engine(tmp_path, io_timeout_seconds=0.5) as engine:
+        go = threading.Event()
+        original = store_root.arrays.create_file
+
+        def create(directory: Path, name: str, content: bytes) -> bool:
+            if directory.name == "c0000000000":
+                assert go.wait(60)
+            return original(directory, name, content)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_root.arrays, "create_file", create)
+            assert "may hang" in str(engine.save(0, state).exception(30))
+            engine._saver._setup = _patient(engine)
+            saved = copy.deepcopy(state)
+            for step in range(1, 4):
+                nudge(state)
+                engine.save(step, state).wait(timeout=30)
+            collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
+            assert engine.steps() == [1, 2, 3]
+            go.set()
+            deadline = time.monotonic() + 30
+            while 0 not in engine.steps() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert engine.steps()[0] == 0
+        assert_same(saved, engine.restore(0))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
+def _patient(engine: Engine) -> Any:
+    """The engine's setup with a deadline that a loaded machine does not reach."""
+    return dataclasses.replace(engine._saver._setup, io_timeout_seconds=30.0)
+
+
+def test_every_failure_of_a_save_names_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object) -> None:
+        raise errors.SaveFailed("segment x: writing took longer than the deadline; the storage may hang")
+
+    with Engine(tmp_path) as engine:
+        monkeypatch.setattr(segment.SegmentWriter, "finish", late)
+        error = engine.save(12, {"x": torch.zeros(1)}).exception(30)
+        assert isinstance(error, errors.SaveFailed)
+        assert "the save of step 12 failed" in str(error)
+        assert "may hang" in str(error)
