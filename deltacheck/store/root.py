@@ -307,7 +307,9 @@ class Root:
         if cached is None or cached[0] != stamp:
             content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
             manifest = _decode_manifest(content, path)
-            if not self.is_manager_root or path.parents[2] == self.path:  # else it lies elsewhere, as a handler of its own may have it
+            if (
+                not self.is_manager_root or path.parents[2] == self.path
+            ):  # else it lies elsewhere, as a handler of its own may have it
                 check_place(path, manifest, self.is_manager_root)
             cached = (stamp, manifest, manifest_digest(content))
             self._manifests[path] = cached
