@@ -272,6 +272,8 @@ class Saver:
             handle._settle(state, or_enqueued)
         except StorageTimeout as error:
             with self._lock:
+                if handle.done():  # at the last moment
+                    return
                 self._stuck.add(handle)
                 self._drop_shadow()
             failure = as_save_failed(handle.step, error)
@@ -389,7 +391,7 @@ class Saver:
                 manifest = work.manifest(self._refs)
                 stored = self._on_disk(work, partial(work.commit, manifest))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
-                self._stuck.discard(work.handle)
+                self._release(work)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
             del work
@@ -426,7 +428,6 @@ class Saver:
         with self._lock:
             if work.epoch == self.epoch:
                 self._drop_shadow()
-            self._stuck.discard(work.handle)
         failure = as_save_failed(work.handle.step, error)
         try:
             if not work.handle.done():  # else this was told when it was given up
@@ -441,3 +442,9 @@ class Saver:
             # else the manifest may exist, and need the segment: gc will know
         finally:
             work.handle._fail(failure)
+            self._release(work)
+
+    def _release(self, work: Work) -> None:
+        """No thread hangs in this save any more. REQUIRES: its handle is done."""
+        with self._lock:
+            self._stuck.discard(work.handle)
