@@ -314,6 +314,8 @@ class Saver:
             handle._settle(state, or_enqueued)
         except StorageTimeout as error:
             with self._lock:
+                if handle.done():  # at the last moment
+                    return
                 self._stuck.add(handle)
                 self._drop_shadow()
             failure = as_save_failed(handle.step, error)
@@ -450,7 +452,7 @@ class Saver:
                 self._writing.discard(work.writer.id)
                 digest = manifest_digest(manifest_content(manifest))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
-                self._stuck.discard(work.handle)
+                self._release(work)
                 if self._setup.verify == "receipt":
                     self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
@@ -510,7 +512,6 @@ class Saver:
         with self._lock:
             if work.epoch == self.epoch:
                 self._drop_shadow()
-            self._stuck.discard(work.handle)
             self._writing.discard(work.writer.id)
             self._plans.pop(work.seq, None)
         failure = as_save_failed(work.handle.step, error)
@@ -527,3 +528,9 @@ class Saver:
             # else the manifest may exist, and need the segment: gc will know
         finally:
             work.handle._fail(failure)
+            self._release(work)
+
+    def _release(self, work: Work) -> None:
+        """No thread hangs in this save any more. REQUIRES: its handle is done."""
+        with self._lock:
+            self._stuck.discard(work.handle)

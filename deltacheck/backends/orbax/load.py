@@ -43,8 +43,8 @@ def load(
     """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or of the torch ``Engine``.
 
     ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``, ``expected_digest``: as in ``DeltaRestoreArgs``. ``item``: of a
-    manager's steps, needed only where they have more than one. ``storage``: how an object store is reached. Takes no lock and writes nothing. Raises what ``DeltaRestoreArgs`` says,
-    and ``NotACheckpointRoot``, ``StepNotFound``.
+    manager's steps, needed only where they have more than one. ``storage``: how an object store is reached. Takes no lock and writes
+    nothing. Raises what ``DeltaRestoreArgs`` says, and ``NotACheckpointRoot``, ``StepNotFound``.
     """
     opened = open_root(root, item, storage=storage)
     manifest = opened.manifest(step)
