@@ -38,7 +38,7 @@ def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_cal
     rng = random.Random(seed)
     cells = [cell for cell in io_errors.cells(["first-keyframe", "keep-last"]) if cell[2] != "hang"]
     found = io_errors.calls(campaign, cells)
-    problems = io_errors.attempt_all(campaign, io_errors.stratified(14, found, rng), tally := Tally("S3", seed))
+    problems = io_errors.attempt_all(campaign, io_errors.stratified(10, found, rng), tally := Tally("S3", seed))
     print(tally)
     assert problems == []
 
