@@ -38,7 +38,7 @@ def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_cal
     rng = random.Random(seed)
     cells = [cell for cell in io_errors.cells(["first-keyframe", "keep-last"]) if cell[2] != "hang"]
     found = io_errors.calls(campaign, cells)
-    problems = io_errors.attempt_all(campaign, io_errors.stratified(14, found, rng), tally := Tally("S3", seed))
+    problems = io_errors.attempt_all(campaign, io_errors.stratified(10, found, rng), tally := Tally("S3", seed))
     print(tally)
     assert problems == []
 
@@ -63,6 +63,13 @@ def test_the_shim_fails_the_call_that_it_was_told_to_and_no_other(campaign: Camp
         before_the_end = list(itertools.takewhile(lambda op: op.kind != "mark", trial.ops()))
         assert [op.error == errno.EIO for op in before_the_end] == [op.number >= 5 for op in before_the_end]
         assert len(before_the_end) > 5
+
+
+def test_a_collection_that_hangs_does_not_hold_an_orbax_manager(campaign: Campaign) -> None:
+    fault = Fault(Mode.HANG, 3, kinds=frozenset({"unlink"}))
+    with campaign.trial("orbax-keep") as trial:
+        ran = io_errors.meet(campaign, trial, "train", fault)
+        assert (ran.value, ran.error, ran.hits) == ([], "", 1)
 
 
 # --- what was found this way ------------------------------------------------------------------------------------------------------------

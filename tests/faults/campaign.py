@@ -19,11 +19,14 @@ from faults.scenarios import ORBAX, acknowledged_in
 from faults.shim import Fault, Op, read_trace
 from faults.zygote import Outcome, Zygote
 
+_ROOM_BYTES = 1 << 30
+
 
 def scratch() -> Path:
     """A new directory for trials: in memory where there is room for it, since a killed process loses nothing of what it has written."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="deltacheck-faults-", dir=memory if os.access(memory, os.W_OK) else None))
+    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES
+    return Path(tempfile.mkdtemp(prefix="deltacheck-faults-", dir=memory if fits else None))
 
 
 @dataclass(frozen=True, slots=True)

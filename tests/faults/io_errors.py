@@ -84,7 +84,7 @@ def calls(campaign: Campaign, cells: Iterable[tuple[str, str, str]]) -> dict[tup
     traces: dict[tuple[str, str], Counter[str]] = {}
     for name, way in dict.fromkeys((name, way) for name, way, _ in cells):
         with campaign.trial(name) as trial:
-            outcome = _run(campaign, trial, way, Fault(kinds=MUTATING | {"look"}))
+            outcome = meet(campaign, trial, way, Fault(kinds=MUTATING | {"look"}))
             problems = outcome.error or outcome.value
             assert not problems, outcome
             ops = itertools.takewhile(lambda op: op.path != FAULT_OVER, trial.ops())
@@ -92,7 +92,8 @@ def calls(campaign: Campaign, cells: Iterable[tuple[str, str, str]]) -> dict[tup
     return {cell: sum(traces[cell[0], cell[1]][kind] for kind in FAULTS[cell[2]].kinds) for cell in cells}
 
 
-def _run(campaign: Campaign, trial: Trial, way: str, fault: Fault) -> Outcome:
+def meet(campaign: Campaign, trial: Trial, way: str, fault: Fault) -> Outcome:
+    """Let a trial meet a fault."""
     if way == "fail":
         return campaign.run("fail", trial, fault=fault)
     # Of Orbax's own calls nothing is promised: the fault is given to those in our store.
@@ -119,7 +120,7 @@ def attempt(campaign: Campaign, point: Point, *, keep: bool = True) -> list[str]
     """Let one call meet its fault; every promise that is then broken."""
     fault = replace(FAULTS[point.fault], at=point.at)
     with campaign.trial(point.scenario) as trial:
-        outcomes = [_run(campaign, trial, point.way, fault)]
+        outcomes = [meet(campaign, trial, point.way, fault)]
         outcomes.append(campaign.run("check_trust", trial, str(trial.trace), fault.error))
         problems: list[str] = []
         for outcome in outcomes:

@@ -130,7 +130,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
         if item is not None and item.writer is not None:
-            item.writer.collect(self._grace_seconds)
+            item.writer.collect(self._grace_seconds, self._io_timeout_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads, give the root back. More than once does nothing."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from deltacheck.store import collect
+from deltacheck.store.background import Background
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store
@@ -42,6 +45,7 @@ class Writer:
         self._lease = Lease(self.store.path)
         self._next_seq = self.root.next_seq()
         self._users: set[object] = set()
+        self._collector = Background(1, "deltacheck-collector")
 
     def take_seq(self) -> int:
         """A sequence number that no save of this root has."""
@@ -49,10 +53,18 @@ class Writer:
             self._next_seq += 1
             return self._next_seq - 1
 
-    def collect(self, grace_seconds: float) -> None:
-        """Remove segments that no step, saved or under way, stands on. Never fails: a step is about to be committed, and
-        garbage can wait.
+    def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
+        """Remove segments that no step, saved or under way, stands on. Never fails, nor waits for a hanging storage: a step is about
+        to be committed, and garbage can wait.
         """
+        if not wait([self._collector.start(partial(self._collect, grace_seconds))], timeout_seconds).done:
+            # It may go on at any time and do no harm: what no step needs, no later one will.
+            self._collector = Background(1, "deltacheck-collector")
+            log.warning(
+                "segments of %s were not collected within %.0f s; the storage may hang", self.store.path, timeout_seconds
+            )
+
+    def _collect(self, grace_seconds: float) -> None:
         try:
             protected = set().union(*(holder.protected() for holder in list(holders) if holder.root == self.root.path))
             collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
@@ -64,6 +76,7 @@ class Writer:
         with _lock:
             self._users.discard(user)
             if not self._users:
+                self._collector.close()
                 self.store.close()
                 self._lease.release()
                 _writers.pop(self._path, None)
