@@ -560,6 +560,54 @@ def test_every_command_takes_an_address(address: str, tmp_path: Any, capsys: pyt
     assert main(["ls", f"{address}/nothing"]) == 3
 
 
+def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address: str) -> None:
+    run = Run(address)
+    follower = deltacheck.follow(address, storage=STORAGE)
+    for _ in range(4):
+        run.save()
+        update = follower.poll()
+        assert update is not None
+        assert update.step == run.step
+    run.engine.close()
+    for words in (
+        ["tag", address, "1", "first"],
+        ["prune", address, "--keep-last", "1"],
+        ["blame", address, "4"],
+        ["show", address, "@first"],
+        ["untag", address, "first"],
+        ["delete", address, "1"],
+    ):
+        before = deltacheck.open(address, storage=STORAGE).steps()
+        assert main(words) == 0, words
+        assert before == ([1, 2, 3, 4] if words[0] in ("tag", "prune") else [1, 4])
+    run.check(4)
+    assert deltacheck.open(address, storage=STORAGE).steps() == [4]
+    assert main(["branch", address, "4", "--to", f"{address}-other"]) == 5  # it links files
+
+
+def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(run: Run, s3_server: S3) -> None:
+    reader = deltacheck.open(run.address, storage=STORAGE)
+    assert len(reader.steps()) > 1
+    for where in ("data", "table", "manifest"):
+        fault = Fault("503", OBJECTS[where], "GET", times=FOREVER)
+        with s3_server.failing(fault), pytest.raises(StorageFailed):
+            reader.restore(fallback=True)
+
+
+def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(address: str, s3_server: S3) -> None:
+    run = Run(address, keep_last=1, grace_seconds=0)
+    for _ in range(2):
+        run.engine._saver.forget()
+        run.save()
+    run.engine.close()
+    root = open_root(address, storage=STORAGE)
+    collect.collect(root, grace_seconds=0)
+    # Deletions that the store says yes to and does not carry out, as seen through such a listing.
+    with s3_server.failing(Fault("ignored", "/segments/", "DELETE", times=FOREVER)):
+        collect.collect(root, grace_seconds=0)
+    run.check()
+
+
 def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
     from deltacheck.backends.torch import GradientLog
 
@@ -579,6 +627,24 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
         weight = model.weight.detach().clone()
         assert open_root(address, storage=STORAGE).manifest(3).replay is not None
         assert torch.equal(gradients.restore(3)["model"]["weight"], weight)
+
+
+def test_a_root_is_loaded_as_the_tensors_of_either_framework(address: str) -> None:
+    from deltacheck.backends import orbax
+    from deltacheck.backends import torch as ours
+
+    run = Run(address)
+    step = run.save()
+    run.engine.close()
+    assert torch.equal(ours.load(address, storage=STORAGE)["large"], run.saved[step]["large"])
+    assert np.array_equal(orbax.load(address, storage=STORAGE)["large"], run.saved[step]["large"].numpy())
+
+
+def test_a_file_in_the_place_of_torch_save_is_local() -> None:
+    from deltacheck.backends import torch as ours
+
+    with pytest.raises(StorageFailed, match="needs a local directory"):
+        ours.save({"w": torch.zeros(3)}, "s3://bucket/model.pt")
 
 
 def test_an_orbax_manager_says_that_it_needs_a_directory() -> None:

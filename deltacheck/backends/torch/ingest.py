@@ -12,7 +12,6 @@ import torch
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.profiler import SUFFIXES
 from deltacheck.errors import Damaged
-from deltacheck.records import SaveReport
 
 SAFETENSORS = ".safetensors"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\Z")  # one file of a model that was saved in several
@@ -72,8 +71,8 @@ def _torch(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
 
 
-def ingest(root: str | os.PathLike[str], files: list[tuple[int, Path]]) -> Iterator[tuple[Path, SaveReport]]:
-    """Save each file as its step, in order, and give the report when it is committed; a later file is stored as what changed.
+def ingest(root: str | os.PathLike[str], files: list[tuple[int, Path]]) -> Iterator[tuple[Path, int]]:
+    """Save each file as its step, in order, and give it when it is committed; a later file is stored as what changed.
 
     Raises ``ValueError`` before anything is written where the root has one of the steps, ``Damaged`` for a file that cannot be
     read (steps before it are there), ``UnsupportedLeaf`` naming what cannot be kept, and what ``Engine`` raises.
@@ -83,6 +82,5 @@ def ingest(root: str | os.PathLike[str], files: list[tuple[int, Path]]) -> Itera
         if taken:
             raise ValueError(f"{engine.root} has step {taken[0]} already; import into another root")
         for step, path in files:
-            report = engine.save(step, read(path)).result()
-            assert report is not None  # such an engine waits and never skips
-            yield path, report
+            engine.save(step, read(path)).wait()
+            yield path, step
