@@ -229,10 +229,10 @@ def test_a_segment_that_cannot_be_removed_does_not_keep_the_others(
     due = collect.collect(opened, grace_seconds=0, dry_run=True).removed
     rmtree = shutil.rmtree
 
-    def failing(path: Path) -> None:
+    def failing(path: Path, **how: bool) -> None:
         if Path(path).name == due[0]:
             raise OSError(5, "Input/output error")
-        rmtree(path)
+        rmtree(path, **how)
 
     monkeypatch.setattr(shutil, "rmtree", failing)
     with pytest.raises(OSError, match="Input/output"):

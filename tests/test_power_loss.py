@@ -135,6 +135,18 @@ def test_nor_one_after_a_kill_that_left_unsynced_what_the_next_process_found(
 
 
 @needs_a_compiler
+def test_a_root_that_has_its_file_has_its_directories(traces: dict[str, list[Op]]) -> None:
+    """Found by the model: a root file without ``checkpoints``, which no writer could commit to."""
+    trace, file = traces["two-saves"], f"{cut.ROOT}/zarr.json"
+    made = next(k for k, op in enumerate(trace) if op.kind == "rename" and op.other == file)
+    disk = power._disk(trace, made + 1)
+    assert disk.size() <= 4096
+    found = [tree for tree in disk.every() if file in tree]
+    assert found
+    assert all({f"{cut.ROOT}/{name}" for name in ("checkpoints", "segments", "control")} <= set(tree) for tree in found)
+
+
+@needs_a_compiler
 def test_the_model_sees_what_is_lost_without_a_sync(traces: dict[str, list[Op]], place: Path) -> None:
     outcome = cut.try_states(cut.ALL["torch.save-replaced"], traces["torch.save-replaced"], STATES, 0, place)
     assert outcome.lost > 0

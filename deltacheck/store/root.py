@@ -87,6 +87,9 @@ class Store:
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
                 arrays.create_file(path / name, "zarr.json", arrays.group_json({}), durability)
+            durability.sync_directory(
+                path
+            )  # a power cut must not leave a root without the directories that its file stands for
             about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}), durability)
         check_root(path)
