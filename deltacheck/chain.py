@@ -482,9 +482,25 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
     ordered = sorted(by_part.items(), key=lambda one: one[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
     for span, readings in _ahead(spans):
-        streams = {name: reading.result() for name, reading in readings.items()}
+        try:
+            streams = {name: reading.result() for name, reading in readings.items()}
+        except Damaged:
+            _apply_alone(span, codec)
+            continue
         for runs in _calls(span.runs):
             _apply_runs(span, runs, streams, codec)
+
+
+def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
+    """Apply what could not be read together, run by run: what lies between the runs may be damaged, and nobody needs it."""
+    for run in span.runs:
+        alone = span._replace(runs=[run])
+        try:
+            streams = {name: reading.result() for name, reading in alone.start().items()}
+        except Damaged as error:
+            error.leaf = run.item.chain.spec.path
+            raise
+        _apply_runs(alone, [run], streams, codec)
 
 
 class _Span(NamedTuple):

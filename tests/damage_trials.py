@@ -1,6 +1,6 @@
 """S4: damage of every kind in every kind of file of every kind of root, many thousand times. Never a silent wrong restore.
 
-    python tests/damage_trials.py [--trials 20000] [--seed N] [--every-bit [--stride N]]
+    python tests/damage_trials.py [--trials 20000] [--seed N] [--repair | --every-bit [--stride N]]
 
 Four small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax manager's, one under a policy (derived leaves,
 contracts) and one with a gradient log. A trial damages one or two files, restores a step that they belong to, and puts them back. It
@@ -39,6 +39,7 @@ import deltacheck  # noqa: E402
 from deltacheck import Policy, damage, errors, grid, restore  # noqa: E402
 from deltacheck.backends import torch as torch_backend  # noqa: E402
 from deltacheck.backends.torch import Engine, GradientLog, leaves, replica  # noqa: E402
+from deltacheck.repair import Repaired, mend_root, repair  # noqa: E402
 from deltacheck.store import layout  # noqa: E402
 from deltacheck.store.root import open_root  # noqa: E402
 from tests.adam_run import AdamRun  # noqa: E402
@@ -178,7 +179,8 @@ FAULTS: list[Fault] = [flip, flips, truncate, extend, zero_page, ones_page, dele
 
 # --- one trial -----------------------------------------------------------------------------------------------------------------------
 
-OUTCOMES = ("error", "harmless")
+MENDED = ("whole", "healed", "lost")
+OUTCOMES = ("error", "harmless", *MENDED)
 _WAY_OUT = re.compile(
     r"(?:Steps that still restore|Steps that it has|steps that restore then): ([0-9, .]+)|No other step restores|It has no committed step"
 )
@@ -271,6 +273,53 @@ def trial(subject: Subject, seed: int, tally: Tally) -> None:
                 tally.failures.append(f"{about}: promised that step {kept} still restores: {outcome} {text}")
 
 
+def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
+    """Damage a copy of the root, repair it: each step then restores as it was saved, or is named as lost; lossy, no other is left."""
+    rng = random.Random(seed)
+    kinds = [kind for kind in sorted(subject.files) if kind not in ("control", "Orbax's own")]
+    kind = rng.choice(kinds)
+    path, fault, lossy = rng.choice(subject.files[kind]), rng.choice(FAULTS), rng.random() < 0.5
+    about = f"--repair --seed {seed} --trials 1 --only {subject.name}: {fault.__name__} of {path.relative_to(subject.root)}, lossy={lossy}"
+    root = folder / "mended"
+    shutil.copytree(subject.root, root)
+    try:
+        for victim, content in fault(subject, kind, path, rng).items():
+            there = root / victim.relative_to(subject.root)
+            there.unlink(missing_ok=True)
+            if content is not None:
+                there.write_bytes(content)
+        done = Repaired()
+        try:
+            mend_root(root, done)
+            repair(open_root(root), lossy=lossy, done=done)
+        except errors.UnsupportedFormat as error:  # a version that a flipped bit has made
+            tally.enter(about, kind, fault.__name__, "error", str(error))
+            return
+        names = list(subject.doors)
+        give, wanted = subject.doors[names[0]]
+        lost = {loss.step for loss in done.lost}
+        outcome, text = ("healed" if done.steps else "lost" if lost else "whole"), ""
+        for step in deltacheck.open(root).steps():
+            try:
+                wrong = list(differences(wanted[step], give(root, step)))
+            except errors.DeltacheckError as error:
+                if lossy or step not in lost:
+                    outcome, text = "unmended", f"step {step}, lost are {lost}: {error}"
+            else:
+                outcome, text = ("SILENT", str(wrong[:2])) if wrong else (outcome, text)
+        missing = set(wanted) - set(deltacheck.open(root).steps())
+        if missing and None not in lost and not missing <= lost and kind != "manifest":
+            outcome, text = "unmended", f"steps {missing} have gone, lost are {lost}"
+        if lossy and outcome in MENDED and (found := deltacheck.open(root).verify(deep=True)):
+            outcome, text = "unmended", f"verify finds {found[0]}"
+        tally.enter(about, kind, fault.__name__, outcome, text)
+    except Exception as error:  # noqa: BLE001 - as above
+        tally.enter(about, kind, fault.__name__, "untyped", f"{type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(root)
+        shutil.rmtree(root.with_name("mended.damaged"), ignore_errors=True)
+
+
 def every_bit(subject: Subject, tally: Tally, stride: int) -> None:
     """Flip every bit (each ``stride``-th) of every byte of metadata: documents, tables, indexes and digests."""
     door = next(iter(subject.doors))
@@ -304,20 +353,24 @@ def small_leaves() -> Iterator[None]:
 
 
 def _torch_states(seed: int) -> list[dict[str, Any]]:
+    """Masters, their working copy and a replica of it, so that there is something to heal from."""
     generator = torch.Generator().manual_seed(seed)
-    state: dict[str, Any] = {
-        "model": {"w": torch.randn(64, 80, generator=generator).bfloat16(), "b": torch.randn(40, generator=generator)},
-        "optimizer": {"m": torch.randn(64, 80, generator=generator), "frozen": torch.randn(24, 16, generator=generator)},
-        "rng": torch.arange(16, dtype=torch.uint8),
-        "step": 0,
-    }
+    master, moment = (torch.randn(64, 80, generator=generator) for _ in range(2))
+    bias = torch.randn(40, generator=generator)
     states = []
     for step in range(STEPS):
-        states.append(copy.deepcopy(state))
-        for leaf in (state["model"]["w"], state["optimizer"]["m"]):
+        weight = master.bfloat16()
+        states.append(
+            {
+                "model": {"w": weight, "b": bias.clone()},
+                "replica": weight.clone(),
+                "optimizer": {"master": master.clone(), "m": moment.clone(), "rng": torch.arange(16, dtype=torch.uint8)},
+                "step": step,
+            }
+        )
+        for leaf in (master, moment):
             moved = torch.rand(leaf.shape, generator=generator) < (0.02, 0.4, 1.0)[step % 3]
             leaf[moved] = leaf[moved] * 1.01
-        state["step"] += 1
     return states
 
 
@@ -477,6 +530,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=None, help="of the first trial; each later one has the next")
     parser.add_argument("--only", action="append", choices=sorted(SUBJECTS), help="this root; may be repeated")
+    parser.add_argument("--repair", action="store_true", help="repair each damaged root instead")
     parser.add_argument("--every-bit", action="store_true", help="flip every single bit of all metadata instead")
     parser.add_argument("--stride", type=int, default=1, help="of --every-bit: each so many bits; 1 is the whole, hours")
     options = parser.parse_args()
@@ -494,7 +548,11 @@ def main() -> int:
         for number in range(0 if options.every_bit else options.trials):
             # The slower two get a trial where the others get two.
             turn = number % (len(subjects) + 2) if len(subjects) == len(SUBJECTS) else number
-            trial(subjects[turn % len(subjects)], seed + number, tally)
+            subject = subjects[turn % len(subjects)]
+            if options.repair:
+                mending(subject, seed + number, tally, subject.root.parent)
+            else:
+                trial(subject, seed + number, tally)
         seconds = time.process_time() - ready
     show(tally, seed, seconds, ready - begin)
     return 1 if tally.failures else 0
@@ -502,10 +560,10 @@ def main() -> int:
 
 def show(tally: Tally, seed: int, seconds: float, before: float) -> None:
     for title, counts in (("kind of file", tally.outcomes), ("fault", tally.faults)):
-        others = sorted({outcome for _, outcome in counts} - {*OUTCOMES})
-        print(f"\n{title:<32}" + "".join(f"{outcome:>10}" for outcome in (*OUTCOMES, *others)))
+        seen = sorted({outcome for _, outcome in counts})
+        print(f"\n{title:<32}" + "".join(f"{outcome:>10}" for outcome in seen))
         for name in sorted({name for name, _ in counts}):
-            print(f"{name:<32}" + "".join(f"{counts[name, outcome]:>10}" for outcome in (*OUTCOMES, *others)))
+            print(f"{name:<32}" + "".join(f"{counts[name, outcome]:>10}" for outcome in seen))
     silent = sum(count for (_, outcome), count in tally.outcomes.items() if outcome == "SILENT")
     bound = "" if silent else f": below {3 / max(1, tally.trials):.1e} with 95 % confidence, for these kinds of damage"
     each = 1e3 * seconds / max(1, tally.trials)

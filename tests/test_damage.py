@@ -74,6 +74,35 @@ def test_damage_is_never_silent(name: str) -> None:
     assert sum(tally.outcomes[kind, "error"] for kind in ("manifest", "segment table", "index", "digests", "stream")) > 0
 
 
+@pytest.mark.parametrize("name", ["engine", "policy"])
+def test_a_repaired_root_restores_what_it_does_not_name_as_lost(name: str) -> None:
+    """A sample of `make damage-test ARGS=--repair`."""
+    seed, tally = random.SystemRandom().randrange(1 << 32), damage_trials.Tally()
+    with damage_trials.built(name) as (subject,):
+        for number in range(12):
+            damage_trials.mending(subject, seed + number, tally, subject.root.parent)
+    assert not tally.failures, tally.failures
+
+
+def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Path) -> None:
+    """Rows of a part are read together with what lies between them: of a leaf that has been written whole since."""
+    state = {name: torch.arange(3000) for name in ("a", "b", "c")}
+    with Engine(tmp_path) as engine:
+        engine.save(0, state).result()
+        state["a"][7] += 1
+        state["b"][3] += 1 << 40  # the only one with a value that is stored wide
+        state["c"][7] += 1
+        engine.save(1, state).result()
+        state["b"] = torch.ones(5)
+        engine.save(2, state).result()
+    (wide,) = (tmp_path / "segments").glob("s0000000001-*/delta/0/wide/c*")
+    wide.write_bytes(b"")
+    with pytest.raises(errors.Damaged, match=r"leaf 'b'.*wide.*Steps that still restore: 0"):
+        deltacheck.open(tmp_path).restore(1)
+    assert list(deltacheck.open(tmp_path).restore(2)["c"][6:8]) == [6, 8]
+    assert {finding.step for finding in deltacheck.open(tmp_path).verify(deep=True)} == {1}
+
+
 def test_without_digests_the_trials_find_silent_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness bites: a chunk of an older save passes every checksum, and only the digests tell."""
     monkeypatch.setattr(chain, "_verify", lambda blocks: None)
