@@ -60,6 +60,8 @@ def escape_key(key: object) -> str:
         raise UnsupportedLeaf(f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or integer keys")
     if isinstance(key, int):
         return _digits(int(key))
+    if not key.isascii():
+        _require_utf8(key, f"the key {key!r}")
     if key == "" or _LOOKS_LIKE_INTEGER.match(key):
         return "%" + (f"{ord(key[0]):02X}{key[1:]}" if key else "")
     return _UNSAFE.sub(lambda m: f"%{ord(m.group()):02X}", key)
@@ -172,16 +174,18 @@ def _scalar_node(value: object, path: str) -> Node | None:
         return {"t": "complex", "v": [_float_text(number.real), _float_text(number.imag)]}
     if kind is str:
         text = cast("str", value)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UnsupportedLeaf(
-                f"leaf {path!r} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes"
-            ) from None
+        _require_utf8(text, f"leaf {path!r}")
         return {"t": "str", "v": text}
     if isinstance(value, bytes | bytearray):
         return {"t": "bytes", "v": base64.b64encode(value).decode()}
     return None
+
+
+def _require_utf8(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeaf(f"{what} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes") from None
 
 
 def _digits(value: int) -> str:
