@@ -54,7 +54,7 @@ crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call 
 FUZZ_SECONDS ?= 60
 FUZZ_RUNS ?=
 
-fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
+fuzz: $(VENV)/.stamp-install  ## feed readers, encoder and decoders mutated input, the native ones under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 a target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
 
 # Trials of `make damage-test`.

@@ -38,7 +38,7 @@ from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -314,6 +314,8 @@ class Saver:
             handle._settle(state, or_enqueued)
         except StorageTimeout as error:
             with self._lock:
+                if handle.done():  # at the last moment
+                    return
                 self._stuck.add(handle)
                 self._drop_shadow()
             failure = as_save_failed(handle.step, error)
@@ -448,8 +450,9 @@ class Saver:
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
-                self._stuck.discard(work.handle)
+                digest = manifest_digest(manifest_content(manifest))
+                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
+                self._release(work)
                 if self._setup.verify == "receipt":
                     self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
@@ -509,7 +512,6 @@ class Saver:
         with self._lock:
             if work.epoch == self.epoch:
                 self._drop_shadow()
-            self._stuck.discard(work.handle)
             self._writing.discard(work.writer.id)
             self._plans.pop(work.seq, None)
         failure = as_save_failed(work.handle.step, error)
@@ -526,3 +528,9 @@ class Saver:
             # else the manifest may exist, and need the segment: gc will know
         finally:
             work.handle._fail(failure)
+            self._release(work)
+
+    def _release(self, work: Work) -> None:
+        """No thread hangs in this save any more. REQUIRES: its handle is done."""
+        with self._lock:
+            self._stuck.discard(work.handle)

@@ -458,7 +458,7 @@ class Work:
             durability=self.setup.store.durability.value,
         )
 
-    def report(self, stored_bytes: int) -> SaveReport:
+    def report(self, stored_bytes: int, digest: str) -> SaveReport:
         leaves = tuple(self._leaf_report(spec) for spec in self.sources.values())
         inputs = set() if self.replay is None else self.replay.inputs
         return SaveReport(
@@ -473,6 +473,7 @@ class Work:
             replayed_steps=0 if self.replay is None else len(self.replay.steps),
             note=self.note,
             durability=self.setup.store.durability.value,
+            digest=digest,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:

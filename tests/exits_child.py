@@ -113,11 +113,10 @@ def break_storage(fault: str) -> None:
 
 def save(case: Case) -> Any:
     """Commit step 0, break the storage, and begin to save step 1."""
-    waits = case["ending"] != "none"  # then the save's own deadline is what counts, else that of the exit
-    options: dict[str, Any] = {
-        "io_timeout_seconds": 0.4 if waits else 600,
-        "exit_timeout_seconds": 0.4 if case["fault"] in ("hang", "stuck") else 20,
-    }
+    hangs = case["fault"] in ("hang", "stuck")
+    options: dict[str, Any] = {"exit_timeout_seconds": 0.4 if hangs else 60.0}
+    if hangs and case["ending"] != "none":  # the save's own deadline is what ends it, not that of the exit
+        options["io_timeout_seconds"] = 1.5
     root = Path(case["folder"]) / "root"
     if ORBAX:
         mngr = manager(root, **options)
@@ -260,6 +259,7 @@ def out_of_memory(case: Case) -> None:
 
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where we run in the background of a shell, it is ignored
 gc.collect()
 gc.freeze()  # else each child would copy, and collect, all that the frameworks are made of
 todo = fork_all(json.loads(Path(sys.argv[1]).read_text()))

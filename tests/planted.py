@@ -127,19 +127,23 @@ BUGS = (
     ),
     Bug(
         "collection-passes-over-what-it-cannot-read",
-        (
-            Edit(
-                "deltacheck.store.collect",
-                "except DeltacheckError as error:\n",
-                "except DeltacheckError as error:\n            continue\n",
-            ),
-        ),
+        (Edit("deltacheck.store.collect", "            raise error\n        for path", "            pass\n        for path"),),
         ("test_collect.py::test_nothing_is_collected_while_a_manifest_cannot_be_read",),
     ),
     Bug(
         "segments-gone-before-their-step",
         (Edit("deltacheck.store.collect", '(folder / "zarr.json").unlink(missing_ok=True)', "return"),),
         ("test_collect.py::test_exactly_the_needed_segments_stay",),
+    ),
+    Bug(
+        "collection-takes-what-a-reader-has-pinned",
+        (Edit("deltacheck.store.pins", "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),),
+        ("test_retention.py::test_what_a_reader_has_open_stays_until_it_has_read",),
+    ),
+    Bug(
+        "fence-ignored",
+        (Edit("deltacheck.store.root", "for entry in reversed(_scan(root / layout.CHECKPOINTS)):", "for entry in ():"),),
+        ("test_fence.py::test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit",),
     ),
     Bug(
         "index-unchecked",

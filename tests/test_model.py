@@ -398,6 +398,16 @@ class Model(RuleBasedStateMachine):
             retain.delete(open_root(self.path), step)
             self.saved = {seq: save for seq, save in self.saved.items() if save.step != step}
 
+    @precondition(lambda self: self.engine is not None)
+    @rule(which=st.integers(0, 20), step=st.integers(0, 12))
+    @where_saved
+    def go_on_from_a_step_that_is_deleted_then(self, which: int, step: int) -> None:
+        self.restore(which=which, from_engine=True)
+        self.delete(which=which)
+        self.collect(killed=None)
+        self.save(step=step, loss=1.0, wait=True)
+        self.restore(which=sorted({save.step for save in self.saved.values()}).index(step), from_engine=False)
+
     @precondition(lambda self: not self.pending)
     @rule(killed=st.sampled_from([None, None, 0, 1, 2, 4, 8]))
     def collect(self, killed: int | None) -> None:

@@ -8,6 +8,7 @@ the directory ``deltacheck`` beside them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -164,7 +165,9 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Place, tuple[_Stamp | bytes, Manifest]] = {}
+        self._manifests: dict[
+            Place, tuple[_Stamp | bytes, Manifest, str]
+        ] = {}  # what tells the file's version, what it says, its digest
         self._briefs: dict[Place, tuple[_Stamp, Brief]] = {}
         self._reads: dict[ObjectPath, Any] = {}  # under way
 
@@ -302,7 +305,13 @@ class Root:
         stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            cached = (stamp, check_place(path, read_manifest(path), self.is_manager_root))
+            content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
+            manifest = _decode_manifest(content, path)
+            if (
+                not self.is_manager_root or path.parents[2] == self.path
+            ):  # else it lies elsewhere, as a handler of its own may have it
+                check_place(path, manifest, self.is_manager_root)
+            cached = (stamp, manifest, manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
 
@@ -323,7 +332,8 @@ class Root:
             self._manifests.pop(path, None)
             raise FileNotFoundError(f"{path} does not exist")
         if cached is None or content is not None:
-            cached = (generation, _decode_manifest(content or b"", path))
+            content = content or b""
+            cached = (generation, _decode_manifest(content, path), manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
 
@@ -354,6 +364,18 @@ class Root:
                 damaged[path] = error
         self._briefs = {path: self._briefs[path] for path in found if path in self._briefs}
         return found, damaged
+
+    def digest_of(self, manifest: Manifest) -> str:
+        """``manifest_digest`` of the file that ``manifest`` was read from. REQUIRES: this root has read it."""
+        return next(digest for _, known, digest in self._manifests.values() if known is manifest)
+
+    def require_digest(self, manifest: Manifest, expected: str | None) -> None:
+        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any."""
+        if expected is not None and self.digest_of(manifest) != expected:
+            raise Damaged(
+                f"step {manifest.step} of {self.path} is not the one that is expected: its manifest has digest "
+                f"{self.digest_of(manifest)}, expected is {expected}. Ask for the step that the digest was kept of"
+            )
 
     def next_seq(self) -> int:
         """One more than any sequence number that this root has seen. On an object store: that was committed (``object_root.py``)."""
@@ -423,6 +445,15 @@ def create_manager_store(root: Path, threads: int | None = None, durability: Dur
     return Store.create(path, threads, durability)
 
 
+def manifest_digest(content: bytes) -> str:
+    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of the manifest's file, hexadecimal.
+
+    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but not a forger who makes other bytes
+    with the same xxh3.
+    """
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
 def read_manifest(path: Place) -> Manifest:
     """Read and check one manifest file."""
     return _decode_manifest(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), path)
@@ -451,9 +482,14 @@ def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manif
     return manifest
 
 
+def manifest_content(manifest: Manifest) -> bytes:
+    """The manifest's file content."""
+    return arrays.group_json(schema.to_attributes(manifest))
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's file content, decoded again and compared before anyone writes it."""
-    content = arrays.group_json(schema.to_attributes(manifest))
+    content = manifest_content(manifest)
     if schema.from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
         raise SaveFailed(f"step {manifest.step}: its manifest does not decode to itself; this is a defect, please report it")
     return content

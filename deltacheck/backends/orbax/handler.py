@@ -25,7 +25,7 @@ from deltacheck.backends.orbax.writer import has_store
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
 from deltacheck.store.durability import Durability
-from deltacheck.store.root import Root, check_place, open_root, read_manifest, way_out, whole_steps
+from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
 from deltacheck.store.schema import Manifest
 
 
@@ -100,6 +100,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         args = args or DeltaRestoreArgs()
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
+        root.require_digest(manifest, args.expected_digest)
         restored = restore_tree(
             root,
             manifest,
@@ -183,9 +184,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         try:
             root = open_root(path)
             try:
-                manifest = read_manifest(place.directory / "zarr.json")
-                is_step = root.is_manager_root and place.root == root.path
-                return root, check_place(place.directory / "zarr.json", manifest, True) if is_step else manifest
+                return root, root.read(place.directory / "zarr.json")
             except Damaged as error:
                 message = f"step {place.step} of {path}: {error}. {way_out(whole_steps(root))}"
                 raise type(error)(message, file=error.file) from error
@@ -223,6 +222,7 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
     ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs ``item``.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
@@ -239,3 +239,4 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     contract: str | None = None
     max_bytes: int | None = None
     log: Log | None = None
+    expected_digest: str | None = None

@@ -247,6 +247,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
+        expected_digest: str | None = None,
     ) -> Any:
         """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
@@ -257,6 +258,7 @@ class Engine:
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
         state beside it). ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older
         values, and saves those steps again; ``engine.restored_step`` and a warning in the log say which.
+        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
@@ -266,6 +268,7 @@ class Engine:
         self._saver.wait()
 
         def give(manifest: Manifest) -> Any:
+            self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
                 return self._give(manifest, into, contract, optimizer, max_bytes)
 

@@ -27,6 +27,7 @@ def load(
     item: str | None = None,
     contract: str | None = None,
     max_bytes: int | None = None,
+    expected_digest: str | None = None,
     storage: ObjectStore | None = None,
 ) -> Any:
     """Read a step (by default the newest) of an ``Engine`` root or of an Orbax ``CheckpointManager``'s, verified bit for bit.
@@ -38,6 +39,7 @@ def load(
     no code of a checkpoint is ever run, and decoded leaves cannot be mapped. ``item``: of a manager's steps, needed only where they
     have more than one. ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
     ``storage``: how an object store is reached, where ``root`` is an address.
 
     Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
@@ -58,6 +60,7 @@ def load(
     else:
         opened = open_root(root, item, storage=storage)
         manifest = opened.manifest(step)
+    opened.require_digest(manifest, expected_digest)
     restore.require(manifest, contract)
     with damage.named(opened, manifest):
         loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
