@@ -554,8 +554,9 @@ def test_every_command_takes_an_address(address: str, tmp_path: Any, capsys: pyt
         assert main([words[0], address, *words[1:]]) == 0, words
     run.check()
     assert np.array_equal(np.load(out)["large"], run.saved[3]["large"].numpy())
-    assert main(["report", address]) == 5
-    assert "local directory" in capsys.readouterr().err
+    for word in ("report", "repair"):
+        assert main([word, address]) == 5
+        assert f"needs a local directory, not {address}" in capsys.readouterr().err
     assert main(["ls", "ftp://bucket/run"]) == 2
     assert main(["ls", f"{address}/nothing"]) == 3
 
@@ -627,6 +628,19 @@ def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
         weight = model.weight.detach().clone()
         assert open_root(address, storage=STORAGE).manifest(3).replay is not None
         assert torch.equal(gradients.restore(3)["model"]["weight"], weight)
+
+
+def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: str) -> None:
+    run = Run(address, verify="commit", compact_after=2, keep_last=3, grace_seconds=0)
+    for _ in range(6):
+        run.save()
+    run.engine.close()
+    assert main(["gc", address, "--compact", "--grace", "0"]) == 0
+    assert main(["gc", address, "--grace", "0"]) == 0
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert {4, 5, 6} <= set(reader.steps())
+    assert reader.verify(deep=True) == []
+    run.check()
 
 
 def test_a_root_is_loaded_as_the_tensors_of_either_framework(address: str) -> None:

@@ -180,14 +180,14 @@ def repair(
 ) -> None:
     """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit code 1 where something is lost."""
     from contextlib import ExitStack
-    from pathlib import Path
 
     from deltacheck import repair as work
     from deltacheck.cli import where
+    from deltacheck.store import place
     from deltacheck.store.lease import Lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
-    path = Path(where.parse(words).root)
+    path = place.local(where.parse(words).root, "a repair")
     done = work.Repaired()
     with ExitStack() as held:
         if not dry_run:

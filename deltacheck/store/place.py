@@ -343,11 +343,13 @@ def subdirectories(path: Place) -> list[Place]:
 
 def remove_tree(path: Place, *, ignore_errors: bool = False) -> None:
     """Remove a directory and all below it."""
-    if isinstance(path, ObjectPath):
-        with contextlib.suppress(*([OSError] if ignore_errors else [])):
+    with contextlib.suppress(*([OSError] if ignore_errors else [])):
+        if isinstance(path, ObjectPath):
             path.remove_tree()
-    else:
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+        elif ignore_errors:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path)
 
 
 def is_there(path: Place) -> bool:
