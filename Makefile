@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz soak damage-test power-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -41,11 +41,20 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
+# Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
+CRASH_POINTS ?= 300
+ERROR_POINTS ?= 150
+EXHAUSTIVE ?=
+
+crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail (CRASH_POINTS=300 ERROR_POINTS=150, or EXHAUSTIVE=1; minutes)
+	PYTHONPATH=tests:. $(BIN)/python -m faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
+	PYTHONPATH=tests:. $(BIN)/python -m faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
+
 # Seconds for each target, or a number of inputs for each.
 FUZZ_SECONDS ?= 60
 FUZZ_RUNS ?=
 
-fuzz: $(VENV)/.stamp-install  ## feed the encoder and decoder mutated inputs under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 for each target)
+fuzz: $(VENV)/.stamp-install  ## feed readers, encoder and decoders mutated input, the native ones under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 a target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
 
 # Trials of `make damage-test`.
@@ -60,6 +69,16 @@ SUITES ?=
 
 soak: $(VENV)/.stamp-install  ## the long forms of the random suites, MINUTES=60 for all, or for SUITES="S1 S13"; prints trials, failures and 3/n
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --suites $(SUITES) $(ARGS)
+
+# Random sequences of everything that can happen to a root, against a dict; and two writers without locks.
+MODEL_RUNS ?= 200
+MODEL_STEPS ?= 50
+FENCE_ROUNDS ?= 500
+SCHEDULES ?= 1000
+
+model-test: $(VENV)/.stamp-install  ## saves, kills, damage, deletion and collection against a model; racing writers; seeded schedules (MODEL_RUNS=20000 MODEL_STEPS=100)
+	DELTACHECK_MODEL_RUNS=$(MODEL_RUNS) DELTACHECK_MODEL_STEPS=$(MODEL_STEPS) DELTACHECK_FENCE_ROUNDS=$(FENCE_ROUNDS) DELTACHECK_SCHEDULES=$(SCHEDULES) \
+		$(BIN)/pytest -n 2 --dist load -s tests/test_model.py tests/test_fence.py tests/test_schedules.py -o timeout=0 $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
 	$(BIN)/python tests/sanitized.py threads $(ARGS)
@@ -87,6 +106,12 @@ format: $(VENV)/.stamp-install  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+# Requests of an object store that fail, in all.
+STORE_FAULTS ?= 500
+
+store-test: $(VENV)/.stamp-install  ## save and restore on a local S3 server that fails at random (STORE_FAULTS=5000: more of it)
+	$(BIN)/python tests/object_soak.py --faults $(STORE_FAULTS) $(ARGS)
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)

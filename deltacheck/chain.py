@@ -292,6 +292,18 @@ def follow(
         yield segment, entries, {path: items[path].data for path in entries}
 
 
+def apply(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -> U8:
+    """A leaf's bytes after one segment, from those before it (``None``: of an entry that needs none). Raises ``Damaged``."""
+    link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
+    ((item,),) = _blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
+    if base is not None:
+        item.data[:] = base
+    _read_keyframes({spec.path: item})
+    _apply_deltas({spec.path: item}, default_codec())
+    _check_link(item)
+    return item.data
+
+
 def _check_link(item: _Filling) -> None:
     """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain is that link alone."""
     (segment, entry), spec = item.chain.key, item.chain.spec

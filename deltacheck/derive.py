@@ -34,10 +34,11 @@ def compute(derived: Derived, codes: Array | None, sources: Mapping[str, Array],
         case _:
             assert codes is not None
             values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed)
-    if derived.scale != 1.0:
-        values = (values * np.float32(derived.scale)).astype(element, copy=False)
-    if derived.first:
-        values = adam.repair(values, sources[derived.first], derived.limit)
+    with np.errstate(all="ignore"):  # of numbers that nobody has saved
+        if derived.scale != 1.0:
+            values = (values * np.float32(derived.scale)).astype(element, copy=False)
+        if derived.first:
+            values = adam.repair(values, sources[derived.first], derived.limit)
     return values
 
 

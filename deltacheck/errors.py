@@ -96,5 +96,9 @@ class DamagedStream(Damaged):
     """An encoded chunk does not follow the format."""
 
 
+class ReceiptFailed(Damaged):
+    """A step that was just saved does not come back from disk as it was captured."""
+
+
 class ChainBroken(Damaged):
     """A step needs a segment that is missing or not its own."""

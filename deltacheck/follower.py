@@ -15,7 +15,7 @@ from deltacheck import chain, restore, tree
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.records import LeafSpec
-from deltacheck.store.place import Place
+from deltacheck.store.place import ObjectStore, Place
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.schema import Manifest
 from deltacheck.store.segment import Segment
@@ -236,6 +236,7 @@ def follow(
     newest_only: bool = False,
     poll_seconds: float = 0.2,
     timeout: float | None = None,
+    storage: ObjectStore | None = None,
 ) -> Follower:
     """Follow a run live: an iterator over its committed steps as changed leaves, beginning with the newest step, whole.
 
@@ -243,7 +244,7 @@ def follow(
     memory and less to read; by default all. ``item``: of a ``CheckpointManager``'s steps, where they have several. ``newest_only``: leave out
     steps that were committed while the consumer was busy: less work, but not every step is seen. ``poll_seconds``: between two looks for a new
     step; shorter: sooner there, more calls to the storage. ``timeout``: the iteration ends when nothing new has come for so many seconds;
-    ``None``: never.
+    ``None``: never. ``storage``: how an object store is reached.
 
     Every value has been compared with the digests of its step; a step that is not whole raises, and the one after it comes whole.
     Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
@@ -253,4 +254,4 @@ def follow(
     else:
         chosen = frozenset(leaves)
         wanted = chosen.__contains__
-    return Follower(open_root(path, item), wanted, newest_only, poll_seconds, timeout)
+    return Follower(open_root(path, item, storage=storage), wanted, newest_only, poll_seconds, timeout)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from deltacheck.deadline import Deadline, Pulse
 from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.receipt import Receipt
 from deltacheck.records import SaveReport
 
 # The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is up to date. durable: every
@@ -33,6 +34,8 @@ class SaveHandle:
         self._reads_enqueued = False  # on a device: what is enqueued there from now on comes after them
         self._report: SaveReport | None = None
         self._blocking_seconds = 0.0
+        self._receipt: Receipt | None = None
+        self._awaits_receipt = False
 
     def __repr__(self) -> str:
         return f"SaveHandle(step={self.step}, state={self.state!r})"
@@ -52,6 +55,26 @@ class SaveHandle:
         """What the save cost, once it is committed."""
         report = self._report
         return None if report is None else dataclasses.replace(report, blocking_seconds=self._blocking_seconds)
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """Proof that the step was rebuilt from disk as it was captured: where ``verify`` asks for it, once it is in."""
+        return self._receipt
+
+    def wait_for_receipt(self, timeout: float | None = None) -> Receipt | None:
+        """Wait until the step is committed and read back; ``None`` where ``verify`` is ``"none"`` or the save was skipped.
+
+        Raises what ``wait`` raises, and ``ReceiptFailed`` naming leaf and file where the step did not come back as it was captured.
+        """
+        deadline = Deadline.after(timeout)
+        self.wait("committed", timeout)
+        if not self._await(lambda: not self._awaits_receipt, deadline.left):
+            raise TimeoutError(f"step {self.step} is committed, but not yet read back after {timeout} s")
+        with self._changed:
+            if self._error is not None:
+                self._seen = True
+                raise self._error
+        return self._receipt
 
     def done(self) -> bool:
         """Whether the save is committed, failed or skipped."""
@@ -127,7 +150,24 @@ class SaveHandle:
         with self._changed:
             if not self.done():
                 self._state, self._error = "failed", error
-                self._changed.notify_all()
+            self._awaits_receipt = False
+            self._changed.notify_all()
+
+    def _give_receipt(self, receipt: Receipt | Exception) -> None:
+        """The step was read back; or why that failed, of a step that is committed."""
+        self._pulse.beat()
+        with self._changed:
+            self._awaits_receipt = False
+            if isinstance(receipt, Exception):
+                self._error = receipt
+            else:
+                self._receipt = receipt
+            self._changed.notify_all()
+
+    def _await_end(self, timeout: float | None) -> None:
+        """Wait until nothing more will come of the save, whatever the end is. Raises ``TimeoutError``, as ``wait`` does."""
+        if not self._await(lambda: self.done() and not self._awaits_receipt, timeout):
+            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s")
 
     def _unseen_error(self) -> Exception | None:
         """The error, if nobody was told yet; from now on somebody is."""

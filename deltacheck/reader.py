@@ -47,6 +47,10 @@ class Checkpoints:
         """The tags and their training steps. A tag means one save, also where a later one has the same number: restore it by the tag."""
         return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
 
+    def digest(self, step: int | str | None = None) -> str:
+        """What to keep of a step (by default the newest) elsewhere, to ask for it with ``expected_digest``: ``"sha256:..."`` of its manifest."""
+        return self._root.digest_of(self._root.manifest(step))
+
     def manifest(self, step: int | str | None = None) -> Manifest:
         """What a step (a number, or a tag; by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
         return self._root.manifest(step)
@@ -61,6 +65,7 @@ class Checkpoints:
         contract: str | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
+        expected_digest: str | None = None,
     ) -> Any: ...
 
     @overload
@@ -73,6 +78,7 @@ class Checkpoints:
         contract: str | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
+        expected_digest: str | None = None,
     ) -> dict[str, NDArray[Any]]: ...
 
     def restore(
@@ -84,6 +90,7 @@ class Checkpoints:
         contract: str | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
+        expected_digest: str | None = None,
     ) -> Any:
         """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
 
@@ -94,6 +101,7 @@ class Checkpoints:
         ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
         ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older values;
         ``restored_step`` and a warning in the log say which.
+        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
         A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
         (``manifest(step).replay.steps`` names those of the gradients, too).
@@ -104,6 +112,7 @@ class Checkpoints:
         """
 
         def give(manifest: Manifest) -> Any:
+            self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
                 return self._give(manifest, leaves, slices, contract, max_bytes)
 
@@ -127,9 +136,12 @@ class Checkpoints:
             restore.require(manifest, contract)
             return self._whole(manifest, max_bytes)
         owners = tree.array_paths(manifest.tree)
+        leaves = None if leaves is None else list(leaves)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        found = restore.resolve(self._root, manifest, [owners.get(path, path) for path in wanted], max_bytes=max_bytes)
+        partly = {owners.get(path, path) for path in slices or {}} - {owners.get(path, path) for path in leaves or ()}
+        names = [owners.get(path, path) for path in wanted]
+        found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly)
         loaded: dict[str, NDArray[Any]] = {}
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}

@@ -87,7 +87,8 @@ class SaveReport:
     ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added.
     ``blocking_seconds``: wall time that the training thread lost, waits before the next optimizer step included.
     ``durable_seconds``: from the call to the commit. ``replayed_steps``: updates that a restore of this step replays; 0: none,
-    the state itself is stored. ``note``: what else there is to say, such as why a gradient log stored the state itself.
+    the state itself is stored. ``digest``: of the manifest, ``"sha256:..."``; whoever keeps it elsewhere can ask a restore for this very
+    step (``expected_digest``). ``note``: what else there is to say, such as why a gradient log stored the state itself.
     ``durability``: what the save survives from now on, a cut of ``"power"`` or only the end of its ``"process"``.
     """
 
@@ -102,3 +103,4 @@ class SaveReport:
     replayed_steps: int = 0
     note: str = ""
     durability: str = "power"
+    digest: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,13 +51,17 @@ def resolve(
     stored: bool = False,
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
+    partly: Container[str] = (),
 ) -> dict[str, Leaf]:
     """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
     ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
-    (``ReplayNeeded``). ``max_bytes``: the budget, which the step's tables must not exceed (``BudgetExceeded``; but for 64 MiB
-    that they may take). ``held``: what the caller has of leaves as they are stored, which is then not read again. Raises ``ChainBroken`` or
-    ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have.
+    (``ReplayNeeded``). ``max_bytes``: the budget, which neither the leaves (but for those of which the caller wants a part, ``partly``) nor,
+    beyond 64 MiB, the step's tables may exceed; nothing is opened before that is known. ``held``: what the caller has of leaves as
+    they are stored, which is then not read again.
+
+    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have;
+    ``BudgetExceeded``.
     """
     specs = manifest.specs
     inputs = set() if manifest.replay is None else manifest.replay.inputs
@@ -69,6 +73,7 @@ def resolve(
         if path not in specs and path not in inputs:
             near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
+    refuse_more_than(max_bytes, sum(specs[path].raw_bytes for path in wanted if path in specs and path not in partly))
     needed = dict.fromkeys(wanted)
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
@@ -170,14 +175,12 @@ def load(
     refuse_more_than(max_bytes, total)
     try:
         data = chain.load(chains, reads, codec)
+        if stored is not None:
+            stored.update(data)
+        values = _Values(reads, data)
+        return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
     except MemoryError as error:
-        raise BudgetExceeded(
-            f"the machine has not the {total} bytes that the restore takes; name fewer leaves or slices"
-        ) from error
-    if stored is not None:
-        stored.update(data)
-    values = _Values(reads, data)
-    return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
+        raise BudgetExceeded(f"this process cannot have the {total} bytes that the restore takes; name fewer leaves") from error
 
 
 def refuse_more_than(max_bytes: int | None, size: int) -> None:

@@ -22,20 +22,23 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import Any, TypeVar
 
+from deltacheck import receipt
 from deltacheck.chain import Chain
 from deltacheck.codec.base import Codec
+from deltacheck.compactor import Compactor, Plan, hang
 from deltacheck.deadline import Deadline, Pulse
 from deltacheck.digest import leaf_digest
-from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.errors import ReceiptFailed, SaveFailed, StorageTimeout
 from deltacheck.exits import undisturbed
 from deltacheck.handle import SaveHandle, as_save_failed
 from deltacheck.policy import Policy
 from deltacheck.policy.chain import due_for_reads
 from deltacheck.policy.effort import EFFORTS, Timing, next_effort
+from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -66,7 +69,14 @@ class Saver:
     thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
     written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
     ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
-    before has waited; equal states then no longer give equal files.
+    before has waited; equal states then no longer give equal files. ``verify``: whether a save is read back from disk and compared with
+    the digest that each leaf had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``: what this save
+    wrote, before its step exists: a fault between memory and disk becomes a failed save; it commits later, by the time that a restore of
+    these leaves takes. ``"receipt"``: the whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged and
+    raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
+    state once more at the capture (what lies on a device crosses to the host for it). ``compact_after``: a leaf whose
+    chain has this many deltas is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more
+    reading and writing beside the training.
     """
 
     def __init__(
@@ -81,7 +91,10 @@ class Saver:
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,
         effort: str = "normal",
+        verify: str = "none",
+        compact_after: int | None = None,
     ) -> None:
+        receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         if effort not in EFFORTS:
@@ -91,12 +104,17 @@ class Saver:
         self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
-        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow)
+        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify)
         self._treatment = Treatment(policy, codec.host, self._shadow)
+        self._compactor = None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
+        self._compacted: dict[str, SegmentRef] = {}  # the newest compacted segment: no save may have used it yet
+        self._newest: Manifest | None = None  # of the last step that was committed, or restored since
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._reads: dict[str, int] = {}  # arrays of deltas in each segment
+        self._plans: dict[int, Plan] = {}  # what to compact once the save of a sequence number is committed
+        self._writing: set[str] = set()  # segments of saves under way
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
@@ -113,6 +131,10 @@ class Saver:
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
         ]
+        self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
+        self._unchecked: dict[int, Manifest] = {}  # by sequence number
+        if verify == "receipt":
+            self._threads.append(threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -174,6 +196,7 @@ class Saver:
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
+            compaction = self._compaction()
             chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
             work = Work(
                 self._setup,
@@ -191,6 +214,9 @@ class Saver:
                 replay,
                 note,
             )
+            if compaction is not None:
+                self._plans[work.seq] = compaction
+            self._writing.add(work.writer.id)
             self._next_seq += 1
         try:
             self._handles.append(handle)
@@ -203,6 +229,18 @@ class Saver:
             raise
         handle._add_blocking(time.perf_counter() - begin)
         return handle
+
+    def _compaction(self) -> Plan | None:
+        """Hang the chains from what has been compacted, and plan the next compaction. REQUIRES: every save before is encoded."""
+        if self._compactor is None:
+            return None
+        done = self._compactor.take()
+        if done is not None and hang(self.leaves, done):
+            self._compacted = {done.ref.id: done.ref}
+        plan = self._compactor.plan(self.leaves, self._next_seq)
+        if plan is not None:
+            self._next_seq += 1  # it comes between the save before and this one
+        return plan
 
     @property
     def is_exact(self) -> bool:
@@ -227,6 +265,7 @@ class Saver:
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
+            self._newest, self._compacted = manifest, {}
             self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
             self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
         self._treatment.resumed()
@@ -246,13 +285,16 @@ class Saver:
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:
-            self._handles = [handle for handle in self._handles if not handle.done() or handle._error is not None]
+            self._handles = [h for h in self._handles if not h.done() or h._error is not None or h._awaits_receipt]
             return [handle for handle in self._handles if not handle.done()]
 
     def protected_segments(self) -> set[str]:
         """Segments that a save under way, or the shadow, stands on."""
         with self._lock:
-            found = self._refs.keys() | self._uncertain
+            found = self._refs.keys() | self._uncertain | self._compacted.keys() | self._writing
+            found |= {ref.id for manifest in self._unchecked.values() for ref in manifest.segments}
+            if self._compactor is not None:
+                found |= self._compactor.segments()
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
@@ -296,21 +338,25 @@ class Saver:
         """Raise the oldest failure that nobody has been told of."""
         with self._lock:
             handles = [handle for handle in self._handles if handle._error is not None]
-            self._handles = [handle for handle in self._handles if not handle.done()]
+            self._handles = [handle for handle in self._handles if not handle.done() or handle._awaits_receipt]
         for handle in handles:
             error = handle._unseen_error()
             if error is not None:
                 raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed; raises the first failure, ``TimeoutError`` where time ran out,
-        ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for twice ``io_timeout_seconds``.
+        """Wait until every save under way is committed, and read back where ``verify`` asks for it; raises the first failure,
+        ``TimeoutError`` where time ran out, ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for
+        twice ``io_timeout_seconds``.
         """
         self._check_owner()
         deadline = Deadline.after(timeout)
-        for handle in self.pending():
-            handle.exception(deadline.left)
-            handle._seen = False
+        self.pending()
+        with self._lock:
+            handles = list(self._handles)
+        for handle in handles:
+            if handle._error is None:
+                handle._await_end(deadline.left)
         self.raise_unseen()
 
     def check_usable(self) -> None:
@@ -342,6 +388,8 @@ class Saver:
             if not self._stuck and not self.pending():  # else the threads may hang
                 for thread in self._threads:
                     thread.join(_JOIN_SECONDS)
+                if self._compactor is not None:
+                    self._compactor.close(_JOIN_SECONDS)
 
     def when_stopped(self, callback: Callable[[], None]) -> None:
         """Call this once the threads have ended: at once, or by the last of them. REQUIRES: ``close`` was called."""
@@ -378,24 +426,42 @@ class Saver:
                     )
                 ref = self._on_disk(work, work.finish_segment)
                 self._adapt(work)
-                if ref is not None:
-                    self._refs[ref.id] = ref
+                with self._lock:
+                    known = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
+                    self._refs = {name: known[name] for name in known if name in work.segments}
                 work.handle._advance("durable")
-                self._refs = {name: self._refs[name] for name in self._refs if name in work.segments}
                 self._reads = {
                     name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
                 }
                 if work.handle.done():
                     raise SaveFailed(f"the save of step {work.handle.step} was given up before it was committed")
-                work.may_be_committed = True
                 manifest = work.manifest(self._refs)
+                if self._setup.verify == "commit":
+                    again = partial(receipt.rebuild, self._setup.store, manifest, work.live, work.entries)
+                    work.handle._give_receipt(self._on_disk(work, again))
+                work.may_be_committed = True
+                if self._setup.verify == "receipt":
+                    with self._lock:
+                        self._unchecked[work.seq] = manifest
+                    work.handle._awaits_receipt = True
                 stored = self._on_disk(work, partial(work.commit, manifest))
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes)))
+                before, self._newest = self._newest, manifest
+                plan = self._plans.pop(work.seq, None)
+                if plan is not None and before is not None and self._compactor is not None:
+                    self._compactor.start(plan, before)
+                self._writing.discard(work.writer.id)
+                digest = manifest_digest(manifest_content(manifest))
+                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
                 self._release(work)
+                if self._setup.verify == "receipt":
+                    self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
+                with self._lock:
+                    self._unchecked.pop(work.seq, None)
             del work
         self._disk.close()
+        self._to_check.put(None)
         with self._lock:
             stopped, self._threads = self._when_stopped, []
         if stopped is not None:
@@ -417,6 +483,24 @@ class Saver:
         done.result()
         return results[0]
 
+    def _receipt_loop(self) -> None:
+        while (job := self._to_check.get()) is not None:
+            work, manifest = job
+            try:
+                given: Receipt | Exception = receipt.rebuild(self._setup.store, manifest, work.live, manifest.leaves)
+            except ReceiptFailed as error:
+                given = error
+            except BaseException as error:  # noqa: BLE001 - as above
+                given = ReceiptFailed(f"step {manifest.step} could not be read back: {type(error).__name__}: {error}")
+                given.__cause__ = error
+            if isinstance(given, Exception):
+                log.error("%s", given)
+                self.forget()  # nothing may stand on it, and a save under way that does fails
+            with self._lock:
+                self._unchecked.pop(work.seq, None)
+            work.handle._give_receipt(given)
+            del job, work
+
     def _adapt(self, work: Work) -> None:
         """Choose the effort of the next save by what this one took."""
         spent, before = self._setup.store.take_spent(), self._last_begin
@@ -428,6 +512,8 @@ class Saver:
         with self._lock:
             if work.epoch == self.epoch:
                 self._drop_shadow()
+            self._writing.discard(work.writer.id)
+            self._plans.pop(work.seq, None)
         failure = as_save_failed(work.handle.step, error)
         try:
             if not work.handle.done():  # else this was told when it was given up

@@ -62,7 +62,7 @@ class Broken(NamedTuple):
 
 @dataclass(slots=True)
 class Survey:
-    """``lost``: segments whose table cannot be read, and why. ``broken``: leaves without a chain; none of a step that has lost segments."""
+    """``lost``: segments whose table cannot be read, and why. ``broken``: leaves without a chain."""
 
     lineages: list[Lineage]
     segments: dict[SegmentRef, Segment]
@@ -70,14 +70,18 @@ class Survey:
     broken: list[Broken]
 
 
-def survey(root: Root, manifests: Iterable[Manifest]) -> Survey:
-    """Take stock of steps, given in ascending order of their sequence numbers."""
+def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = False) -> Survey:
+    """Take stock of steps, given in ascending order of their sequence numbers.
+
+    ``without_lost``: a step that has lost segments is taken as if it never had them, so that it shows which leaves need them; else it
+    is left out.
+    """
     found = Survey([], {}, {}, [])
     current: dict[str, Lineage] = {}
     before: set[str] = set()
     for manifest in manifests:
         segments = [segment for ref in manifest.segments if (segment := _opened(root, ref, found)) is not None]
-        if len(segments) < len(manifest.segments):
+        if len(segments) < len(manifest.segments) and not without_lost:
             continue
         names = {segment.id for segment in segments}
         dropped, before = before - names, names

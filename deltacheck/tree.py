@@ -199,7 +199,10 @@ def _float_text(value: float) -> str:
 
 def _float_of(text: str) -> float:
     if text.startswith("nan:"):
-        return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
+        bits = bytes.fromhex(text[4:])
+        if len(bits) != 8:
+            raise ValueError(f"a float has 64 bits, not those of {text!r}")
+        return float(struct.unpack(">d", bits)[0])
     return float.fromhex(text)
 
 

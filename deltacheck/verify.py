@@ -82,7 +82,7 @@ def check(
     ``subset``: only this share (0 to 1) of the bytes, whole chains of leaves drawn at random by ``seed`` (default: another one each
     time). Smaller: a check that costs little beside training; damage elsewhere is found on another day. ``resume``: a file in which the
     check keeps what it has gone through, so that the next one with the same file goes on from there, and begins anew once all is done: with
-    ``subset``, runs of 10 % go through everything in ten. Chains that have grown since are read again; what was damaged, too.
+    ``subset``, runs of 10 % go through everything in ten. Chains that have grown since are read again, and what was damaged in every run.
 
     Of a step that is kept as gradients, what is stored is checked; the state itself is proven by its replay, at restore.
 
@@ -100,31 +100,31 @@ def check(
     units = sorted(found.lineages, key=lambda unit: (unit.links[0][0].id, unit.path))
     total = sum(map(surveying.cost_bytes, units))
     progress = _Progress(None if resume is None else Path(resume))
-    units = [unit for unit in units if _key(unit) not in progress.done]
+    known = [unit for unit in units if _key(unit) in progress.damaged]
+    units = [unit for unit in units if _key(unit) not in progress.done | progress.damaged]
     left = sum(map(surveying.cost_bytes, units))
     chosen = units if subset is None else _sample(units, subset * total, random.Random(seed))
+    left -= sum(map(surveying.cost_bytes, chosen))
+    chosen += known  # until they are healed, every run tells of them
     size = sum(map(surveying.cost_bytes, chosen))
     derived = _Derived.of(manifests)
-    harmed = False
     try:
         with nullcontext(lambda more: None) if display is None else display(size) as advance:
             for batch in surveying.batches(chosen, BATCH_BYTES):
                 for unit, error in _read(batch, derived):
-                    if error is None:
-                        progress.note(_key(unit))
-                    else:
-                        harmed = True
+                    progress.note(_key(unit), error is None)
+                    if error is not None:
                         segment = _segment_of(error.file, unit)
                         findings += [Finding(use.step, unit.path, str(error)) for use in unit.harmed(segment)]
                     advance(surveying.cost_bytes(unit))
     finally:
         progress.save()
     findings += derived.findings
-    if left == size:
+    if left == 0:
         findings += _uncommon(root, manifests)
-        progress.finish(not harmed)
+        progress.begin_anew()
     findings = list(dict.fromkeys(findings))  # the tables' own were told of before
-    return Verified(tuple(findings), tuple(manifests), size, total, left - size, seed)
+    return Verified(tuple(findings), tuple(manifests), size, total, left, seed)
 
 
 def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
@@ -149,7 +149,7 @@ def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list
 
 def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[Finding]:
     findings: list[Finding] = []
-    groups = [problem for path in root.store.group_paths() if (problem := _group_problem(path / "zarr.json")) is not None]
+    groups = [problem for path in root.store.group_paths() if (problem := group_problem(path / "zarr.json")) is not None]
     metadata = {ref: _metadata_problems(segment) for ref, segment in found.segments.items()}
     for manifest in manifests:
         lost = [str(found.lost[ref]) for ref in manifest.segments if ref in found.lost]
@@ -170,12 +170,23 @@ def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[F
 
 def _metadata_problems(segment: Segment) -> list[str]:
     """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
-    problems = [_group_problem(path / "zarr.json") for path in segment.group_paths()]
+    problems = [group_problem(path / "zarr.json") for path in segment.group_paths()]
     problems += [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
     return [problem for problem in problems if problem is not None]
 
 
-def _group_problem(path: Place) -> str | None:
+def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
+    """The directories below a segment whose ``zarr.json`` is wrong, each with the content that it must have."""
+    for path in segment.group_paths():
+        if group_problem(path / "zarr.json") is not None:
+            yield path, arrays.group_json({})
+    for path, spec in segment.array_specs().items():
+        if _metadata_problem(path / "zarr.json", spec.metadata()) is not None:
+            yield path, json.dumps(spec.metadata(), separators=(",", ":")).encode()
+
+
+def group_problem(path: Place) -> str | None:
+    """What is wrong with a file that must be the metadata of a zarr group."""
     try:
         found = _json_of(path)
         is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
@@ -334,31 +345,32 @@ class _Progress:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.done: set[str] = set()
+        self.damaged: set[str] = set()
         self._saved = time.monotonic()
         if path is not None and path.exists():
             try:
-                about = json.loads(path.read_bytes())
-                self.done = {str(key) for key in about["deltacheck_scrub"]["done"]}
+                about = json.loads(path.read_bytes())["deltacheck_scrub"]
+                self.done, self.damaged = (set(map(str, about[name])) for name in ("done", "damaged"))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path} is not the progress of a scrub: {type(error).__name__}: {error}. Name another file"
                 ) from None
 
-    def note(self, key: str) -> None:
-        self.done.add(key)
+    def note(self, key: str, is_whole: bool) -> None:
+        (self.damaged if is_whole else self.done).discard(key)
+        (self.done if is_whole else self.damaged).add(key)
         if time.monotonic() - self._saved > _NOTE_SECONDS:
             self.save()
 
-    def finish(self, is_whole: bool) -> None:
-        """All has been gone through; where nothing was damaged, the next run begins anew."""
-        if is_whole:
-            self.done.clear()
+    def begin_anew(self) -> None:
+        """All has been gone through."""
+        self.done.clear()
         self.save()
 
     def save(self) -> None:
         if self._path is None:
             return
         beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(json.dumps({"deltacheck_scrub": {"done": sorted(self.done)}}))
+        beside.write_text(json.dumps({"deltacheck_scrub": {"done": sorted(self.done), "damaged": sorted(self.damaged)}}))
         beside.replace(self._path)
         self._saved = time.monotonic()

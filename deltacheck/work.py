@@ -94,6 +94,7 @@ class Setup:
     host_cache_bytes: int
     io_timeout_seconds: float
     keep_shadow: bool
+    verify: str
 
 
 @dataclass(slots=True)
@@ -202,6 +203,7 @@ class Work:
         self.digest_tables: list[U64] = []
         self.segments: set[str] = set()
         self.records: dict[str, LeafRecord] = {}
+        self.live: dict[str, str] = {}  # digest of each leaf as the training had it, where the save is read back
 
     # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
 
@@ -223,6 +225,9 @@ class Work:
             self.specs[spec.path] = spec
             if current is None and (known is None or known.spec != spec):
                 raise SaveFailed(f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took it along")
+            if current is not None and self.setup.verify != "none":
+                host = codec.host(current)
+                self.live[spec.path] = leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
             if source.whole and spec.raw_bytes:
                 self._encode_whole(spec, current)
                 continue
@@ -453,7 +458,7 @@ class Work:
             durability=self.setup.store.durability.value,
         )
 
-    def report(self, stored_bytes: int) -> SaveReport:
+    def report(self, stored_bytes: int, digest: str) -> SaveReport:
         leaves = tuple(self._leaf_report(spec) for spec in self.sources.values())
         inputs = set() if self.replay is None else self.replay.inputs
         return SaveReport(
@@ -468,6 +473,7 @@ class Work:
             replayed_steps=0 if self.replay is None else len(self.replay.steps),
             note=self.note,
             durability=self.setup.store.durability.value,
+            digest=digest,
         )
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:

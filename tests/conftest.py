@@ -40,6 +40,14 @@ def _gpu_count() -> int:
 GPUS = _gpu_count()
 
 
+def pytest_configure() -> None:
+    """A bug that is planted on purpose (``planted.py``)."""
+    if os.environ.get("DELTACHECK_PLANT"):
+        from planted import plant_by_environment
+
+        plant_by_environment()
+
+
 def pytest_report_header() -> str:
     return f"GPUs: {GPUS}" + ("" if GPUS else " (tests marked 'gpu' are skipped)")
 

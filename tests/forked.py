@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -44,6 +47,16 @@ def forked(do: Callable[[], object]) -> Any:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
     return {"killed": os.WTERMSIG(status)} if os.WIFSIGNALED(status) else json.loads(text)
+
+
+def example(name: str, *arguments: object) -> str:
+    """The last line that an example prints."""
+    program = Path(__file__).parents[1] / "examples" / name
+    sys.argv = [str(program), *map(str, arguments)]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(str(program), run_name="__main__")
+    return text.getvalue().splitlines()[-1]
 
 
 def digest(state: object) -> str:

@@ -21,7 +21,7 @@ else:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
 import torch
-from forked import digest, forked, run_all
+from forked import digest, example, forked, run_all
 
 import deltacheck
 from deltacheck.backends.torch import load
@@ -137,6 +137,12 @@ def failing(folder: Path) -> Any:
     return {"raised": raised, "kept": load(folder / "a.ckpt")["w"].tolist()}
 
 
+def examples(folder: Path) -> Any:
+    if not importlib.util.find_spec("lightning"):
+        return None
+    return [forked(lambda epochs=epochs: example("lightning_trainer.py", folder, "--epochs", epochs)) for epochs in (1, 2)]  # type: ignore[misc]
+
+
 if __name__ == "__main__":
-    names = ("killed_and_resumed", "removed", "content", "refused", "foreign", "failing")
+    names = ("examples", "killed_and_resumed", "removed", "content", "refused", "foreign", "failing")
     run_all({name: globals()[name] for name in names}, Path(sys.argv[1]))

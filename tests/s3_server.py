@@ -26,8 +26,21 @@ FOREVER = 1 << 30
 # What a fault does. A number: that status instead of the request's effect. "after NUMBER": the effect, then that status. "lost": the effect,
 # and no reply. "dropped": neither. "truncated": the first half of the reply. "hang": nothing for `seconds`, then dropped. "stale":
 # a listing without the keys that match `hidden`. "unconditional": the request without its conditions. "flipped": the reply's
-# last byte is not the stored one.
-KINDS = ("500", "503", "429", "after 500", "lost", "dropped", "truncated", "hang", "stale", "unconditional", "flipped")
+# last byte is not the stored one. "ignored": said to be done, and not done.
+KINDS = (
+    "500",
+    "503",
+    "429",
+    "after 500",
+    "lost",
+    "dropped",
+    "truncated",
+    "hang",
+    "stale",
+    "unconditional",
+    "flipped",
+    "ignored",
+)
 
 
 @dataclass
@@ -116,6 +129,9 @@ class _Faulty:
             with contextlib.suppress(ValueError, OSError):
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _error(start_response, fault.kind)
+        if fault.kind == "ignored":
+            start_response("204 No Content", [("Content-Length", "0")])
+            return [b""]
         if fault.kind == "hang":
             time.sleep(fault.seconds)
         if fault.kind in ("hang", "dropped"):
@@ -192,6 +208,8 @@ def serve() -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept
+
         def log(self, kind: str, message: str, *args: object) -> None:
             pass
 

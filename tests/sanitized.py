@@ -14,7 +14,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "xla_ffi"
-TARGETS = ("apply", "round_trip", "arithmetic")
+TARGETS = ("apply", "round_trip", "arithmetic", "codes")
+READERS = ("documents", "roots")  # in Python, see tests/fuzz/readers.py
 LEVELS = {"kKernelsX86V2": "x86-64-v2", "kKernelsX86V3": "x86-64-v3", "kKernelsX86V4": "x86-64-v4"}
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-fsanitize=thread",)
@@ -105,6 +106,18 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
             )
 
 
+def readers(targets: Sequence[str], seconds: int, runs: int | None) -> None:
+    """The targets in Python, each in a process of its own, since what breaks one may end it."""
+    for target in READERS:
+        if target in targets:
+            limit = ["--runs", str(runs)] if runs else ["--seconds", str(seconds)]
+            with tempfile.NamedTemporaryFile("r", prefix="deltacheck-fuzz-") as note:
+                command = [sys.executable, str(TESTS / "fuzz" / "readers.py"), target, *limit]
+                done = subprocess.run(command, env=os.environ | {"DELTACHECK_FUZZ_NOTE": note.name}, check=False)
+                if done.returncode:
+                    raise SystemExit(note.read() or f"{target}: broken")
+
+
 def threads(seconds: int) -> None:
     """The encoder and its pool of threads under ThreadSanitizer."""
     with tempfile.TemporaryDirectory(prefix="deltacheck-threads-") as name:
@@ -125,12 +138,14 @@ def stress(made: Path, seconds: float, kernels: Sequence[str], forks_too: bool) 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("fuzz", "threads"))
-    parser.add_argument("targets", nargs="*", default=TARGETS)
+    parser.add_argument("targets", nargs="*", default=TARGETS + READERS)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--runs", type=int)
     given = parser.parse_args()
     if given.what == "fuzz":
-        fuzz(given.targets, given.seconds, given.runs)
+        readers(given.targets, given.seconds, given.runs)
+        if set(TARGETS) & set(given.targets):
+            fuzz(given.targets, given.seconds, given.runs)
     else:
         threads(given.seconds)
 

@@ -34,7 +34,22 @@ from deltacheck.cli import main
 from deltacheck.records import SaveReport
 from deltacheck.store.lease import Lease
 
-COMMANDS = ("ls", "show", "log", "diff", "verify", "restore", "export", "gc", "compact", "profile", "report", "plan", "demo")
+COMMANDS = (
+    "ls",
+    "show",
+    "log",
+    "diff",
+    "verify",
+    "restore",
+    "export",
+    "repair",
+    "gc",
+    "compact",
+    "profile",
+    "report",
+    "plan",
+    "demo",
+)
 SPEEDS = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
 
 

@@ -153,6 +153,17 @@ def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
     assert deltacheck.open(root).steps() == list(range(8))
 
 
+def test_a_segment_that_the_next_save_builds_on_stays(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    opened = open_root(root)
+    for step in range(7):
+        collect.delete_checkpoint(opened, opened.manifest(step).seq)
+    unneeded = collect.collect(opened, grace_seconds=0, dry_run=True).removed
+    assert collect.collect(opened, grace_seconds=0, protected=unneeded[:1]).removed == unneeded[1:]
+    assert (root / "segments" / unneeded[0]).is_dir()
+
+
 def without_seven_steps(run: Path, root: Path) -> Any:
     shutil.copytree(run, root)
     opened = open_root(root)

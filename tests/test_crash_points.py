@@ -53,9 +53,9 @@ def test_a_recovery_that_is_killed_too_is_recovered_from(campaign: Campaign, rng
 
 def test_a_run_that_is_killed_again_and_again_at_any_time_goes_on_where_it_was(campaign: Campaign, rng: random.Random) -> None:
     """One root, many lives: what one leaves behind, the next one lives with."""
-    with campaign.trial("first-keyframe") as trial:
+    with campaign.trial("lives") as trial:
         for life in range(6):
-            ran = campaign.run("live", trial, kill_after=rng.uniform(0.05, 0.4))
+            ran = campaign.run("act", trial, kill_after=rng.uniform(0.05, 0.4))
             assert ran.killed, ran
             looked = campaign.run("look", trial)
             assert (looked.value, looked.error) == ([], ""), f"life {life}"

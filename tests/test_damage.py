@@ -203,3 +203,27 @@ def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(copied: tuple[Pat
             assert any(str(victim) in finding.problem for finding in deltacheck.open(root).verify()), victim
         assert not list(differences(states[3], restored(root, 3)))
         victim.write_bytes(original)
+
+
+def test_a_delta_to_another_base_is_refused_before_anything_is_read(
+    copied: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that names another base, vouched for by every checksum: what a writer with a wrong shadow would leave."""
+    import msgspec
+
+    from deltacheck.store import schema
+
+    root, _ = copied
+    opened = open_root(root)
+    manifest = opened.manifest(3)
+    segment = opened.store.segment(manifest.segments[-1])
+    path, entry = next((path, entry) for path, entry in segment.table.leaves.items() if entry.base)
+    forged = msgspec.structs.replace(entry, base="0" * len(entry.base))
+    table = msgspec.structs.replace(segment.table, leaves={**segment.table.leaves, path: forged})
+    assert isinstance(table, schema.SegmentTable)
+    monkeypatch.setattr(segment, "table", table)
+    monkeypatch.setattr(
+        opened.store, "segment", lambda ref: segment if ref.id == segment.id else type(segment)(root, ref, segment._where)
+    )
+    with pytest.raises(errors.ChainBroken, match=f"{segment.id} is a delta to 0+, but the leaf is {entry.base} there"):
+        resolve(opened, manifest)

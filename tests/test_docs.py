@@ -43,8 +43,12 @@ def script(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=named)
 @pytest.mark.timeout(240)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    if "s3://my-bucket/" in script(page):
+        server = request.getfixturevalue("s3_server")
+        server.make_bucket("my-bucket")
+        environment |= server.environment()
     done = subprocess.run(
         [sys.executable, "-c", script(page)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
     )

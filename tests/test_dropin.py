@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from states import assert_same
@@ -149,3 +150,7 @@ def test_only_so_many_series_are_held_open(tmp_path: Path) -> None:
     assert len(dropin._open) == 4
     drop_in.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
     assert_same({"w": torch.zeros(2)}, drop_in.load(tmp_path / "a.pt"))
+
+
+def test_the_example_writes_what_does_not_change_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forked.example("torch_save.py", tmp_path).startswith("3 checkpoints take 1.")  # the frozen layer alone takes 1.05 MB

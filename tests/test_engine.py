@@ -115,6 +115,16 @@ def test_a_delta_covers_every_change_since_its_base(tmp_path: Path) -> None:
             assert_same(saved[step], engine.restore(step))
 
 
+def test_a_zero_that_changes_its_sign_is_a_change(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(1000), "y": torch.ones(1000)}
+    with Engine(tmp_path) as engine:
+        engine.save(0, state).wait(timeout=60)
+        state["x"][7] = -0.0
+        state["y"][3] = 2.0
+        engine.save(1, state).wait(timeout=60)
+        assert bits(engine.restore()["x"]) == bits(state["x"])
+
+
 def test_what_did_not_change_is_not_written(tmp_path: Path) -> None:
     state = training_state()
     with Engine(tmp_path) as engine:
@@ -389,7 +399,7 @@ def test_threads_and_hooks_are_gone_after_close(tmp_path: Path) -> None:
             engine.save(0, {"x": torch.zeros(2)})
     gc.collect()
     assert len(_global_optimizer_pre_hooks) == hooks
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of earlier tests may have ended since
 
 
 # --- restore ------------------------------------------------------------------------------------------------------------------

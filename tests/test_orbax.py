@@ -454,6 +454,43 @@ def test_deleting_steps_in_any_order_never_harms_another(tmp_path: Path, order: 
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_step_is_synced_before_the_rename_that_makes_it_exist_and_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    from deltacheck.backends.orbax import durable
+
+    seen: list[tuple[str, bool, bool]] = []
+    original = durable.sync_directory
+
+    def noting(path: Path) -> None:
+        original(path)
+        seen.append((path.name, (tmp_path / "1").exists(), (tmp_path / "0").exists()))
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=is_async)
+    with manager(tmp_path, options) as mngr:
+        save(mngr, 0, small_state(0))
+        monkeypatch.setattr(durable, "sync_directory", noting)
+        save(mngr, 1, small_state(1))
+        mngr.wait_until_finished()
+        assert not (tmp_path / "0").exists()
+    assert ("1.orbax-checkpoint-tmp", False, True) in seen  # the step's content, before the step
+    assert seen[-1] == (tmp_path.name, True, True)  # the step's name, before the deletion of the older one
+    assert options.temporary_path_class is None  # the caller's options are the caller's
+
+
+def test_durability_process_leaves_orbax_as_it_is_and_a_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltacheck.store import durability
+
+    monkeypatch.setattr(durability.os, "fsync", lambda descriptor: pytest.fail("something was synced"))
+    with manager(tmp_path, durability="process") as mngr:
+        save(mngr, 0, small_state(0))
+        mngr.wait_until_finished()
+    assert deltacheck.open(tmp_path).manifest(0).durability == "process"
+    with pytest.raises(ValueError, match="durability must be 'power' or 'process'"):
+        manager(tmp_path, durability="none")
+
+
 def test_max_to_keep_deletes_old_steps_and_their_segments_go_when_nobody_needs_them(tmp_path: Path) -> None:
     with manager(tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=2), grace_seconds=0) as mngr:
         for step in range(10):

@@ -196,7 +196,7 @@ def test_a_root_whose_making_was_cut_short_is_made_whole(tmp_path: Path) -> None
 
 def test_a_directory_with_anything_else_in_it_is_still_refused(tmp_path: Path) -> None:
     (tmp_path / "segments").mkdir()
-    (tmp_path / "segments" / "s0000000000-00000000").mkdir()
+    (tmp_path / "segments" / "notes.txt").touch()
     with pytest.raises(deltacheck.errors.NotACheckpointRoot, match="not empty and not a deltacheck root"):
         Engine(tmp_path)
 

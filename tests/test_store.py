@@ -181,6 +181,18 @@ def test_a_manifest_that_is_no_document_is_damage(root: Path, content: bytes) ->
         deltacheck.open(root).restore()
 
 
+@pytest.mark.parametrize(("before", "after"), [('"step":1', '"step":2'), ('"contract":"exact"', '"contract":"bounded"')])
+def test_a_document_that_says_another_thing_in_the_same_form_is_damage(root: Path, before: str, after: str) -> None:
+    """One digit or letter: valid JSON of a possible manifest, which only its checksum can tell from the one that was committed."""
+    path = root / "checkpoints" / "c0000000001" / "zarr.json"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(errors.Damaged, match="its checksum is"):
+        deltacheck.open(root).restore()
+    assert deltacheck.open(root).steps() == [0]
+
+
 def test_a_key_that_stands_twice_is_damage(root: Path) -> None:
     path = root / "checkpoints" / "c0000000001" / "zarr.json"
     text = path.read_text().replace('"step":1', '"step":7,"step":1')

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-for package in ("transformers", "accelerate"):
-    pytest.importorskip(package)
-
-pytestmark = [pytest.mark.xdist_group("trainer"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.xdist_group("trainer"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (find_spec("transformers") and find_spec("accelerate")), reason="transformers is not installed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,13 @@ def test_an_accelerate_loop_that_is_killed_ends_with_the_same_bits(told: dict[st
     found = told["accelerated"]
     assert found["killed"] == {"killed": 9}
     assert found["resumed"] == found["whole"]
+
+
+def test_each_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
+    first = {"accelerate_loop.py": 5, "hf_trainer.py": 6, "hf_sft_lora.py": 6}
+    last = {"accelerate_loop.py": 12, "hf_trainer.py": 8, "hf_sft_lora.py": 8}
+    assert len(told["examples"]) >= 4
+    for begun, ended in zip(told["examples"][::2], told["examples"][1::2], strict=True):
+        name = begun.partition(":")[0]
+        assert begun == f"{name}: at step {first[name]}, from step 0"
+        assert ended == f"{name}: at step {last[name]}, from step {first[name]}"

@@ -14,7 +14,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVI
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from forked import digest, forked, run_all
+from forked import digest, example, forked, run_all
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deltacheck
@@ -122,7 +122,7 @@ def killed_and_resumed(make: Any, folder: Path) -> dict[str, Any]:
 def asked_for(folder: Path) -> dict[str, Any]:
     """What ``train(resume_from_checkpoint=...)`` may say."""
     return {
-        "whole": train(folder),
+        "whole": forked(lambda: train(folder)),
         "finished": forked(lambda: train(folder)),
         "named": forked(lambda: train(folder, resume="checkpoint-4")),
         "asked": forked(lambda: train(folder, DeltaCheckCallback(), resume=True)),
@@ -217,7 +217,22 @@ def accelerated(folder: Path) -> Any:
     }
 
 
-SCENARIOS = {
+def examples(folder: Path) -> Any:
+    runs = [("hf_trainer.py", 6, "--every", 3), ("hf_trainer.py", 8), ("accelerate_loop.py", 5), ("accelerate_loop.py", 12)]
+    if "peft" in SCENARIOS:
+        runs += [("hf_trainer.py", 6, "--every", 3, "--lora"), ("hf_trainer.py", 8, "--lora")]
+    if "trl" in SCENARIOS:
+        runs += [("hf_sft_lora.py", 6), ("hf_sft_lora.py", 8)]
+
+    def run(name: str, steps: int, *more: object) -> str:
+        root = folder / f"{name}{'--lora' in more}"
+        return f"{name}: {forked(lambda: example(name, root, '--steps', steps, *more))}"
+
+    return [run(*one) for one in runs]
+
+
+SCENARIOS: dict[str, Any] = {
+    "examples": examples,
     "killed_and_resumed": lambda folder: killed_and_resumed(model, folder),
     "asked_for": asked_for,
     "bare": bare,

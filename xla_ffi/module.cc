@@ -27,7 +27,7 @@ namespace nb = nanobind;
 namespace deltacheck {
 namespace {
 
-// Raised with INTERFACE in deltacheck/codec/native.py whenever a function here changes, so that a stale build is
+// Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that a stale build is
 // noticed.
 constexpr int kInterface = 3;
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import blame, branch, check, compare, demo, export, listing, plan, profile, report, retention
+from deltacheck.cli import blame, branch, check, compare, demo, export, ingest, listing, plan, profile, report, retention
 
 app = typer.Typer(
     name="deltacheck",
@@ -37,11 +37,13 @@ for name, command in (
     ("verify", check.verify),
     ("restore", export.export),
     ("export", export.export),
+    ("import", ingest.ingest),
     ("tag", retention.tag),
     ("untag", retention.untag),
     ("prune", retention.prune),
     ("delete", retention.delete),
     ("branch", branch.branch),
+    ("repair", check.repair),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),

@@ -13,6 +13,9 @@ from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deltacheck.repair import Repaired
     from deltacheck.store.root import Root
     from deltacheck.store.schema import Manifest
     from deltacheck.verify import Verified
@@ -163,6 +166,85 @@ def compact(words: JustRoot = None, as_json: Json = False) -> None:
         )
 
 
+def repair(
+    words: JustRoot = None,
+    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this step; by default all.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; say what would be healed and what is lost.")
+    ] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Set steps aside that cannot be healed, and manifests that cannot be read.")
+    ] = False,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit code 1 where something is lost."""
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from deltacheck import repair as work
+    from deltacheck.cli import where
+    from deltacheck.store.lease import Lease
+    from deltacheck.store.root import MANAGER_STORE, open_root
+
+    path = Path(where.parse(words).root)
+    done = work.Repaired()
+    with ExitStack() as held:
+        if not dry_run:
+            store = path / MANAGER_STORE if (path / MANAGER_STORE / "segments").is_dir() else path
+            if (store / "segments").is_dir():
+                held.callback(Lease(store).release)
+        if not (path / "zarr.json").is_file() or not _opens(path):
+            work.mend_root(path, done, dry_run=dry_run)
+        if not (dry_run and done.documents):  # without its zarr.json there is no root to look into
+            root = open_root(path, item)
+            held.callback(root.store.close)
+            work.repair(root, step, dry_run=dry_run, lossy=lossy, done=done)
+    if as_json:
+        output.print_json({"root": str(path), "dry_run": dry_run, "lossy": lossy, **asdict(done)})
+    else:
+        _say_repaired(done, dry_run)
+    if done.lost and not done.removed:
+        raise typer.Exit(output.FOUND_DAMAGE)
+
+
+def _opens(path: Path) -> bool:
+    from deltacheck.errors import Damaged
+    from deltacheck.store.root import open_root
+
+    try:
+        open_root(path)
+    except Damaged:
+        return False
+    return True
+
+
+def _say_repaired(done: Repaired, dry_run: bool) -> None:
+    would = "would be " if dry_run else ""
+    for document in done.documents:
+        output.print_line(f"{document} {would}written again")
+    for healed in done.healed:
+        output.print_line(f"step {healed.step}, leaf {healed.leaf}: {would}healed from {healed.source}")
+    for lost in done.lost:
+        about = "a step" if lost.step is None else f"step {lost.step}"
+        leaf = "" if lost.leaf is None else f", leaf {lost.leaf}"
+        chunks = (
+            f", chunks {', '.join(map(str, lost.chunks[:8]))}{', ...' if len(lost.chunks) > 8 else ''}" if lost.chunks else ""
+        )
+        output.print_line(f"{about}{leaf}{chunks}: lost: {lost.problem}")
+    for removed in done.removed:
+        output.print_line(f"{removed}: its step {would}set aside")
+    if done.backup is not None:
+        output.print_line(f"what was replaced or set aside is in {done.backup}")
+    if not (done.documents or done.healed or done.lost):
+        output.print_line("nothing to do: no damage found")
+    elif done.steps:
+        output.print_line(
+            f"{len(done.steps)} steps {would}healed ({', '.join(map(str, done.steps))}), {output.size(done.stored_bytes)} written. Run gc to "
+            "remove what no step needs any more"
+        )
+
+
 def gc(
     words: JustRoot = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
@@ -174,9 +256,16 @@ def gc(
             help="How long a segment must have been known as unneeded, for restores that began before.",
         ),
     ] = 60.0,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="First rewrite segments that stay for the sake of few leaves.")
+    ] = False,
+    below: Annotated[
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Rewrite where what is needed takes no more of the segment.")
+    ] = 0.5,
     as_json: Json = False,
 ) -> None:
     """Remove segments that no step needs. Refused while a training writes to the root."""
+    from deltacheck import reclaim
     from deltacheck.cli import where
     from deltacheck.store.collect import collect
     from deltacheck.store.lease import Lease
@@ -184,14 +273,24 @@ def gc(
 
     root = open_root(where.parse(words).root)  # all items: what any of them needs stays
     lease = Lease(root.store.path)
+    rewritten: tuple[reclaim.Rewritten, ...] = ()
     try:
+        if compact:
+            rewritten = reclaim.reclaim(root, below=below, dry_run=dry_run)
         # A manager root's writer may be another library's: segments that are newer than every step may belong to its save under way.
         done = collect(root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root)
     finally:
+        root.store.close()
         lease.release()
     if as_json:
-        output.print_json({"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace, **asdict(done)})
+        about = {"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace}
+        output.print_json({**about, **asdict(done), "rewritten": [asdict(one) for one in rewritten]})
         return
+    for one in rewritten:
+        output.print_line(
+            f"{one.old} ({output.size(one.old_bytes)}) {'would be' if dry_run else 'was'} rewritten: "
+            f"{one.leaves} leaves of it are needed ({output.size(one.new_bytes)})"
+        )
     removed = "would be removed" if dry_run else "removed"
     for name in done.removed:
         output.print_line(f"{name} {removed}")

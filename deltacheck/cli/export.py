@@ -23,10 +23,17 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     NPZ = "npz"
+    ORBAX = "orbax"
 
 
 # The first suffix of a format is the one that it is given where nobody names a file.
-_SUFFIXES = {".safetensors": Format.SAFETENSORS, ".pt": Format.TORCH, ".pth": Format.TORCH, ".npz": Format.NPZ}
+_SUFFIXES = {
+    ".safetensors": Format.SAFETENSORS,
+    ".pt": Format.TORCH,
+    ".pth": Format.TORCH,
+    ".npz": Format.NPZ,
+    ".orbax": Format.ORBAX,
+}
 
 
 class _Job(NamedTuple):
@@ -50,7 +57,7 @@ def export(
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Write a step, or some of its leaves, to one safetensors, torch or npz file."""
+    """Write a step, or some of its leaves, to one safetensors, torch or npz file, or to an Orbax folder."""
     from deltacheck.cli import where
     from deltacheck.export import new_file, select
 
@@ -65,6 +72,9 @@ def export(
     path = out or Path(f"step-{manifest.step}{next(suffix for suffix, f in _SUFFIXES.items() if f is form)}")
     _refuse_inside(root, path)
     job = _Job(root, manifest, keys, nested=not leaves and not strip)
+    if form is Format.ORBAX:
+        _orbax(job, path, force, as_json)
+        return
     write = {Format.SAFETENSORS: _safetensors, Format.NPZ: _npz, Format.TORCH: _torch}[form]
     raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.values())
     with new_file(path, overwrite=force) as file, output.progress("writing", raw_bytes) as advance:
@@ -115,3 +125,21 @@ def _torch(file: BinaryIO, job: _Job, progress: Progress) -> bool:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"--to torch needs PyTorch ({error}): pip install 'deltacheck[torch]'") from error
     return write_torch(file, job.root, job.manifest, None if job.nested else job.keys, progress)
+
+
+def _orbax(job: _Job, path: Path, force: bool, as_json: bool) -> None:
+    try:
+        from deltacheck.backends.orbax.ingest import write_orbax
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"--to orbax needs JAX ({error}): pip install 'deltacheck[jax]'") from error
+    if force:
+        raise typer.BadParameter("--force replaces files; remove the folder of an Orbax checkpoint yourself")
+    with output.progress("writing", sum(job.manifest.spec(owner).raw_bytes for owner in job.keys.values())) as advance:
+        write_orbax(path, job.root, job.manifest, None if job.nested else job.keys, advance)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if as_json:
+        about: output.Row = {"root": str(job.root.path), "step": job.manifest.step, "seq": job.manifest.seq, "file": str(path)}
+        about |= {"format": str(Format.ORBAX), "leaves": len(job.keys), "file_bytes": size, "weights_only": None}
+        output.print_json(about)
+        return
+    output.print_line(f"step {job.manifest.step}: {len(job.keys)} leaves written to {path} ({output.size(size)})")

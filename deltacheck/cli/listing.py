@@ -188,7 +188,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
     }
     if not as_json:
-        _print_step(manifest, tables)
+        _print_step(manifest, root.digest_of(manifest), tables)
         return
     about = {
         "root": str(root.path),
@@ -196,6 +196,7 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
         "seq": manifest.seq,
         "time": output.utc(manifest.time),
         "writer": manifest.writer,
+        "digest": root.digest_of(manifest),
         "contract": manifest.contract,
         "durability": manifest.durability,
         "stage": manifest.stage,
@@ -245,12 +246,13 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     }
 
 
-def _print_step(manifest: Manifest, tables: dict[str, list[Row]]) -> None:
+def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -> None:
     from deltacheck import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
     closure = sum(ref.stored_bytes for ref in manifest.segments)
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
+    output.print_line(f"digest {digest}")
     output.print_line(
         f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
         f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"

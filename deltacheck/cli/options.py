@@ -15,7 +15,7 @@ Leaves: TypeAlias = Annotated[
     typer.Option("--leaves", metavar="PATTERN", help="Only leaves whose path matches (* matches / too). May be repeated."),
 ]
 
-_ROOT = "The root: a directory, by default the current one."
+_ROOT = "The root: a directory, by default the current one, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."
 _STEP = "A step is a number, 'latest' or @TAG; anything else is the root."
 JustRoot: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT]", help=_ROOT)]
 RootStep: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT] STEP", help=f"{_ROOT} {_STEP}")]

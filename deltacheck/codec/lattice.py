@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import _native
-from deltacheck.codec import memory
+from deltacheck.codec import memory, reference_codes
+from deltacheck.codec.extension import extension
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -53,7 +53,12 @@ def codes(
     first = _first(step, seed, start)
     out = memory.checked_out(out, values, np.int32)
     cells = None if weights is None else _cells(weights, values.shape)
-    return LatticeCoded(out, *_native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1)))
+    native = extension()
+    if native is not None:
+        return LatticeCoded(out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1)))
+    made, refused, largest, squared = reference_codes.lattice_codes(values.reshape(-1), cells, step, first)
+    out.reshape(-1)[:] = made
+    return LatticeCoded(out, refused, largest, squared)
 
 
 def values(
@@ -69,7 +74,11 @@ def values(
     first = _first(step, seed, start)
     out = memory.checked_out(out, codes, np.float32)
     cells = None if weights is None else _cells(weights, codes.shape)
-    _native.lattice_values(codes.reshape(-1), cells, step, first, out.reshape(-1))
+    native = extension()
+    if native is not None:
+        native.lattice_values(codes.reshape(-1), cells, step, first, out.reshape(-1))
+    else:
+        out.reshape(-1)[:] = reference_codes.lattice_values(codes.reshape(-1), cells, step, first)
     return out
 
 

@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import _native
 from deltacheck.codec import memory
 from deltacheck.codec.base import STREAMS, U8, U64, Encoded
+from deltacheck.codec.extension import required
 from deltacheck.errors import DamagedStream
 
-# What this file expects of the extension; raised on both sides whenever a door of the extension changes.
-INTERFACE = 3
-if _native.INTERFACE != INTERFACE:
-    raise ImportError(f"deltacheck._native has interface {_native.INTERFACE}, this package needs {INTERFACE}: build it again")
+_native = required()
 
 
 class NativeCodec:
@@ -55,7 +52,8 @@ class NativeCodec:
 
 def threads() -> int:
     """Threads that one call may use, its caller among them. At first: the processors this process may run on, at most 8."""
-    return _native.threads()
+    count: int = _native.threads()
+    return count
 
 
 def set_threads(count: int) -> None:
@@ -65,4 +63,5 @@ def set_threads(count: int) -> None:
 
 def instruction_set() -> str:
     """The kernels in use, for example ``"x86-64-v3"``; the environment variable ``DELTACHECK_ISA`` chooses others at first use."""
-    return _native.instruction_set()
+    name: str = _native.instruction_set()
+    return name

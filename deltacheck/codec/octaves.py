@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import _native
-from deltacheck.codec import memory
+from deltacheck.codec import memory, reference_codes
+from deltacheck.codec.extension import extension
 
 F32 = NDArray[np.float32]
 Codes = NDArray[Any]  # uint8 where fraction_bits is 0, else uint16
@@ -77,10 +77,17 @@ def codes(
         if not half <= dead_band <= MOST_DEAD_BAND:
             raise ValueError(f"dead_band must be from half a cell, {half}, to {MOST_DEAD_BAND}, not {dead_band}")
         band = math.floor(dead_band * 2**23)
-    before = None if base is None else memory.as_bytes("base", base)
-    refused, zeroed, ratio, away = _native.octave_codes(
-        values.reshape(-1), before, fraction_bits, signed, band, memory.as_bytes("out", out)
-    )
+    native = extension()
+    if native is not None:
+        before = None if base is None else memory.as_bytes("base", base)
+        refused, zeroed, ratio, away = native.octave_codes(
+            values.reshape(-1), before, fraction_bits, signed, band, memory.as_bytes("out", out)
+        )
+    else:
+        form = reference_codes.octave_form(fraction_bits, signed)
+        were = None if base is None else base.reshape(-1)
+        made, refused, zeroed, ratio, away = reference_codes.octave_codes(values.reshape(-1), form, were, band)
+        out.reshape(-1)[:] = made
     return OctaveCoded(out, refused, zeroed, math.log2(ratio), away * 2.0**-23)
 
 
@@ -92,7 +99,13 @@ def values(codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F
     """
     memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
-    bad = _native.octave_values(memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1))
+    native = extension()
+    if native is not None:
+        bad = native.octave_values(memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1))
+    else:
+        made = reference_codes.octave_values(codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed))
+        bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (made == 0)))
+        out.reshape(-1)[:] = made
     if bad:
         raise ValueError(f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits, signed={signed}")
     return out

@@ -23,6 +23,7 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck import grid
+from deltacheck.codec.extension import extension
 from deltacheck.deadline import Deadline
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
 from deltacheck.store import chunk_files, place
@@ -38,6 +39,8 @@ UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is 
 TIMEOUT_SECONDS = (
     600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
 )
+# What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError, which is a RuntimeError.
+_TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
 # What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds the wrong bytes.
 _NOT_DAMAGE = (
@@ -204,12 +207,8 @@ def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context)
 
 @cache
 def native_stream_writer() -> Callable[..., int] | None:
-    """``write_stream_file`` of the native module; ``None`` where there is no module, or one without libzstd."""
-    try:
-        from deltacheck import _native
-    except ImportError:
-        return None
-    return getattr(_native, "write_stream_file", None)
+    """``write_stream_file`` of the native module; ``None`` where there is no module of ours, or one without libzstd."""
+    return getattr(extension(), "write_stream_file", None)
 
 
 def write_stream_file(
@@ -357,7 +356,7 @@ class ReadableArray:
         chunk_files.check_directory(path)
         try:
             self._array = _open(path, spec, where, open=True, assume_metadata=True)
-        except ValueError as error:
+        except _TENSORSTORE_ERRORS as error:
             raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
@@ -404,12 +403,14 @@ class Reading:
         """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
             return _await(self._future, self._path, self._patience)
-        except ValueError as error:
+        except StorageFailed:
+            raise
+        except _TENSORSTORE_ERRORS as error:
             raise read_error(error, self._path) from error
 
 
-def read_error(error: ValueError, path: Place) -> Damaged | StorageFailed:
-    """TensorStore's ``ValueError`` as one of ours: the status code stands first in its text."""
+def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
+    """TensorStore's error as one of ours: the status code stands first in its text."""
     text = str(error)
     if isinstance(path, ObjectPath) and text.startswith(_NOT_DAMAGE):
         return StorageFailed(f"array {path} cannot be read: {place.brief(error)}")

@@ -176,6 +176,9 @@ def _remove(path: Place, durability: Durability) -> bool:
         durability.sync_directory(path)  # without its table it is no segment: a crash from here on leaves garbage, not damage
     except FileNotFoundError:
         pass  # another collector was faster
+    if isinstance(path, ObjectPath):
+        remove_tree(path)  # once: a listing that lags would go on showing what is deleted
+        return True
     while path.exists():
         with contextlib.suppress(FileNotFoundError):  # as above: each attempt finds less
             remove_tree(path)

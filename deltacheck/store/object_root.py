@@ -12,9 +12,8 @@ from deltacheck.store import layout
 from deltacheck.store.place import ObjectPath, existing
 
 _MANIFEST = "zarr.json"
-AHEAD = (
-    8  # sequence numbers beyond the newest that are asked for: saves in a row that may have failed without hiding a later one
-)
+# Sequence numbers beyond the newest that are asked for: so many saves in a row may have failed without hiding a later one.
+AHEAD = 8
 
 
 def manifests(folder: ObjectPath, known: Iterable[ObjectPath] = ()) -> list[ObjectPath]:

@@ -279,7 +279,7 @@ def _after(prefix: str) -> str:
     return prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
 
 
-def brief(error: ValueError) -> str:
+def brief(error: Exception) -> str:
     """TensorStore's message on one line: the status code first, without the page that the server sent with it."""
     return " ".join(str(error).split())[:400]
 

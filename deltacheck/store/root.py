@@ -8,6 +8,7 @@ the directory ``deltacheck`` beside them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -164,7 +165,9 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[Place, tuple[_Stamp | bytes, Manifest]] = {}
+        self._manifests: dict[
+            Place, tuple[_Stamp | bytes, Manifest, str]
+        ] = {}  # what tells the file's version, what it says, its digest
         self._briefs: dict[Place, tuple[_Stamp, Brief]] = {}
         self._reads: dict[ObjectPath, Any] = {}  # under way
 
@@ -181,9 +184,12 @@ class Root:
             folder = self.path / layout.CHECKPOINTS
             # A link or a file in a checkpoint's place is damage: no step may go missing without a word.
             ours = [entry for entry in _scan(folder) if layout.is_checkpoint_id(entry.name)]
-            plain = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
-            return [path for path, is_plain in plain.items() if not is_plain or os.path.lexists(path)]
-        return sorted(p for entry in _entries(self.path) if _is_manager_step(entry) for p in _item_manifests(entry, self._item))
+            found = {folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False) for entry in ours}
+            return [path for path, is_plain in found.items() if not is_plain or os.path.lexists(path)]
+        steps = [entry for entry in _scan(self.path) if _is_manager_step(entry)]
+        strange = [Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()]
+        plain = [entry for entry in steps if entry.is_dir(follow_symlinks=False)]
+        return sorted([*(path for entry in plain for path in _item_manifests(entry, self._item)), *strange])
 
     def other_manifest_paths(self) -> list[Place]:
         """Manifests of a manager root that belong to no committed step: of saves under way or killed, of steps that Orbax has
@@ -299,7 +305,13 @@ class Root:
         stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            cached = (stamp, check_place(path, read_manifest(path), self.is_manager_root))
+            content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
+            manifest = _decode_manifest(content, path)
+            if (
+                not self.is_manager_root or path.parents[2] == self.path
+            ):  # else it lies elsewhere, as a handler of its own may have it
+                check_place(path, manifest, self.is_manager_root)
+            cached = (stamp, manifest, manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
 
@@ -320,7 +332,8 @@ class Root:
             self._manifests.pop(path, None)
             raise FileNotFoundError(f"{path} does not exist")
         if cached is None or content is not None:
-            cached = (generation, _decode_manifest(content or b"", path))
+            content = content or b""
+            cached = (generation, _decode_manifest(content, path), manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
 
@@ -351,6 +364,18 @@ class Root:
                 damaged[path] = error
         self._briefs = {path: self._briefs[path] for path in found if path in self._briefs}
         return found, damaged
+
+    def digest_of(self, manifest: Manifest) -> str:
+        """``manifest_digest`` of the file that ``manifest`` was read from. REQUIRES: this root has read it."""
+        return next(digest for _, known, digest in self._manifests.values() if known is manifest)
+
+    def require_digest(self, manifest: Manifest, expected: str | None) -> None:
+        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any."""
+        if expected is not None and self.digest_of(manifest) != expected:
+            raise Damaged(
+                f"step {manifest.step} of {self.path} is not the one that is expected: its manifest has digest "
+                f"{self.digest_of(manifest)}, expected is {expected}. Ask for the step that the digest was kept of"
+            )
 
     def next_seq(self) -> int:
         """One more than any sequence number that this root has seen. On an object store: that was committed (``object_root.py``)."""
@@ -420,6 +445,15 @@ def create_manager_store(root: Path, threads: int | None = None, durability: Dur
     return Store.create(path, threads, durability)
 
 
+def manifest_digest(content: bytes) -> str:
+    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of the manifest's file, hexadecimal.
+
+    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but not a forger who makes other bytes
+    with the same xxh3.
+    """
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
 def read_manifest(path: Place) -> Manifest:
     """Read and check one manifest file."""
     return _decode_manifest(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), path)
@@ -448,9 +482,14 @@ def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manif
     return manifest
 
 
+def manifest_content(manifest: Manifest) -> bytes:
+    """The manifest's file content."""
+    return arrays.group_json(schema.to_attributes(manifest))
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's file content, decoded again and compared before anyone writes it."""
-    content = arrays.group_json(schema.to_attributes(manifest))
+    content = manifest_content(manifest)
     if schema.from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
         raise SaveFailed(f"step {manifest.step}: its manifest does not decode to itself; this is a defect, please report it")
     return content
@@ -461,15 +500,19 @@ def commit(
     manifest: Manifest,
     durability: Durability = Durability.POWER,
     still_ours: Callable[[], None] | None = None,
+    *,
+    again: bool = False,
 ) -> int:
     """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
 
-    ``still_ours``: raises where the right to write has been lost. Raises ``RootBusy`` where another writer has taken the sequence number, or
+    ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the lease writes steps again, newer ones first, which
+    are then no sign of another writer. Raises ``RootBusy`` where another writer has taken the sequence number, or
     has gone beyond it: what a writer that was taken for dead has to say then comes too late, and what it stands on may be gone.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
     content = encode_manifest(manifest)
-    if isinstance(root, Path):
+    fenced = isinstance(root, Path) and not again
+    if fenced:
         _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
     valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
@@ -479,9 +522,9 @@ def commit(
         )
     if isinstance(root, ObjectPath):
         place.written.leave_out(len(content))
-        return len(content)
     try:
-        _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
+        if fenced:
+            _fence(root, manifest, still_ours)  # whoever took over between the first look and the creation
     except RootBusy:
         (folder / "zarr.json").unlink(missing_ok=True)
         raise
@@ -490,7 +533,7 @@ def commit(
     return len(content)
 
 
-def _fence(root: Path, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
+def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
     """Refuse to commit beside another writer: one that holds the root now, or one whose steps are newer."""
     if still_ours is not None:
         still_ours()
@@ -574,10 +617,10 @@ def _stamp(path: Path) -> _Stamp:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def _scan(path: Path) -> list[os.DirEntry[str]]:
+def _scan(path: Place) -> list[os.DirEntry[str]]:
     """All that is in a local directory, ascending by name, or nothing where it is not there."""
     try:
-        with os.scandir(path) as found:
+        with os.scandir(str(path)) as found:
             return sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
@@ -608,14 +651,15 @@ def _is_group_file(path: Path) -> bool:
         return False
 
 
-def _is_manager_step(entry: Place) -> bool:
+def _is_manager_step(entry: os.DirEntry[str]) -> bool:
     return entry.name != MANAGER_STORE and ".orbax-checkpoint-tmp" not in entry.name
 
 
-def _item_manifests(step: Place, item: str | None) -> list[Place]:
-    items = [e for e in _entries(step) if item is None or e.name == item]
-    # Whatever the file holds: a damaged manifest must be named, not overlooked.
-    return [path for e in items if place.is_there(path := e / "zarr.json")]
+def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
+    items = [e for e in _scan(Path(step.path)) if item is None or e.name == item]
+    # Whatever the file holds: a damaged manifest must be named, not overlooked. So must a link in an item's place.
+    found = {Path(e.path) / "zarr.json": e for e in items if e.is_symlink() or e.is_dir(follow_symlinks=False)}
+    return [path for path, entry in found.items() if entry.is_symlink() or os.path.lexists(path)]
 
 
 def _group_attributes(path: Place) -> dict[str, Any] | None:

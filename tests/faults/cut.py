@@ -29,6 +29,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)
 
+import planted
 from faults import power, scenarios, shim
 from faults.scenarios import Acknowledge, Scenario
 
@@ -245,6 +246,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--record-again", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    planted.plant_by_environment()
     if args.record:
         _record(Path(args.names[0]), args.names[1:])
         return 0

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import filecmp
+import gc
 import os
 import random
 import select
@@ -71,7 +72,13 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
     try:
         yield at
     finally:
-        subprocess.run(["umount", at], check=True, timeout=60, capture_output=True)
+        for _ in range(100):
+            gc.collect()  # readers let go of what they have pinned when they go, and some are in cycles
+            if subprocess.run(["umount", at], timeout=60, capture_output=True, check=False).returncode == 0:
+                break
+            time.sleep(0.1)
+        else:
+            subprocess.run(["umount", at], check=True, timeout=60, capture_output=True)
 
 
 def copy(image: Path, to: Path) -> Path:

@@ -337,6 +337,19 @@ def _keep_last() -> Scenario:
     return Scenario("keep-last", TorchEngine(), prepare, act, (1, 2), keep=2)
 
 
+def _lives() -> Scenario:
+    """A training that goes on from the newest step, if there is one, and saves until somebody ends it."""
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with engine(root, keep_last=3) as opened:
+            first = opened.restore()["step"] + 1 if opened.steps() else 0
+            for step in range(first, first + 1000):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+                acknowledge(step)
+
+    return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
+
+
 # --- Orbax ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -516,7 +529,7 @@ CONTROLS = {
         _control("reference-protocol", ReferenceProtocol(), keep=None),
     )
 }
-SCENARIOS = {**TORCH, **ORBAX, **CONTROLS}
+SCENARIOS = {**TORCH, **ORBAX, **CONTROLS, "lives": _lives()}
 
 
 def import_frameworks(backend: str) -> None:

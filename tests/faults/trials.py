@@ -41,16 +41,6 @@ def check(name: str, root: str, acknowledgements: str) -> list[str]:
     return problems + scenarios.recovery_violations(scenario, Path(root))
 
 
-def live(name: str, root: str, acknowledgements: str) -> None:
-    """Restore the newest step, if there is one, and save until somebody ends it."""
-    acknowledge = scenarios.acknowledge_to(Path(acknowledgements))
-    with scenarios.engine(Path(root)) as opened:
-        first = opened.restore()["step"] + 1 if opened.steps() else 0
-        for step in range(first, first + 10_000):
-            opened.save(step, scenarios.torch_state(step)).wait(timeout=PATIENCE_SECONDS)
-            acknowledge(step)
-
-
 def look(name: str, root: str, acknowledgements: str) -> list[str]:
     """As ``check``, changing nothing."""
     return scenarios.violations(SCENARIOS[name], Path(root), scenarios.acknowledged_in(Path(acknowledgements)))

@@ -67,18 +67,32 @@ void fill(uint8_t* base, size_t size) {
   for (size_t i = 0; i < size; ++i) base[i] = static_cast<uint8_t>(i * 7 + (i >> 8));
 }
 
-std::string applied(const Case& made, uint8_t* base) {
+// The streams in memory without slack.
+struct Views {
+  explicit Views(const Case& made) {
+    memory.reserve(kStreams);
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const auto& content = made.streams[stream];
+      if (content.empty()) continue;
+      memory.emplace_back(content.size(), 1);
+      std::memcpy(memory.back().data(), content.data(), content.size());
+      views[stream] = {memory.back().data(), content.size()};
+    }
+  }
+
   std::vector<Exact> memory;
   StreamView views[kStreams] = {};
-  memory.reserve(kStreams);
-  for (int stream = 0; stream < kStreams; ++stream) {
-    const auto& content = made.streams[stream];
-    if (content.empty()) continue;
-    memory.emplace_back(content.size(), 1);
-    std::memcpy(memory.back().data(), content.data(), content.size());
-    views[stream] = {memory.back().data(), content.size()};
-  }
-  return apply(made.run(), made.rows.data(), made.rows.size(), views, base);
+};
+
+std::string applied(const Case& made, uint8_t* base) {
+  const Views streams(made);
+  return apply(made.run(), made.rows.data(), made.rows.size(), streams.views, base);
+}
+
+std::string checked(const Case& made) {
+  const Views streams(made);
+  std::vector<uint64_t> offsets;
+  return check(made.run(), made.rows.data(), made.rows.size(), streams.views, &offsets);
 }
 
 // The streams of one chunk as the plain kernels write them; none where they would store the chunk otherwise.
@@ -146,6 +160,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   use_instruction_set("plain");
   set_threads(1);
   const std::string refusal = applied(made, once.data());
+  promise(checked(made) == refusal, "check refuses what apply refuses: a device decodes what it takes unseen");
   use_some_kernels(size > 1 ? data[1] : 0);
   set_threads(1 + (size > 2 ? data[2] : 0) % 3);
   promise(applied(made, again.data()) == refusal, "all kernels refuse the same");

@@ -16,7 +16,7 @@ from typing import Any
 
 from orbax import checkpoint as ocp
 
-from deltacheck import tree
+from deltacheck import receipt, tree
 from deltacheck.backends.orbax import leaves
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
@@ -25,7 +25,7 @@ from deltacheck.backends.orbax.writer import has_store
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
 from deltacheck.store.durability import Durability
-from deltacheck.store.root import Root, check_place, open_root, read_manifest, way_out, whole_steps
+from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
 from deltacheck.store.schema import Manifest
 
 
@@ -39,7 +39,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``durability``: what our files survive when our future
     is done. ``"power"``: a power cut, at the cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
     this process, however it comes; saves end sooner, but a power cut may take the last ones, or leave steps that are listed and raise
-    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``read_only``: restores keep no copy of the
+    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``verify``: whether each save is read back from
+    disk and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
+    before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
+    ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
+    next call. Both read about as much as a restore at each save, and hash the whole state at the capture. ``read_only``: restores keep no copy of the
     state to go on from, and saves are refused.
 
     One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
@@ -55,8 +59,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         durability: str = "power",
+        verify: str = "none",
         read_only: bool = False,
     ) -> None:
+        receipt.check_when(verify)
+        self._verify = verify
         self._root = None if root is None else Path(root).absolute()
         self._policy = policy or Policy.exact()
         self._host_cache_bytes = host_cache_bytes
@@ -93,6 +100,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         args = args or DeltaRestoreArgs()
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
+        root.require_digest(manifest, args.expected_digest)
         restored = restore_tree(
             root,
             manifest,
@@ -156,7 +164,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
-            self._items[key] = Item(key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability)
+            self._items[key] = Item(
+                key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability, self._verify
+            )
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:
@@ -174,9 +184,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         try:
             root = open_root(path)
             try:
-                manifest = read_manifest(place.directory / "zarr.json")
-                is_step = root.is_manager_root and place.root == root.path
-                return root, check_place(place.directory / "zarr.json", manifest, True) if is_step else manifest
+                return root, root.read(place.directory / "zarr.json")
             except Damaged as error:
                 message = f"step {place.step} of {path}: {error}. {way_out(whole_steps(root))}"
                 raise type(error)(message, file=error.file) from error
@@ -214,6 +222,7 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
     ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs ``item``.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
@@ -230,3 +239,4 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     contract: str | None = None
     max_bytes: int | None = None
     log: Log | None = None
+    expected_digest: str | None = None

@@ -19,7 +19,7 @@ from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
 from deltacheck.backends.orbax.writer import Writer, holders, writer_of
 from deltacheck.deadline import Deadline
-from deltacheck.errors import DeltacheckError, SaveFailed
+from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.handle import SaveHandle
 from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
@@ -58,8 +58,10 @@ class Item:
         host_cache_bytes: int,
         io_timeout_seconds: float,
         durability: Durability = Durability.POWER,
+        verify: str = "none",
     ) -> None:
         self.root = root
+        self._verify = verify
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
@@ -149,6 +151,7 @@ class Item:
                 next_seq=0,
                 host_cache_bytes=self._host_cache_bytes,
                 io_timeout_seconds=self._io_timeout_seconds,
+                verify=self._verify,
             )
             self._go_on(self._saver)
         return self._saver, self.writer
@@ -159,8 +162,10 @@ class Item:
         if last is None:
             return
         last.abandon("Orbax gave the step up")
-        failed = last.handle.exception(self._io_timeout_seconds) is not None
-        if not failed and not last.place.is_committed():
+        error = last.handle.exception(self._io_timeout_seconds)
+        if isinstance(error, ReceiptFailed):
+            last.handle._seen = False  # Orbax knows of failed saves only: this one is raised by the save that is about to begin
+        if error is None and not last.place.is_committed():
             log.warning("step %d was never committed by Orbax: the next save writes whole leaves", last.handle.step)
             saver.forget()
 

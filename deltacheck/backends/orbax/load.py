@@ -19,6 +19,7 @@ from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.restore import Loaded
+from deltacheck.store.place import ObjectStore
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
 from deltacheck.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
@@ -36,15 +37,19 @@ def load(
     leaves: Iterable[str] | None = None,
     contract: str | None = None,
     max_bytes: int | None = None,
+    storage: ObjectStore | None = None,
+    expected_digest: str | None = None,
 ) -> Any:
     """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or of the torch ``Engine``.
 
-    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``: as in ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed
-    only where they have more than one. Takes no lock and writes nothing. Raises what ``DeltaRestoreArgs`` says, and
-    ``NotACheckpointRoot``, ``StepNotFound``.
+    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``, ``expected_digest``: as in ``DeltaRestoreArgs``. ``item``: of a
+    manager's steps, needed only where they have more than one. ``storage``: how an object store is reached. Takes no lock and writes
+    nothing. Raises what ``DeltaRestoreArgs`` says,
+    and ``NotACheckpointRoot``, ``StepNotFound``.
     """
-    opened = open_root(root, item)
+    opened = open_root(root, item, storage=storage)
     manifest = opened.manifest(step)
+    opened.require_digest(manifest, expected_digest)
     restored = restore_tree(opened, manifest, target, shardings=shardings, paths=leaves, contract=contract, max_bytes=max_bytes)
     return restored.tree
 

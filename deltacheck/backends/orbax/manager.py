@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax import checkpoint as ocp
 
@@ -16,9 +17,13 @@ from deltacheck.backends.orbax._orbax import await_renames
 from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
 from deltacheck.deadline import Deadline
+from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
 from deltacheck.policy import Policy
 from deltacheck.store import place
 from deltacheck.store.durability import Durability
+from deltacheck.store.root import describe_steps
+
+log = logging.getLogger("deltacheck")
 
 _open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()  # with their handlers
 _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
@@ -34,6 +39,7 @@ def manager(
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
     durability: str = "power",
+    verify: str = "none",
     exit_timeout_seconds: float = 120.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -63,6 +69,7 @@ def manager(
         grace_seconds=grace_seconds,
         io_timeout_seconds=io_timeout_seconds,
         durability=durability,
+        verify=verify,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()
@@ -77,6 +84,40 @@ def manager(
     _last_saves[made] = saves = LastSave(made, exit_timeout_seconds)
     exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
     return made
+
+
+class Whole(NamedTuple):
+    """What ``restore_whole`` gives: which step, and its tree."""
+
+    step: int
+    tree: Any
+
+
+def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) -> Whole:
+    """``manager.restore(step, args=args)`` of a step (by default the newest), or of the newest before it that is whole.
+
+    A training goes on, with older values, where it would have stopped: the result and warnings in the log say with which step. ``args``:
+    ``DeltaRestoreArgs``, or a ``Composite`` of them. Raises ``StepNotFound`` where there is no step, and what the asked step raised where
+    no earlier one restores either.
+    """
+    steps = sorted((found for found in manager.all_steps() if step is None or found <= step), reverse=True)
+    if not steps or (step is not None and steps[0] != step):
+        raise StepNotFound(
+            f"{manager.directory} has no step {'at all' if step is None else step}. {describe_steps(manager.all_steps())}"
+        )
+    first: Damaged | NotACheckpointRoot | None = None
+    for found in steps:
+        try:
+            tree = manager.restore(found, args=DeltaRestoreArgs() if args is None else args)
+        except (Damaged, NotACheckpointRoot) as error:  # the latter: a step whose manifest is gone
+            first = first or error
+            log.warning("%s", error)
+            continue
+        if first is not None:
+            log.warning("step %d is damaged: step %d of %s is restored in its place", steps[0], found, manager.directory)
+        return Whole(found, tree)
+    assert first is not None
+    raise first
 
 
 def handler_of(manager: Any) -> DeltaCheckpointHandler:

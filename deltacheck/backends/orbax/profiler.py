@@ -70,6 +70,16 @@ def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted((int(name), path) for name, path in names if name.isdecimal())
 
 
+def item_of(step: int, place: Path, item: str | None) -> str:
+    """The item of a step that is meant: the one named, or the only one. Raises ``StepNotFound``, naming what there is."""
+    items = sorted(path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists())
+    if item is None and len(items) != 1:
+        raise StepNotFound(f"step {step} in {place.parent} has the items {items}; name one with --item")
+    if item is not None and item not in items:
+        raise StepNotFound(f"step {step} in {place.parent} has no item {item!r} that is a tree; it has {items}")
+    return item or items[0]
+
+
 def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[tuple[int, object]]:
     """The states of a plain ``CheckpointManager``, step by step, one at a time in memory, as NumPy arrays.
 
@@ -79,16 +89,12 @@ def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[
     import orbax.checkpoint as ocp
 
     for step, place in steps(folder):
-        items = sorted(path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists())
-        if item is None and len(items) != 1:
-            raise StepNotFound(f"step {step} in {folder} has the items {items}; name one with --item")
-        if item is not None and item not in items:
-            raise StepNotFound(f"step {step} in {folder} has no item {item!r} that is a tree; it has {items}")
+        chosen = place / item_of(step, place, item)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                about = checkpointer.metadata(place / (item or items[0])).item_metadata.tree
+                about = checkpointer.metadata(chosen).item_metadata.tree
                 as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
-                state = checkpointer.restore(place / (item or items[0]), args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+                state = checkpointer.restore(chosen, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
         except (ValueError, OSError, KeyError) as error:
             reason = str(error).partition("\n")[0]
             raise Damaged(f"step {step} in {folder} cannot be read by Orbax: {type(error).__name__}: {reason}") from error

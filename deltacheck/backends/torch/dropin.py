@@ -18,6 +18,7 @@ from typing import NamedTuple
 from deltacheck.backends.torch import pointer
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.policy.retention import Retention
+from deltacheck.store import place
 
 SUFFIX = ".deltacheck"
 _OPEN_AT_MOST = 4  # series; each holds a copy of its state to compare with
@@ -71,7 +72,7 @@ def save(
         )
     if pickle_module is not pickle:
         raise ValueError("pickle_module has no meaning here, since nothing is pickled; leave it out, or use torch.save")
-    path = Path(f).absolute()
+    path = place.local(f, "a file in torch.save's place").absolute()
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; save to a file name in it, or use Engine({str(path)!r})")
     series = series_of(path)

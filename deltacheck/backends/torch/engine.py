@@ -55,10 +55,18 @@ class Engine:
     ``"auto"`` goes by whether saves wait for the storage or for the processor. ``durability``: what an acknowledged save survives.
     ``"power"``: a power cut; every file and directory entry is synced first, which costs a flush of the disk's cache for each.
     ``"process"``: only the end of this process, however it comes; nothing is synced and saves end sooner, but a power cut or a crash of
-    the operating system may take the last saves, or leave steps that are listed and raise ``Damaged``. ``keep_last``, ``keep_every``,
+    the operating system may take the last saves, or leave steps that are listed and raise ``Damaged``. ``verify``: whether each save is
+    read back from disk and compared with the state as it was captured. ``"none"``: no; a restore checks what was written.
+    ``"commit"``: what the save wrote, before its step exists, so that a fault on the way to the disk is a failed save; it commits later by
+    the time that reading takes. ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a
+    failure is logged and raised by the next call. Both read about as much as a restore at each save, and hash the whole state at the
+    capture. ``keep_last``, ``keep_every``,
     ``keep_best``: after each save, delete the checkpoints that none of them keeps (default: keep all): so many of the newest, steps that
     a number divides, those with the best metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any
-    case. Larger: more to go back to, more disk space. ``grace_seconds``: how long unneeded segments stay for readers that are about to
+    case. Larger: more to go back to, more disk space. ``compact_after``: once a leaf's chain has this many deltas, write it whole from
+    what is on the disk, behind the training; later saves go on from there. Smaller than half of the policy's ``max_chain_depth``, it
+    spares saves their keyframes. Smaller: faster restores, more reading and writing beside training (default: saves write keyframes
+    themselves). ``grace_seconds``: how long unneeded segments stay for readers that are about to
     open them; what a reader has open stays as long as it reads. ``io_timeout_seconds``: longest wait for the storage before a save is
     given up. ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails then, or takes longer, that
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
@@ -82,9 +90,11 @@ class Engine:
         shadow: str = "auto",
         effort: str = "normal",
         durability: str = "power",
+        verify: str = "none",
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | Iterable[KeepBest] = (),
+        compact_after: int | None = None,
         grace_seconds: float = 60.0,
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
@@ -118,6 +128,8 @@ class Engine:
                 io_timeout_seconds=io_timeout_seconds,
                 keep_shadow=shadow != "none",
                 effort=effort,
+                verify=verify,
+                compact_after=compact_after,
             )
         except BaseException:
             self._lease.release()
@@ -235,6 +247,7 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         max_bytes: int | None = None,
         fallback: bool = False,
+        expected_digest: str | None = None,
     ) -> Any:
         """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
@@ -245,6 +258,7 @@ class Engine:
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
         state beside it). ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older
         values, and saves those steps again; ``engine.restored_step`` and a warning in the log say which.
+        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
 
         Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a step without an optimizer,
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
@@ -254,6 +268,7 @@ class Engine:
         self._saver.wait()
 
         def give(manifest: Manifest) -> Any:
+            self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
                 return self._give(manifest, into, contract, optimizer, max_bytes)
 

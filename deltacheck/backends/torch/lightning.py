@@ -40,7 +40,7 @@ class DeltaCheckIO:
         if "keep_last" in engine:
             raise ValueError("Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not keep_last")
         _register(type(self))
-        self._folder = None if root is None else Path(root)
+        self._folder = None if root is None else place.local(root, "DeltaCheckIO")
         self._rng = rng
         self._options = engine
         self._engine: Engine | None = None
@@ -56,7 +56,7 @@ class DeltaCheckIO:
         if storage_options is not None:
             raise TypeError("DeltaCheckIO takes no storage_options; give it the options of Engine when it is made")
         self._settle(wait=False)
-        target = Path(path).absolute()
+        target = place.local(path, "DeltaCheckIO").absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._engine is None:
             self._engine = Engine(self._folder or target.parent / "deltacheck", **self._options)

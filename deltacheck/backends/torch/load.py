@@ -11,6 +11,7 @@ import torch
 
 from deltacheck import damage, restore
 from deltacheck.backends.torch import leaves, pointer
+from deltacheck.store.place import ObjectStore
 from deltacheck.store.root import open_root
 
 MapLocation: TypeAlias = "torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any]"
@@ -26,6 +27,8 @@ def load(
     item: str | None = None,
     contract: str | None = None,
     max_bytes: int | None = None,
+    expected_digest: str | None = None,
+    storage: ObjectStore | None = None,
 ) -> Any:
     """Read a step (by default the newest) of an ``Engine`` root or of an Orbax ``CheckpointManager``'s, verified bit for bit.
 
@@ -36,6 +39,8 @@ def load(
     no code of a checkpoint is ever run, and decoded leaves cannot be mapped. ``item``: of a manager's steps, needed only where they
     have more than one. ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or
     ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
+    ``storage``: how an object store is reached, where ``root`` is an address.
 
     Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
     ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
@@ -53,8 +58,9 @@ def load(
         if step not in (None, manifest.step):
             raise ValueError(f"{path} is step {manifest.step}, not {step}; for others read the root {opened.path}")
     else:
-        opened = open_root(root, item)
+        opened = open_root(root, item, storage=storage)
         manifest = opened.manifest(step)
+    opened.require_digest(manifest, expected_digest)
     restore.require(manifest, contract)
     with damage.named(opened, manifest):
         loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)

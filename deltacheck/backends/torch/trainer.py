@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback
 from deltacheck.backends.torch import rng
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.errors import TreeMismatch
+from deltacheck.store import place
 
 log = logging.getLogger("deltacheck")
 
@@ -51,7 +52,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, root: str | Path | None = None, *, every: int | None = None, resume: bool = True, **engine: Any) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        self._folder = None if root is None else Path(root)
+        self._folder = None if root is None else place.local(root, "the Trainer's callback")
         self._every = every
         self._resume = resume
         self._options = engine
