@@ -399,7 +399,7 @@ def test_threads_and_hooks_are_gone_after_close(tmp_path: Path) -> None:
             engine.save(0, {"x": torch.zeros(2)})
     gc.collect()
     assert len(_global_optimizer_pre_hooks) == hooks
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of earlier tests may have ended since
 
 
 # --- restore ------------------------------------------------------------------------------------------------------------------
