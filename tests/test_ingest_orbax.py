@@ -68,6 +68,8 @@ def test_a_step_of_torch_is_exported_for_orbax(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "out")]) == OK
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "out")
     assert (found["name"], found["on"]) == ("x", True)
+    with ocp.StandardCheckpointer() as standard:
+        np.testing.assert_array_equal(standard.restore(tmp_path / "out")["a"]["w"], found["a"]["w"])
     np.testing.assert_array_equal(found["a"]["w"], load_torch(tmp_path / "root")["a"]["w"].numpy(), strict=True)
     assert (
         main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--leaves", "a/*", "--out", str(tmp_path / "flat")]) == OK

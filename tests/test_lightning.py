@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.xdist_group("lightning"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not (find_spec("lightning") or find_spec("pytorch_lightning")), reason="Lightning is not installed"),
 ]
 
@@ -23,7 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/lightning_child.py found, by scenario."""
     child = Path(__file__).with_name("lightning_child.py")
     command = [sys.executable, str(child), str(tmp_path_factory.mktemp("lightning"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.xdist_group("trainer"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not (find_spec("transformers") and find_spec("accelerate")), reason="transformers is not installed"),
 ]
 
@@ -23,7 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/trainer_child.py found, by scenario."""
     child = Path(__file__).with_name("trainer_child.py")
     command = [sys.executable, str(child), str(tmp_path_factory.mktemp("trainer"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
