@@ -167,7 +167,7 @@ class SaveHandle:
     def _await_end(self, timeout: float | None) -> None:
         """Wait until nothing more will come of the save, whatever the end is. Raises ``TimeoutError``, as ``wait`` does."""
         if not self._await(lambda: self.done() and not self._awaits_receipt, timeout):
-            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout} s")
+            raise TimeoutError(f"the save of step {self.step} is only {self._state} after {timeout:.3g} s")
 
     def _unseen_error(self) -> Exception | None:
         """The error, if nobody was told yet; from now on somebody is."""
