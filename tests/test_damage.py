@@ -22,7 +22,7 @@ from deltacheck.restore import load, resolve
 from deltacheck.store.root import open_root
 from deltacheck.tree import unflatten
 
-QUICK_TRIALS = 100  # of each kind of root; `make damage-test` makes many more
+QUICK_TRIALS = 60  # of each kind of root; `make damage-test` makes many more
 
 
 @pytest.fixture(scope="module")

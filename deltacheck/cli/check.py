@@ -50,7 +50,7 @@ def verify(
     reads = deep or subset is not None or resume is not None
     done = work.check(
         root,
-        root.manifest().step if wanted.steps == (None,) and _newest_reads(root) else next(iter(wanted.steps), None),
+        _step(root, wanted.steps),
         deep=deep,
         subset=None if subset is None else _share(subset),
         seed=seed,
@@ -85,14 +85,14 @@ def verify(
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
-def _newest_reads(root: Root) -> bool:
+def _step(root: Root, steps: tuple[int | None, ...]) -> int | None:
+    """The step to check; ``None``: all, also where the newest is meant and cannot be told."""
     from deltacheck.errors import Damaged, UnsupportedFormat
 
     try:
-        root.manifest()
+        return root.manifest().step if steps == (None,) else next(iter(steps), None)
     except (Damaged, UnsupportedFormat):
-        return False
-    return True
+        return None
 
 
 def _share(text: str) -> float:
