@@ -29,6 +29,7 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.store import collect, segment
 from deltacheck.store import root as store_root
+from deltacheck.work import Work
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -108,8 +109,8 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is_not_kept_waiting(
     tmp_path: Path, hanging: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = training_state()
-    with Engine(tmp_path, io_timeout_seconds=0.5) as engine:
+    state = {"x": torch.ones(3)}
+    with Engine(tmp_path, io_timeout_seconds=2.0) as engine:
         begin = time.monotonic()
         first: list[str] = []
         hanging(segment, lambda path: first.append(path.name) or len(first) == 1)
@@ -118,8 +119,8 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
         assert isinstance(error, errors.SaveFailed)
         assert "the save of step 7: the storage did not answer within" in str(error)
         assert "step 7" in caplog.text
-        nudge(state)
-        engine._saver._setup = _patient(engine)  # only the hang is to meet a short deadline
+        state["x"] += 1
+        engine._saver._setup = _with_deadline(engine, 30.0)  # only the hang is to meet a short deadline
         engine.save(8, state).wait(timeout=30)
         assert time.monotonic() - begin < 30
         assert engine.steps() == [8]
@@ -127,40 +128,44 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def test_a_step_that_appears_after_its_save_was_given_up_still_has_its_segments(tmp_path: Path, hanging: Any) -> None:
+def test_a_step_that_appears_after_its_save_was_given_up_still_has_its_segments(tmp_path: Path) -> None:
     """The commit hangs before its manifest is there, is given up, and ends much later."""
     state = training_state()
-    with Engine(tmp_path, io_timeout_seconds=0.5) as engine:
+    with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
         go = threading.Event()
-        original = store_root.arrays.create_file
+        create, manifest = store_root.arrays.create_file, Work.manifest
 
-        def create(directory: Path, name: str, content: bytes) -> bool:
+        def hang(directory: Path, name: str, content: bytes) -> bool:
             if directory.name == "c0000000000":
                 assert go.wait(60)
-            return original(directory, name, content)
+            return create(directory, name, content)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store_root.arrays, "create_file", create)
-            assert "may hang" in str(engine.save(0, state).exception(30))
-            engine._saver._setup = _patient(engine)
-            saved = copy.deepcopy(state)
-            for step in range(1, 4):
-                nudge(state)
-                engine.save(step, state).wait(timeout=30)
-            collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
-            assert engine.steps() == [1, 2, 3]
-            go.set()
-            deadline = time.monotonic() + 30
-            while 0 not in engine.steps() and time.monotonic() < deadline:
-                time.sleep(0.01)
+        def hurry(work: Work, refs: Any) -> Any:
+            engine._saver._setup = _with_deadline(engine, 0.1)  # of the commit alone
+            return manifest(work, refs)
+
+        patch.setattr(store_root.arrays, "create_file", hang)
+        patch.setattr(Work, "manifest", hurry)
+        assert "may hang" in str(engine.save(0, state).exception(30))
+        patch.setattr(Work, "manifest", manifest)
+        engine._saver._setup = _with_deadline(engine, 30.0)
+        saved = copy.deepcopy(state)
+        for step in range(1, 4):
+            nudge(state)
+            engine.save(step, state).wait(timeout=30)
+        collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
+        assert engine.steps() == [1, 2, 3]
+        go.set()
+        deadline = time.monotonic() + 30
+        while 0 not in engine.steps() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert engine.steps()[0] == 0
         assert_same(saved, engine.restore(0))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def _patient(engine: Engine) -> Any:
-    """The engine's setup with a deadline that a loaded machine does not reach."""
-    return dataclasses.replace(engine._saver._setup, io_timeout_seconds=30.0)
+def _with_deadline(engine: Engine, seconds: float) -> Any:
+    return dataclasses.replace(engine._saver._setup, io_timeout_seconds=seconds)
 
 
 def test_every_failure_of_a_save_names_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

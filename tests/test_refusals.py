@@ -243,7 +243,7 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(tmp_path: Pa
         def done(self) -> bool:
             return False
 
-    with Engine(tmp_path, io_timeout_seconds=20) as engine:
+    with Engine(tmp_path, io_timeout_seconds=20) as engine:  # the fake one has always passed
         monkeypatch.setattr(arrays, "write", lambda *_: Hanging())
         error = engine.save(0, {"x": torch.zeros(1)}).exception(30)
         assert "may hang" in str(error)
