@@ -16,6 +16,7 @@ TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "xla_ffi"
 TARGETS = ("apply", "round_trip", "arithmetic", "codes")
 READERS = ("documents", "roots")  # in Python, see tests/fuzz/readers.py
+CORPUS = TESTS / "fuzz" / "corpus"  # inputs that reached code which none before them had, kept
 LEVELS = {"kKernelsX86V2": "x86-64-v2", "kKernelsX86V3": "x86-64-v3", "kKernelsX86V4": "x86-64-v4"}
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("-fsanitize=thread",)
@@ -59,10 +60,12 @@ def fuzzers(folder: Path, compiler: str, flags: Sequence[str], objects: Sequence
     """Every target with our own driver."""
     driver = folder / "driver.o"
     call(compiler, *FLAGS, *flags, f"-I{SOURCES}", "-c", TESTS / "fuzz" / "driver.cc", "-o", driver)
-    made = {}
-    for target in TARGETS:
-        made[target] = program(folder / target, [TESTS / "fuzz" / f"{target}.cc"], [*objects, driver], compiler, flags)
-    return made
+
+    def made(target: str) -> Path:
+        return program(folder / target, [TESTS / "fuzz" / f"{target}.cc"], [*objects, driver], compiler, flags)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(TARGETS, pool.map(made, TARGETS), strict=True))
 
 
 def call(*command: str | Path, environment: dict[str, str] | None = None) -> None:
@@ -82,7 +85,7 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
                 continue
             if not clang:
                 print(f"{target}: no clang++, seeded random mutation", flush=True)
-                call(own, *limit)
+                call(own, *limit, "--replay", CORPUS / target)
                 continue
             print(f"{target}: libFuzzer", flush=True)
             corpus = folder / f"{target}-corpus"
@@ -98,6 +101,7 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
             call(
                 guided,
                 corpus,
+                CORPUS / target,
                 "-max_len=65536",
                 "-print_final_stats=1",
                 "-verbosity=0",

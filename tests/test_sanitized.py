@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import sanitized
+
+pytestmark = pytest.mark.timeout(300)  # two compilers beside everything else
 
 
 def able(flags: tuple[str, ...], folder: Path) -> bool:
@@ -31,9 +34,20 @@ def fuzzers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("target", sanitized.TARGETS)
 def test_random_inputs_break_no_promise_and_no_bound_of_memory(target: str, fuzzers: dict[str, Path]) -> None:
-    done = subprocess.run([fuzzers[target], "--seconds", "2", "--seed", "7"], capture_output=True, text=True, check=False)
+    command = [fuzzers[target], "--seconds", "2", "--seed", "7", "--replay", sanitized.CORPUS / target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 50
+    replayed, fuzzed = (int(line.split()[0]) for line in done.stdout.splitlines())
+    assert replayed == len(list((sanitized.CORPUS / target).iterdir())) > 3
+    assert fuzzed > 20
+
+
+@pytest.mark.parametrize(("target", "runs"), [("documents", 300), ("roots", 12)])
+def test_readers_take_mutated_documents_and_roots(target: str, runs: int) -> None:
+    command = [sys.executable, str(sanitized.TESTS / "fuzz" / "readers.py"), target, "--runs", str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr  # says the seed, and how to run it again
+    assert f"{runs} inputs" in done.stdout
 
 
 def test_threads_that_encode_at_once_do_not_race(tmp_path: Path) -> None:

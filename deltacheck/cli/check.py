@@ -85,7 +85,7 @@ def verify(
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
-def _step(root: Root, steps: tuple[int | None, ...]) -> int | None:
+def _step(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
     """The step to check; ``None``: all, also where the newest is meant and cannot be told."""
     from deltacheck.errors import Damaged, UnsupportedFormat
 

@@ -1,14 +1,42 @@
 // Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of coverage, so it takes
 // more inputs to find the same; every input follows from the seed and its number and can be run again alone.
+//
+// `--replay FOLDER` runs every input of a kept corpus first. `--keep FOLDER`, in a build with
+// -fsanitize-coverage=trace-pc for everything but this file, writes each input there that reaches code which none
+// before it has reached.
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 #include <random>
 
 #include "target.h"
 
 namespace {
+
+constexpr size_t kPlaces = 1 << 16;
+uint8_t g_reached[kPlaces];
+size_t g_new = 0;
+
+}  // namespace
+
+// Called by the code under test at every edge, where it was built for that.
+extern "C" void __sanitizer_cov_trace_pc() {
+  const auto place = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
+  uint8_t* const reached = &g_reached[(place ^ (place >> 16)) % kPlaces];
+  g_new += *reached == 0;
+  *reached = 1;
+}
+
+namespace {
+
+void run_exactly(const Input& input) {
+  std::unique_ptr<uint8_t[]> exact(new uint8_t[input.size()]);
+  if (!input.empty()) std::memcpy(exact.get(), input.data(), input.size());
+  LLVMFuzzerTestOneInput(exact.get(), input.size());
+}
 
 uint64_t g_seed = 1, g_number = 0;
 
@@ -63,7 +91,7 @@ void mutate(Input* input, std::mt19937_64* random) {
 int main(int count, char** arguments) {
   uint64_t runs = ~uint64_t{0}, only = ~uint64_t{0};
   double seconds = 1e9;
-  std::string folder;
+  std::string folder, kept, corpus;
   for (int i = 1; i + 1 < count; i += 2) {
     const std::string name = arguments[i], value = arguments[i + 1];
     if (name == "--runs") runs = std::stoull(value);
@@ -71,6 +99,8 @@ int main(int count, char** arguments) {
     if (name == "--seed") g_seed = std::stoull(value);
     if (name == "--only") only = std::stoull(value);
     if (name == "--write-seeds") folder = value;
+    if (name == "--keep") kept = value;
+    if (name == "--replay") corpus = value;
   }
   const std::vector<Input> first = seeds();
   if (!folder.empty()) {
@@ -80,6 +110,18 @@ int main(int count, char** arguments) {
     return 0;
   }
   std::signal(SIGABRT, tell_input);
+  uint64_t replayed = 0;
+  if (!corpus.empty()) {
+    std::vector<std::filesystem::path> files(std::filesystem::directory_iterator(corpus), {});
+    std::sort(files.begin(), files.end());
+    for (const auto& file : files) {
+      std::fprintf(stderr, "%s\n", file.c_str());  // the last one is the one that breaks
+      std::ifstream in(file, std::ios::binary);
+      run_exactly(Input(std::istreambuf_iterator<char>(in), {}));
+      ++replayed;
+    }
+    std::printf("%llu inputs of the corpus\n", static_cast<unsigned long long>(replayed));
+  }
   const auto began = std::chrono::steady_clock::now();
   uint64_t done = 0;
   for (g_number = only == ~uint64_t{0} ? 0 : only; done < runs; ++g_number, ++done) {
@@ -89,9 +131,11 @@ int main(int count, char** arguments) {
     Input input = first[g_number % first.size()];
     if (g_number >= first.size())
       for (uint64_t times = 1 + random() % 6; times > 0; --times) mutate(&input, &random);
-    std::unique_ptr<uint8_t[]> exact(new uint8_t[input.size()]);
-    std::memcpy(exact.get(), input.data(), input.size());
-    LLVMFuzzerTestOneInput(exact.get(), input.size());
+    g_new = 0;
+    run_exactly(input);
+    if (!kept.empty() && g_new > 0 && g_number >= first.size() && input.size() < 4096)
+      std::ofstream(kept + "/" + std::to_string(g_number), std::ios::binary)
+          .write(reinterpret_cast<const char*>(input.data()), static_cast<std::streamsize>(input.size()));
     if (only != ~uint64_t{0}) break;
   }
   std::printf("%llu inputs, seed %llu, no finding: below %.1e an input with 95 %% confidence\n",
