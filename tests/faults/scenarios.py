@@ -17,6 +17,7 @@ nothing here touches TensorStore or a JAX backend before one of these functions 
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import importlib
 import json
@@ -176,6 +177,7 @@ class _Deltacheck:
         from deltacheck.store.lease import Lease
         from deltacheck.store.root import open_root
 
+        gc.collect()  # readers of this process pin what they have open until they go, and some are in cycles
         opened = open_root(root)
         lease = Lease(opened.store.path)
         try:
