@@ -17,8 +17,8 @@ nothing here touches TensorStore or a JAX backend before one of these functions 
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import importlib
 import json
 import os
