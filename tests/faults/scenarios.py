@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -176,6 +177,7 @@ class _Deltacheck:
         from deltacheck.store.lease import Lease
         from deltacheck.store.root import open_root
 
+        gc.collect()  # readers of this process pin what they have open until they go, and some are in cycles
         opened = open_root(root)
         lease = Lease(opened.store.path)
         try:
