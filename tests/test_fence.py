@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,12 +74,12 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
         for step in (10, 11, 12):
             new.save(step, state(step)).wait(timeout=60)
 
-    def late(directory: Path, name: str, content: bytes) -> bool:
+    def late(directory: Path, *of: Any) -> bool:
         if not first and directory.name == "c0000000001":
             monkeypatch.setattr(arrays, "create_file", create)
             go_on()
             directory.mkdir(exist_ok=True)
-        return create(directory, name, content)
+        return create(directory, *of)
 
     monkeypatch.setattr(arrays, "create_file", late)
     if first:
@@ -99,10 +100,10 @@ def test_a_root_whose_creation_was_killed_is_created_by_the_next_writer(
 ) -> None:
     create = arrays.create_file
 
-    def killed(directory: Path, name: str, content: bytes) -> bool:
+    def killed(directory: Path, *of: Any) -> bool:
         if directory == tmp_path:
             raise KeyboardInterrupt
-        return create(directory, name, content)
+        return create(directory, *of)
 
     monkeypatch.setattr(arrays, "create_file", killed)
     with pytest.raises(KeyboardInterrupt):

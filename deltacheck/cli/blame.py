@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
@@ -43,6 +41,8 @@ def blame(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_j
 
 def _rows(path: str, found: Blame) -> list[Row]:
     """One row for each step since which some chunks of a leaf are as they are, newest first."""
+    import numpy as np
+
     rows: list[Row] = []
     pairs = np.stack([found.steps, found.is_known.astype(np.int64)], axis=1)
     for step, known in sorted(map(tuple, np.unique(pairs, axis=0).tolist()), reverse=True):
