@@ -169,7 +169,7 @@ def test_the_lease_is_not_taken_through_a_link(copied: Path, tmp_path: Path) -> 
 def test_a_pipe_in_the_place_of_the_roots_own_document_hangs_nobody(copied: Path) -> None:
     (copied / "zarr.json").unlink()
     os.mkfifo(copied / "zarr.json")
-    with pytest.raises(errors.NotACheckpointRoot):
+    with pytest.raises(errors.Damaged, match="missing or damaged"):
         deltacheck.open(copied)
 
 
@@ -511,7 +511,7 @@ def test_a_chain_of_ten_thousand_missing_segments_is_broken_and_not_followed(cop
     path.parent.mkdir()
     shutil.copy(manifest_path(copied), path)
     forge.forge_manifest(path, lambda manifest: manifest.update(seq=10_000))
-    with pytest.raises(errors.ChainBroken, match=r"s0000000000-00000000 is not in .* whole: 0"):
+    with pytest.raises(errors.ChainBroken, match=r"s0000000000-00000000 is not in .* still restore: 0"):
         deltacheck.open(copied).restore()
 
 
@@ -664,8 +664,8 @@ def test_what_an_arrays_own_document_says_neither_misleads_nor_goes_unnoticed(co
 
 def test_a_stale_manifest_in_anothers_place_is_damage_and_no_older_step_is_given_silently(root: Path) -> None:
     shutil.copy(manifest_path(root, "c0000000000"), manifest_path(root))
-    with pytest.raises(errors.Damaged, match=r"is the manifest of checkpoint c0000000000.*can be read: 0"):
+    with pytest.raises(errors.Damaged, match=r"is the manifest of another checkpoint: of step 0.*still restore: 0"):
         deltacheck.open(root).restore()
-    with pytest.raises(errors.Damaged, match="c0000000000"):
+    with pytest.raises(errors.Damaged, match="is the manifest of another checkpoint"):
         deltacheck.open(root).restore(1)
     assert deltacheck.open(root).restore(0)

@@ -22,7 +22,7 @@ from faults.shim import Fault, Mode
 
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store import root as store_root
+from deltacheck.store import durability
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -192,7 +192,7 @@ def test_a_full_root_that_has_lost_its_own_metadata_is_not_made_anew(tmp_path: P
     with Engine(tmp_path) as engine:
         engine.save(0, {"x": torch.ones(3)})
     (tmp_path / "zarr.json").unlink()
-    with pytest.raises(errors.NotACheckpointRoot, match="not empty and not a deltacheck root"):
+    with pytest.raises(errors.Damaged, match=r"zarr.json is missing or damaged, but 1 segments lie beside it"):
         Engine(tmp_path)
 
 
@@ -201,8 +201,8 @@ def test_what_a_root_lies_in_is_synced_by_every_writer_since_its_maker_may_have_
 ) -> None:
     path = tmp_path / "runs" / "today" / "root"
     synced: list[Path] = []
-    original = store_root.sync_directory
-    monkeypatch.setattr(store_root, "sync_directory", lambda directory: (synced.append(directory), original(directory)))
+    original = durability.sync_directory
+    monkeypatch.setattr(durability, "sync_directory", lambda directory: (synced.append(directory), original(directory)))
     for _ in range(2):
         synced.clear()
         Engine(path).close()

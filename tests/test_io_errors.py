@@ -27,7 +27,7 @@ from states import assert_same, nudge, training_state
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store import collect, segment
+from deltacheck.store import collect, durability, segment
 from deltacheck.store import root as store_root
 from deltacheck.work import Work
 
@@ -91,7 +91,7 @@ def test_a_lease_that_could_not_be_written_does_not_lock_the_root(tmp_path: Path
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``hanging(module, when)``: fsyncs of directories through that module hang from now on where ``when(path)``, until the event is set."""
     go = threading.Event()
-    original = segment.sync_directory
+    original = durability.sync_directory
 
     def hang(module: Any, when: Any) -> threading.Event:
         def wait(path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
     with Engine(tmp_path, io_timeout_seconds=2.0) as engine:
         begin = time.monotonic()
         first: list[str] = []
-        hanging(segment, lambda path: first.append(path.name) or len(first) == 1)
+        hanging(durability, lambda path: first.append(path.name) or len(first) == 1)
         with caplog.at_level(logging.ERROR, "deltacheck"):
             error = engine.save(7, state).exception(30)
         assert isinstance(error, errors.SaveFailed)
@@ -128,17 +128,21 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def test_a_step_that_appears_after_its_save_was_given_up_still_has_its_segments(tmp_path: Path) -> None:
-    """The commit hangs before its manifest is there, is given up, and ends much later."""
+@pytest.mark.parametrize("later", [0, 3], ids=["alone", "behind newer steps"])
+def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_none(tmp_path: Path, later: int) -> None:
+    """It hangs before its manifest is there. Alone, the step appears, and has its segments; behind newer ones the fence takes it back."""
     state = training_state()
     with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
-        go = threading.Event()
+        go, created = threading.Event(), threading.Event()
         create, manifest = store_root.arrays.create_file, Work.manifest
 
-        def hang(directory: Path, name: str, content: bytes) -> bool:
-            if directory.name == "c0000000000":
-                assert go.wait(60)
-            return create(directory, name, content)
+        def hang(directory: Path, *of: Any) -> bool:
+            if directory.name != "c0000000000":
+                return create(directory, *of)
+            assert go.wait(60)
+            done = create(directory, *of)
+            created.set()
+            return done
 
         def hurry(work: Work, refs: Any) -> Any:
             engine._saver._setup = _with_deadline(engine, 0.1)  # of the commit alone
@@ -150,17 +154,21 @@ def test_a_step_that_appears_after_its_save_was_given_up_still_has_its_segments(
         patch.setattr(Work, "manifest", manifest)
         engine._saver._setup = _with_deadline(engine, 30.0)
         saved = copy.deepcopy(state)
-        for step in range(1, 4):
+        for step in range(1, 1 + later):
             nudge(state)
             engine.save(step, state).wait(timeout=30)
         collect.collect(engine._root, grace_seconds=0, protected=engine._saver.protected_segments())
-        assert engine.steps() == [1, 2, 3]
+        newer = list(range(1, 1 + later))
+        assert engine.steps() == newer
         go.set()
         deadline = time.monotonic() + 30
-        while 0 not in engine.steps() and time.monotonic() < deadline:
+        while not created.is_set() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.steps()[0] == 0
-        assert_same(saved, engine.restore(0))
+        while later and 0 in engine.steps() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.steps() == (newer or [0])
+        if not later:
+            assert_same(saved, engine.restore(0))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 

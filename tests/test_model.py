@@ -31,7 +31,8 @@ from deltacheck import KeepBest, Policy, errors, reclaim, retain
 from deltacheck.backends.torch import Engine
 from deltacheck.compact import compact
 from deltacheck.policy.retention import Retention
-from deltacheck.store import arrays, collect, segment, tags
+from deltacheck.store import arrays, collect, tags
+from deltacheck.store.durability import Durability
 from deltacheck.store.root import open_root
 
 RUNS = int(os.environ.get("DELTACHECK_MODEL_RUNS", "12"))
@@ -72,7 +73,7 @@ class Disk:
     def __init__(self) -> None:
         self.left: int | None = None
         self.fails = False
-        self._own = (arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, segment.sync_tree)
+        self._own = (arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, Durability.sync_tree)
         create, replace, unlink, rmtree, sync_tree = self._own
 
         def checked(change: Any) -> Any:
@@ -83,7 +84,7 @@ class Disk:
             return call
 
         arrays.create_file, arrays.replace_file = checked(create), checked(replace)
-        segment.sync_tree = checked(sync_tree)
+        Durability.sync_tree = checked(sync_tree)  # type: ignore[method-assign]
         Path.unlink = checked(unlink)  # type: ignore[method-assign]
 
         def remove(path: Any, ignore_errors: bool = False) -> None:
@@ -106,7 +107,7 @@ class Disk:
         self.left, self.fails = None, False
 
     def restore(self) -> None:
-        arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, segment.sync_tree = self._own  # type: ignore[method-assign, assignment]
+        arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, Durability.sync_tree = self._own  # type: ignore[method-assign, assignment]
 
 
 class Model(RuleBasedStateMachine):

@@ -763,11 +763,16 @@ def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(tmp
 
 
 def test_a_closed_manager_stops_its_threads_and_gives_the_root_back(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     mngr = manager(tmp_path)
     save(mngr, 0, small_state(0))
-    assert any(thread.name.startswith("deltacheck-") for thread in threading.enumerate())
+
+    def ours() -> list[str]:
+        return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("deltacheck-")]
+
+    assert ours()
     mngr.close()
-    assert not any(thread.name.startswith("deltacheck-") for thread in threading.enumerate())
+    assert ours() == []
     handler = DeltaCheckpointHandler(tmp_path)
     handler.close()
     with pytest.raises(SaveFailed, match="this handler is closed"):

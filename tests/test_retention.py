@@ -279,6 +279,7 @@ def test_what_a_reader_has_open_stays_until_it_has_read(run: Path) -> None:
     assert set(collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True).removed) == held
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, where another test has imported it
 def test_a_forked_child_does_not_go_on_holding_what_its_parent_read(run: Path) -> None:
     root = open_root(run)
     opened = [root.store.segment(ref) for ref in root.manifest().segments]

@@ -26,7 +26,8 @@ import torch
 import deltacheck
 from deltacheck import Policy, chain, errors, save
 from deltacheck.backends.torch import Engine
-from deltacheck.store import arrays, collect, pins, root, segment
+from deltacheck.store import arrays, collect, pins, root
+from deltacheck.store.durability import Durability
 
 SCHEDULES = int(os.environ.get("DELTACHECK_SCHEDULES", "6"))
 FAST = Path("/dev/shm")
@@ -82,10 +83,10 @@ def schedule(seed: int) -> Iterator[None]:
             (arrays, "create_file"),
             (arrays, "replace_file"),
             (arrays, "read_file"),
-            (segment, "sync_tree"),
+            (Durability, "sync_tree"),
             (pins, "unlink_unless_pinned"),
             (collect, "delete_checkpoint"),
-            (collect.shutil, "rmtree"),
+            (shutil, "rmtree"),
             (root, "read_manifest"),
             (root, "Pin"),
             (chain, "_apply_deltas"),
