@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from deltacheck import chain
 from deltacheck.chain import Chain
 from deltacheck.digest import leaf_digest
 from deltacheck.errors import SaveFailed
+from deltacheck.records import batches
 from deltacheck.rewrite import WholeLeaves
 from deltacheck.store.place import remove_tree
 from deltacheck.store.root import Root, Store
@@ -41,26 +42,14 @@ def write_whole(
     Raises ``Damaged`` or ``ChainBroken`` where they are not whole, ``SaveFailed`` where the storage hangs or ``give_up`` says so.
     """
     whole = WholeLeaves(writer, [found.spec for found in chains.values()], io_timeout_seconds)
-    for batch in _batches(chains):
+    for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
         if give_up():
             raise SaveFailed("the compaction was given up")
+        batch = {path: chains[path] for path in paths}
         data = chain.load(batch, {path: list(range(found.spec.chunk_count)) for path, found in batch.items()})
         for path, found in batch.items():
             whole.add(found.spec, leaf_digest(found.digests), found.digests, data[path])
     return whole.finish()
-
-
-def _batches(chains: Mapping[str, Chain]) -> Iterator[dict[str, Chain]]:
-    batch: dict[str, Chain] = {}
-    size = 0
-    for path, found in sorted(chains.items()):
-        if batch and size + found.spec.raw_bytes > _BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-        batch[path] = found
-        size += found.spec.raw_bytes
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True, slots=True)

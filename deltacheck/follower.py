@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltacheck import chain, restore, tree
 from deltacheck.digest import chunk_digests, leaf_digest
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
-from deltacheck.records import LeafSpec
+from deltacheck.records import LeafSpec, batches
 from deltacheck.store.place import ObjectStore, Place
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.schema import Manifest
@@ -162,9 +162,8 @@ class Follower:
             self.anchor()
         since, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
-        for paths in _batches(
-            manifest, [p for p in specs if p not in self._leaves or self._leaves[p].digest != manifest.digest_of(p)]
-        ):
+        stale = [p for p in specs if p not in self._leaves or self._leaves[p].digest != manifest.digest_of(p)]
+        for paths in batches(stale, lambda path: specs[path].raw_bytes, _BATCH_BYTES):
             changes |= self._changes(manifest, paths)
         self._segments = segments  # kept, so that those which the next step shares are not read again
         self._step = manifest.step
@@ -196,21 +195,6 @@ class _Leaf(NamedTuple):
     spec: LeafSpec
     data: NDArray[np.uint8]
     digest: str
-
-
-def _batches(manifest: Manifest, paths: Iterable[str]) -> Iterator[list[str]]:
-    """Leaves that are loaded together: as many as fit, at least one."""
-    batch: list[str] = []
-    size = 0
-    for path in paths:
-        raw_bytes = manifest.spec(path).raw_bytes
-        if batch and size + raw_bytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(path)
-        size += raw_bytes
-    if batch:
-        yield batch
 
 
 def _changed_elements(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.int64] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltacheck import chain
-from deltacheck.chain import Chain
 from deltacheck.errors import Damaged, ReceiptFailed
+from deltacheck.records import batches
 from deltacheck.store import layout
 from deltacheck.store.root import Root, Store
 from deltacheck.store.schema import Manifest
@@ -55,7 +55,8 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
     raw_bytes = 0
     try:
         chains = chain.resolve(Root(store.path, fresh), manifest, wanted)
-        for batch in _batches(chains):
+        for paths in batches(chains, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
+            batch = {path: chains[path] for path in paths}
             data = chain.load(batch, {path: list(range(one.spec.chunk_count)) for path, one in batch.items()})
             raw_bytes += sum(values.size for values in data.values())
     except Damaged as error:
@@ -75,19 +76,6 @@ def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
             except (Damaged, IndexError):
                 break
     return next(iter(manifest.leaves), "")
-
-
-def _batches(chains: Mapping[str, Chain]) -> Iterator[dict[str, Chain]]:
-    batch: dict[str, Chain] = {}
-    size = 0
-    for path, one in chains.items():
-        if batch and size + one.spec.raw_bytes > _BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-        batch[path] = one
-        size += one.spec.raw_bytes
-    if batch:
-        yield batch
 
 
 def forget(store: Store, manifest: Manifest) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck import grid
 from deltacheck.dtypes import DType, dtype_named
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +107,17 @@ class SaveReport:
     note: str = ""
     durability: str = "power"
     digest: str = ""
+
+
+def batches(items: Iterable[_T], size: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Items in order, in groups of at most ``most_bytes`` by their ``size``, or of one item."""
+    batch: list[_T] = []
+    held = 0
+    for item in items:
+        if batch and held + size(item) > most_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size(item)
+    if batch:
+        yield batch
