@@ -133,14 +133,14 @@ def test_a_restore_of_another_step_while_a_compaction_is_under_way_is_not_misled
 def test_closing_gives_up_a_compaction_under_way_and_leaves_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = compactor._batches
+    batches = compactor.batches
 
-    def slowly(chains: Any) -> Any:
-        for batch in batches(chains):
+    def slowly(*of: Any) -> Any:
+        for batch in batches(*of):
             time.sleep(0.3)
             yield batch
 
-    monkeypatch.setattr(compactor, "_batches", slowly)
+    monkeypatch.setattr(compactor, "batches", slowly)
     live = state()
     with Engine(tmp_path, compact_after=1) as engine:
         for step in range(3):
