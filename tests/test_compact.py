@@ -72,6 +72,24 @@ def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(run
         np.testing.assert_equal(deltacheck.open(path).restore(), state)
 
 
+def test_a_compaction_that_was_killed_before_it_removed_the_old_form_leaves_nothing_after_one_collection(
+    run: tuple[Path, dict[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the model of power cuts: the older form went, but what only it needed stayed for another collection."""
+    path, states = run
+    for ref in open_root(path).checkpoints()[:-1]:
+        collect.delete_checkpoint(open_root(path), ref.seq)
+    with monkeypatch.context() as patch:
+        patch.setattr(collect, "delete_checkpoint", lambda *_: None)
+        compact(open_root(path))
+    assert len(open_root(path).checkpoints()) == 2
+    collect.collect(open_root(path), grace_seconds=0, writer_is_dead=True)
+    (ref,) = open_root(path).checkpoints()
+    needed = {segment.id for segment in open_root(path).read(ref.manifest_path).segments}
+    assert set(open_root(path).store.segment_ids()) == needed
+    np.testing.assert_equal(deltacheck.open(path).restore(), states[max(states)])
+
+
 def test_a_damaged_step_is_left_as_it_is(run: tuple[Path, dict[int, Any]]) -> None:
     path, _ = run
     before = open_root(path).manifest()

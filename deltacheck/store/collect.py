@@ -75,6 +75,8 @@ def collect(
     writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
     newest, needed = _needed(root)
+    if writer_is_dead and not dry_run and _remove_unfinished(root):
+        newest, needed = _needed(root)
     unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= newest}
     marks, now = _read_marks(root.store.path), _now()
     # A mark of another start of the machine, or one of the future, says nothing: its segment waits anew.
@@ -88,8 +90,6 @@ def collect(
     sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
     if dry_run:
         return Collected(tuple(due), waiting, sum(sizes.values()))
-    if writer_is_dead:
-        _remove_unfinished(root)
     if due and is_local:
         _sync_deletions(root)
     removed: list[str] = []
@@ -135,20 +135,23 @@ def _needed(root: Root) -> tuple[int, set[str]]:
     return newest, needed
 
 
-def _remove_unfinished(root: Root) -> None:
-    """Remove what kills left behind: directories of steps and tags without their document, and steps whose compacted form is there."""
+def _remove_unfinished(root: Root) -> bool:
+    """Remove what kills left behind: directories of steps and tags without their document, and steps whose compacted form is there;
+    whether there were any of the last kind, which need segments.
+    """
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
             remove_tree(folder)
     if root.is_manager_root:
-        return
+        return False
     with tags.lock(root.store.path):
         tags.sweep(root.store.path)
         briefs = sorted(root.briefs()[0].values(), key=lambda brief: brief.seq)
         newest = {brief.nonce: brief.seq for brief in briefs}
-        for brief in briefs:
-            if brief.seq < newest[brief.nonce]:
-                delete_checkpoint(root, brief.seq)
+        older = [brief.seq for brief in briefs if brief.seq < newest[brief.nonce]]
+        for seq in older:
+            delete_checkpoint(root, seq)
+    return bool(older)
 
 
 def _sync_deletions(root: Root) -> None:

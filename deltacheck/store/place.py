@@ -352,11 +352,6 @@ def remove_tree(path: Place, *, ignore_errors: bool = False) -> None:
             shutil.rmtree(path)
 
 
-def is_there(path: Place) -> bool:
-    """Whether a file is there, or a link that leads nowhere. REQUIRES: an object was listed or read before, and is not asked for again."""
-    return isinstance(path, ObjectPath) or os.path.lexists(path)
-
-
 def size_of(path: Place) -> int:
     """Bytes of a file."""
     return len(path.read_bytes()) if isinstance(path, ObjectPath) else path.stat().st_size
