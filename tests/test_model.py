@@ -322,7 +322,7 @@ class Model(RuleBasedStateMachine):
                     assert_same(self.saved[ref.seq].state, self.read(opened, ref))
             with contextlib.suppress(errors.Damaged, errors.UnsupportedFormat):
                 deltacheck.open(self.path).tags()
-        except (errors.NotACheckpointRoot, errors.UnsupportedFormat):
+        except (errors.NotACheckpointRoot, errors.UnsupportedFormat, errors.Damaged):
             assert victim == self.path / "zarr.json"
         finally:
             victim.write_bytes(content)
