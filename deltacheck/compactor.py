@@ -167,7 +167,7 @@ class Compactor:
             if chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
                 running.result = Compacted(ref, {path: plan.links[path] for path in chains})
-        except Exception as error:  # noqa: BLE001 - the training has lost nothing
+        except BaseException as error:  # noqa: BLE001 - the training has lost nothing
             remove_tree(writer.path, ignore_errors=True)
             if not self._stop.is_set():
                 log.warning("step %d was not compacted; its chains stay as they are: %s", manifest.step, error)
