@@ -200,7 +200,7 @@ def test_documents_that_only_plain_zarr_reads_are_written_again(run: Run) -> Non
     done = repair(open_root(root))
     assert sorted(done.documents) == sorted(map(str, victims))
     whole(run)
-    array = next(p.parent for p in victims if p.parent.name == "master")
+    array = min(p.parent for p in victims if p.parent.name == "master")  # of the first step
     np.testing.assert_array_equal(zarr.open_array(array, mode="r")[...], run[1][0]["master"].numpy())
 
 
