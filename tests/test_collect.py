@@ -141,6 +141,22 @@ def test_a_step_whose_chain_was_collected_around_it_stays_whole(tmp_path: Path) 
         assert_same(state, engine.restore())
 
 
+def test_what_a_document_that_was_being_written_has_left_is_removed(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Found by the model of power cuts: a kill leaves the half of a document, a later writer the whole one beside it."""
+    root = tmp_path / "root"
+    shutil.copytree(run[0], root)
+    halves = [
+        root / name / "zarr.json.__lock" for name in (".", "segments", "checkpoints", "control", "checkpoints/c0000000003")
+    ]
+    for half in halves:
+        half.touch()
+    collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
+    assert not any(half.exists() for half in halves)
+    assert deltacheck.open(root).verify() == []
+
+
 def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
     run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,6 +143,11 @@ def _remove_unfinished(root: Root) -> bool:
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
             remove_tree(folder)
+    for folder in _document_folders(root.store.path):
+        for path in folder.glob(
+            f"*{arrays.UNFINISHED}"
+        ):  # of a document that was being written; one that is whole may be there, too
+            path.unlink(missing_ok=True)
     if root.is_manager_root:
         return False
     with tags.lock(root.store.path):
@@ -152,6 +158,15 @@ def _remove_unfinished(root: Root) -> bool:
         for seq in older:
             delete_checkpoint(root, seq)
     return bool(older)
+
+
+def _document_folders(store: Place) -> list[Path]:
+    """The local directories of a store in which documents of its own lie, those of segments left out."""
+    if not isinstance(store, Path):
+        return []
+    steps = [Path(str(folder)) for folder in subdirectories(store / layout.CHECKPOINTS)]
+    control = [Path(folder) for folder, _, _ in os.walk(store / layout.CONTROL)]
+    return [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS, *steps, *control]
 
 
 def _sync_deletions(root: Root) -> None:
