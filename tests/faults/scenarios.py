@@ -97,7 +97,7 @@ class Subject(Protocol):
 @dataclass(frozen=True)
 class Scenario:
     """See the module. ``prepared``: the steps that ``prepare`` leaves, all acknowledged. ``keep``: how many of the newest steps must be
-    there, ``None`` for all; older ones may be deleted at any time.
+    there, ``None`` for all; older ones may be deleted at any time. ``sick``: steps that may be damaged: an error, but never wrong.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Scenario:
     act: Callable[[Path, Acknowledge], None]
     prepared: tuple[int, ...] = ()
     keep: int | None = None
+    sick: tuple[int, ...] = ()
 
     @staticmethod
     def states(step: int) -> Tree:
@@ -133,6 +134,8 @@ def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[s
         try:
             found = difference(state_at(step), scenario.subject.restore(root, step))
         except Exception as error:  # noqa: BLE001 - as above
+            if step in scenario.sick and type(error).__name__ in ("Damaged", "ChainBroken", "DamagedStream"):
+                continue
             found = f"{type(error).__name__}: {error}"
         if found is not None:
             problems.append(f"step {step} is listed, but does not restore: {found}")
@@ -294,6 +297,32 @@ def _compaction() -> Scenario:
 
     made = _torch("compaction", prepared=4, saves=0)
     return Scenario(made.name, made.subject, made.prepare, act, made.prepared)
+
+
+def _repair() -> Scenario:
+    """A leaf of a step in the middle is damaged, and healed from the steps beside it: all later ones get new manifests."""
+
+    def prepare(root: Path) -> None:
+        with engine(root, policy=_exact(0)) as opened:  # whole leaves at every save: the frozen one stands in each
+            for step in range(4):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+        (victim,) = (root / "segments").glob("s0000000001-*/packed/int32/c.0")
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        victim.write_bytes(content)
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        from deltacheck.repair import repair
+        from deltacheck.store.lease import Lease
+        from deltacheck.store.root import open_root
+
+        lease = Lease(root)
+        try:
+            assert repair(open_root(root), io_timeout_seconds=20).steps == [1]
+        finally:
+            lease.release()
+
+    return Scenario("repair", TorchEngine(), prepare, act, (0, 1, 2, 3), sick=(1,))
 
 
 def _collection() -> Scenario:
@@ -517,7 +546,7 @@ TORCH = {
         _collection(),
         # Goes on from a step that is not the newest: the run was set back.
         _torch("restore-then-save", prepared=3, saves=2, restore=1),
-        # Repair: add its scenario here, once there is one.
+        _repair(),
     )
 }
 ORBAX = {
@@ -536,7 +565,7 @@ SCENARIOS = {**TORCH, **ORBAX, **CONTROLS, "lives": _lives()}
 
 def import_frameworks(backend: str) -> None:
     """Import what the scenarios of a backend (``"torch"`` or ``"orbax"``) need, so that a process forked from this one need not."""
-    shared = ["deltacheck.compact", "deltacheck.reader", "deltacheck.verify", "deltacheck.store.collect"]
+    shared = ["deltacheck.compact", "deltacheck.repair", "deltacheck.reader", "deltacheck.verify", "deltacheck.store.collect"]
     own = {"torch": ["deltacheck.backends.torch"], "orbax": ["jax.numpy", "orbax.checkpoint", "deltacheck.backends.orbax"]}
     for module in (*shared, *own[backend]):
         importlib.import_module(module)
