@@ -36,9 +36,8 @@ Attributes = Mapping[str, Any]
 
 STREAM_CHUNK_BYTES = 1 << 20
 UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
-TIMEOUT_SECONDS = (
-    600.0  # of one read, or one small file: longer would only keep a caller waiting for a file system that is gone
-)
+# Of one read, or one small file: longer would only keep a caller waiting for a file system that is gone.
+TIMEOUT_SECONDS = 600.0
 # What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError, which is a RuntimeError.
 _TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
 _SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h

@@ -144,9 +144,8 @@ def _remove_unfinished(root: Root) -> bool:
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
             remove_tree(folder)
     for folder in _document_folders(root.store.path):
-        for path in folder.glob(
-            f"*{arrays.UNFINISHED}"
-        ):  # of a document that was being written; one that is whole may be there, too
+        # Of a document that was being written; one that is whole may be there, too.
+        for path in folder.glob(f"*{arrays.UNFINISHED}"):
             path.unlink(missing_ok=True)
     if root.is_manager_root:
         return False

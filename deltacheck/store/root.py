@@ -87,9 +87,8 @@ class Store:
             for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
                 (path / name).mkdir(parents=True, exist_ok=True)
                 arrays.create_file(path / name, "zarr.json", arrays.group_json({}), durability)
-            durability.sync_directory(
-                path
-            )  # a power cut must not leave a root without the directories that its file stands for
+            # A power cut must not leave a root without the directories that its file stands for.
+            durability.sync_directory(path)
             about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
             arrays.create_file(path, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}), durability)
         check_root(path)
@@ -168,9 +167,8 @@ class Root:
         self.store = store
         self.is_manager_root = store.path != path
         self._item = item
-        self._manifests: dict[
-            Place, tuple[_Stamp | bytes, Manifest, str]
-        ] = {}  # what tells the file's version, what it says, its digest
+        # What tells the file's version, what it says, its digest.
+        self._manifests: dict[Place, tuple[_Stamp | bytes, Manifest, str]] = {}
         self._briefs: dict[Place, tuple[_Stamp, Brief]] = {}
         self._reads: dict[ObjectPath, Any] = {}  # under way
 
