@@ -572,7 +572,7 @@ inline void apply_chunk(const Row& row, const ChunkStreams& streams, uint8_t* ba
   if (row.method == kDiff) return apply_planes<W, true>(&streams.at[kDiff0], base, words);
   if (row.method == kPlanes) return apply_planes<W, false>(&streams.at[kPlane0], base, words);
   if (row.method == kRaw) {
-    std::memcpy(base, streams.at[kWords], words * W);
+    if (words > 0) std::memcpy(base, streams.at[kWords], words * W);  // an empty chunk has no stream to point at
     return;
   }
   apply_positions<W>(row, streams, base, words);
