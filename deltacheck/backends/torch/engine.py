@@ -30,7 +30,7 @@ from deltacheck.store import collect, place, tags
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.place import ObjectPath, ObjectStore
-from deltacheck.store.root import Root, Store, commit
+from deltacheck.store.root import Root, Store, Written, commit
 from deltacheck.store.schema import Manifest, Replay
 
 log = logging.getLogger("deltacheck")
@@ -341,7 +341,7 @@ class Engine:
                 raise
             log.exception("a save failed while another error ended the training")
 
-    def _commit(self, manifest: Manifest) -> int:
+    def _commit(self, manifest: Manifest) -> Written:
         written = commit(self._root.path, manifest, self._root.store.durability, self._lease.check)
         if not self._retention.keeps_all:
             try:
