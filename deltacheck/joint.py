@@ -55,6 +55,13 @@ class Told(msgspec.Struct, frozen=True):
     tree: dict[str, Any] | None
 
 
+class Assigned(msgspec.Struct, frozen=True):
+    """What rank 0 makes of that for one rank."""
+
+    share: Share | None
+    tree: dict[str, Any] | None
+
+
 class Report(msgspec.Struct, frozen=True):
     """What a rank has made durable. ``segments``: those that its tiles need. ``digests``: of its tiles in the order of the plan, 32 digits each."""
 
@@ -111,10 +118,10 @@ class Joint:
         merged = skeleton
         if go.holdings or go.trees:
             told = Told(holdings if go.holdings else None, skeleton if go.trees else None)
-            answer = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), tuple[Share | None, Node | None])
-            if answer[0] is not None:
-                self._known = _Known(holdings, answer[0], self._planned)
-            merged = answer[1] or skeleton
+            answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
+            if answer.share is not None:
+                self._known = _Known(holdings, answer.share, self._planned)
+            merged = answer.tree or skeleton
         assert self._known is not None
         return Begun(self._known.share.tiles(), merged)
 
@@ -122,9 +129,30 @@ class Joint:
         """Let all ranks know that this one cannot begin; raises ``RankFailed`` as they do."""
         consult(self.ranks.begin, error, _agree)
 
-    def resume(self, before: Mapping[str, Before]) -> None:
-        """What the next plan goes on from: how the leaves of a restored step are cut. The same on every rank."""
-        self._known, self._before = None, dict(before)
+    def agree(self, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 makes of what every rank says, on every rank. Plain values. Raises ``RankFailed``."""
+
+        def answer(every: list[bytes]) -> Sequence[bytes]:
+            return [_encoded(decide([_decoded(one, Any) for one in every]))] * len(every)
+
+        return _decoded(consult(self.ranks.begin, said if isinstance(said, BaseException) else _encoded(said), answer), Any)
+
+    def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
+        """Go on from a step that all ranks have restored: later saves keep its cuts where they fit. ``held``: as of the next save, where that is
+        known. Returns what of the step's stored leaves and tiles this rank will write.
+        """
+        self._known = None
+        self._before = {path: Before(None) for path in manifest.leaves}
+        self._before |= {path: Before(cut.cuts) for path, cut in manifest.tiles.items()}
+        if held is None:
+            return []
+        holdings = Holdings.of(held)
+        told = Told(holdings, None)
+        answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
+        assert answer.share is not None
+        self._known = _Known(holdings, answer.share, self._planned)
+        names = [name for path, (cuts, of) in answer.share.tiles().items() for name in sharding.names_of(path, cuts, of)]
+        return [name for name in names if name in manifest.stored]
 
     def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
         """Report this rank's part, ``manifest`` (its tiles as leaves), and wait for the step of all.
@@ -167,7 +195,7 @@ class Joint:
             shares = sharding.shares(self._planned, len(every))
         one_tree = tree.merged(trees) if trees else None
         # Only rank 0 writes it.
-        return [_encoded((share, one_tree if rank == 0 else None)) for rank, share in enumerate(shares)]
+        return [_encoded(Assigned(share, one_tree if rank == 0 else None)) for rank, share in enumerate(shares)]
 
 
 def _agree(hellos: list[bytes]) -> Sequence[bytes]:

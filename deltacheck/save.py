@@ -303,6 +303,11 @@ class Saver:
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
 
+    def settle(self) -> None:
+        """Let the training thread wait until no save is under way; what failed them is raised by the next call."""
+        for handle in self.pending():
+            self._settle(handle, "committed")
+
     def settle_reads(self) -> None:
         """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
         caller then holds that device's writes back. Counts as blocking time.
@@ -524,10 +529,9 @@ class Saver:
             if not work.handle.done():  # else this was told when it was given up
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
-            if work.abandon is not None:
-                self._disk.start(partial(work.abandon, failure))
-                work.abandon = None
             if not work.may_be_committed:
+                if work.abandon is not None:
+                    Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
                 removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them

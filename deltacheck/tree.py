@@ -313,6 +313,18 @@ def _shown(node: Node) -> str:
     return f"{node['t']} {node['v']}" if "v" in node else f"a {node['t']}"
 
 
+def pruned(skeleton: Node, like: Node) -> Node:
+    """A skeleton without the keys of its dicts that another one does not have in the same place."""
+    if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict"):
+        kept = {escape_key(key): cast("Node", item) for key, item in _children(like)}
+        pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
+        return {
+            "t": skeleton["t"],
+            "k": cast("Json", [[key, pruned(item, kept[escape_key(key)])] for key, item in pairs if escape_key(key) in kept]),
+        }
+    return skeleton
+
+
 def array_paths(skeleton: Node) -> dict[str, str]:
     """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie).
 

@@ -26,7 +26,7 @@ from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
 from deltacheck.store.durability import Durability
-from deltacheck.store.root import encode_manifest
+from deltacheck.store.root import Written, encode_manifest
 from deltacheck.store.schema import Manifest
 from deltacheck.tree import Flat
 
