@@ -5,6 +5,7 @@ A leaf is cut along each of its axes; the tiles are the cells between the cuts, 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,31 @@ def name(path: str, origin: Box) -> str:
 def leaf_of(stored: str) -> str:
     """The leaf that a stored path is of: itself, or the one that it is a tile of."""
     return stored.rpartition(_MARK)[0] if _MARK in stored else stored
+
+
+def is_name(stored: str) -> bool:
+    """Whether a stored path is that of a tile."""
+    return _MARK in stored
+
+
+def about(stored: str) -> str:
+    """Which tile of its leaf a stored path is, for people, before what is said of it; nothing for a leaf that is stored whole."""
+    return f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
+
+
+def numbered(cuts: Cuts, stored: str) -> int:
+    """The number of the tile that is stored under a path. ``LookupError`` where there is none of that origin."""
+    number = 0
+    origin = stored.rpartition(_MARK)[2].split(",")
+    if len(origin) != len(cuts):
+        raise LookupError(stored)
+    for along, text in zip(cuts, origin, strict=True):
+        at = int(text) if text.isdecimal() and len(text) < 20 else -1
+        i = bisect.bisect_left(along, at, 0, len(along) - 1)
+        if str(along[i]) != text or i == len(along) - 1:
+            raise LookupError(stored)
+        number = number * (len(along) - 1) + i
+    return number
 
 
 def is_possible(cuts: Cuts) -> bool:
