@@ -47,9 +47,9 @@ def _tile_specs(leaf: LeafSpec, cuts: Cuts) -> Iterator[LeafSpec]:
 def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
     """For stored leaves of a step: since when each of their chunks has its content, among the steps that are there.
 
-    Of a leaf that a policy keeps as codes, the codes are what is compared; one that was cut into other tiles before counts as new. Reads segment
-    tables and chunk digests, back to the step where nothing is left to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the way is not whole,
-    ``KeyError`` for a path that is not stored.
+    Of a leaf that a policy keeps as codes, the codes are what is compared; one that was cut into other tiles before counts as new. Reads
+    segment tables and chunk digests, back to the step where nothing is left to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the
+    way is not whole, ``KeyError`` for a path that is not stored.
     """
     paths = list(dict.fromkeys(paths))
     names = {path: manifest.names_of(path) or [path] for path in paths}
