@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 Box: TypeAlias = tuple[slice, ...]  # bounded, of step 1, one slice an axis
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]  # per axis, ascending, from 0 to its size
@@ -94,8 +93,7 @@ def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
     """The tiles that a box touches, ascending."""
     spans = []
     for along, s in zip(cuts, of, strict=True):
-        edges: NDArray[np.int64] = np.asarray(along)
-        first, stop = int(np.searchsorted(edges, s.start, "right")) - 1, int(np.searchsorted(edges, s.stop, "left"))
+        first, stop = bisect.bisect_right(along, s.start) - 1, bisect.bisect_left(along, s.stop)
         spans.append(range(first, stop if s.stop > s.start else first))
     grid = grid_of(cuts)
     for at in itertools.product(*spans):

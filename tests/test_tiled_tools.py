@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -374,10 +374,11 @@ def apply(update: follower.Update, mine: dict[str, Any]) -> None:
 
 def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(tmp_path: Path) -> None:
     root, state, mine = tmp_path / "root", model_state(), {}
+    before, watching = state["model"]["big"].copy(), None
     with RankedRun(root, 4, cells) as run:
         for step in range(4):
             run.save(step, state)
-            watching = watching if step else deltacheck.follow(root)
+            watching = watching or deltacheck.follow(root)
             update = watching.poll()
             assert update is not None
             apply(update, mine)
@@ -419,7 +420,7 @@ def test_a_copy_with_a_wrong_bit_in_one_tile_is_found(tiled: Saved) -> None:
     wrong = tiled.states[3]["model"]["big"].copy()
     change.check(wrong)
     wrong[699, 999] += 1
-    with pytest.raises(errors.Damaged, match="model/big%@350,500.*Take the whole state again"):
+    with pytest.raises(errors.Damaged, match=r"model/big%@350,500.*Take the whole state again"):
         change.check(wrong)
 
 
@@ -436,7 +437,7 @@ def test_every_rank_reads_back_what_it_wrote(tmp_path: Path, verify: str) -> Non
 
 
 @pytest.fixture
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoded bytes of chunks that restores read."""
     counted: list[int] = []
     before = restore.chain.load
@@ -447,7 +448,7 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return found
 
     monkeypatch.setattr(restore.chain, "load", load)
-    yield counted
+    return counted
 
 
 def test_a_box_is_restored_from_the_tiles_that_it_touches(tiled: Saved, read_bytes: list[int]) -> None:
