@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deltacheck import chain, restore, tree
 from deltacheck import tiles as boxes
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.records import LeafSpec, batches
 from deltacheck.store.place import ObjectStore, Place
@@ -60,7 +60,7 @@ class LeafChange:
             self._check(record.spec(boxes.name(self.spec.path, box)), array[box], record.digest)
 
     def _check(self, spec: LeafSpec, array: NDArray[Any], digest: str) -> None:
-        found = _digest(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        found = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if found != digest:
             raise Damaged(
                 f"leaf {spec.path!r}: this copy has digest {found}, the step has {digest}. Take the whole state again: "
@@ -207,7 +207,7 @@ class Follower:
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
             before = recut[path] if path in recut else self._leaves[path].data if path in self._leaves else None
-            digest = manifest.digest_of(path) or _digest(spec, data)
+            digest = manifest.digest_of(path) or digest_of(spec, data)
             self._leaves[path] = _Leaf(spec, data, None, digest)
             positions = None if before is None else _changed_elements(spec, before, data)
             _note(changes, spec, positions, data.view(spec.element.numpy), digest, None)
