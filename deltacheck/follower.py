@@ -314,10 +314,6 @@ def _differs(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) 
     return differs
 
 
-def _digest(spec: LeafSpec, data: NDArray[np.uint8]) -> str:
-    return leaf_digest(chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
-
-
 def follow(
     path: str | os.PathLike[str],
     *,
