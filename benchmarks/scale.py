@@ -185,7 +185,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         resolve=resolving,
         manifest_bytes=len(content),
         bytes_up=sum(map(len, (*told, *reports, *steady))),
-        bytes_down=sum(map(len, assigned)) + size * len(joint._encoded(Go(False, True, True))),
+        bytes_down=sum(map(len, assigned)) + size * len(joint._encoded(Go(0, False, True, True))),
         steady_up=sum(map(len, (*reports, *steady))),
         most_tiles=max(sum(len(numbers) for _, numbers in one.values()) for one in mine),
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltacheck import Policy, restore, sharding, tiles, tree
 from deltacheck.backends.base import describe_numpy, numpy_bytes
 from deltacheck.codec import default_codec
-from deltacheck.joint import Joint
+from deltacheck.joint import Attempt, Joint
 from deltacheck.records import LeafSpec
 from deltacheck.save import LeafSource, Saver
 from deltacheck.sharding import Held
@@ -107,8 +107,10 @@ class RankedRun:
             for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
                 spec = LeafSpec.of(name, tuple(s.stop - s.start for s in box), leaf.dtype)
                 sources[name] = LeafSource(spec, partial(numpy_bytes, array[box]))
-        make = partial(joint.commit, make=self.commit)
-        return saver.save(step, begun.tree, dict(sorted(sources.items())), make, metrics=metrics, abandon=joint.abandon)
+        attempt = Attempt(joint)
+        saver.number_from(begun.seq)
+        commit = partial(attempt.commit, self.commit)
+        return saver.save(step, begun.tree, dict(sorted(sources.items())), commit, metrics=metrics, abandon=attempt.abandon)
 
     def held(self, rank: int, flat: tree.Flat) -> dict[str, Held]:
         found = {path: tuple(self.layout(path, leaf.shape, rank, self.size)) for path, leaf in flat.leaves.items()}
