@@ -414,6 +414,8 @@ class Engine:
             self._together.first(action)
 
     def _release(self) -> None:
+        if self._together is not None:
+            self._together.close()
         if self._lease is not None:
             self._lease.release()
 

@@ -156,8 +156,11 @@ class Together:
             self.joint.fail(error)
 
     def close(self) -> None:
+        """Give the groups back; REQUIRES: no save is under way."""
         for group in self._groups:
-            dist.destroy_process_group(group)
+            if dist.is_initialized():  # else the job has ended them already
+                dist.destroy_process_group(group)
+        self._groups = []
 
 
 def _copies(flat: Flat) -> dict[str, str]:
