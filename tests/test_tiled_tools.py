@@ -331,7 +331,8 @@ def test_a_branch_and_a_tag_of_a_tiled_step(copied: Saved, tool: Any, tmp_path: 
     tool("tag", copied.root, 1, "good")
     tool("branch", copied.root, "@good", "--to", tmp_path / "branch")
     assert_whole(Saved(tmp_path / "branch", copied.states), [1])
-    tool("delete", copied.root, 1, code=5)
+    assert main(["delete", str(copied.root), "1"]) == 5  # it has a tag
+    assert_whole(copied)
 
 
 # --- what goes out, and comes in -------------------------------------------------------------------------------------------------
