@@ -290,6 +290,4 @@ def _screened(content: bytes, fqn: str, step: int) -> object:
     except DeltacheckError:
         raise
     except Exception as error:
-        raise Damaged(
-            f"{fqn!r} of step {step} is not what torch.save has written: {type(error).__name__}: {error}", leaf=fqn
-        ) from error
+        raise Damaged(f"{fqn!r} is not what torch.save has written: {type(error).__name__}: {error}", leaf=fqn) from error
