@@ -214,6 +214,17 @@ def test_a_save_that_was_not_committed_is_no_base_of_the_next(root: Path) -> Non
     assert len(opened.manifest(3).segments) == 1
 
 
+def test_a_step_that_is_not_what_dcp_means_is_not_committed(root: Path) -> None:
+    class Other(DeltaStorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            metadata.state_dict_metadata["more"] = metadata.state_dict_metadata["scalar"]
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException, match="step 1 was planned without 'more'"):
+        dcp.save(state(), checkpoint_id=1, storage_writer=Other(root))
+    assert deltacheck.open(root).steps() == []
+
+
 def test_a_rank_that_fails_while_it_writes_leaves_the_newest_step(root: Path) -> None:
     class Stubborn(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
@@ -227,6 +238,22 @@ def test_a_rank_that_fails_while_it_writes_leaves_the_newest_step(root: Path) ->
     assert same(load(root), state())
     save(blank(), 3, root)
     assert same(load(root), blank())
+
+
+def test_a_process_that_resumes_goes_on_with_deltas_where_it_says_so(root: Path) -> None:
+    one = state()
+    save(one, 1, root)
+    sizes = {}
+    for step, resume in ((2, False), (3, True)):
+        DeltaStorageWriter(root).close()
+        before = stored_bytes(root)
+        held = load(root, resume=resume)
+        held["model"]["layers.0/w"][step, step] += 1
+        save(held, step, root)
+        sizes[resume] = stored_bytes(root) - before
+        assert same(load(root), held)
+    assert sizes[True] < sizes[False] / 20
+    assert deltacheck.open(root).verify(deep=True) == []
 
 
 @pytest.mark.parametrize(

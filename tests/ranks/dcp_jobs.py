@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -117,8 +118,17 @@ class Failing(DeltaStorageWriter):
         return done
 
 
+class Stubborn(DefaultSavePlanner):
+    """Fails on rank 0 before anything is written there."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 0:
+            raise MemoryError("no memory on rank 0")
+        return super().resolve_data(write_item)
+
+
 def fail_between(rank: int, size: int, port: int, root: str) -> Any:
-    """Step 1, a step 2 that fails on rank 1, step 3: what 1 and 3 have, and what step 2 has said on each rank."""
+    """Step 1, a step 2 that fails on rank 1, step 3: what 1 has, what step 2 has said on each rank, and whether 3 comes back."""
     join(rank, size, port)
     mine = state(size)
     change(mine, 1)
@@ -134,11 +144,17 @@ def fail_between(rank: int, size: int, port: int, root: str) -> Any:
     target = blank(size)
     dcp.load(target, storage_reader=DeltaStorageReader(root))
     after["newest"] = digests(target)
+    try:  # rank 1 writes, rank 0 does not come to it
+        dcp.save(mine, checkpoint_id=2, storage_writer=DeltaStorageWriter(root), planner=Stubborn())
+        after["stubborn"] = ""
+    except CheckpointException as error:
+        after["stubborn"] = str(error)
     change(mine, 3)
     dcp.save(mine, checkpoint_id=3, storage_writer=DeltaStorageWriter(root))
-    third = digests(mine)
+    dcp.load(target, storage_reader=DeltaStorageReader(root))
+    after["third"] = digests(target) == digests(mine)
     dist.destroy_process_group()
-    return first, after, third
+    return first, after
 
 
 def kill_between(rank: int, size: int, port: int, root: str) -> Any:
@@ -158,8 +174,23 @@ def kill_between(rank: int, size: int, port: int, root: str) -> Any:
     return first, ""
 
 
-def fsdp(rank: int, size: int, port: int, root: str, steps: int, resume: bool) -> Any:
-    """Train a model under FSDP2; ``resume``: from the newest step. What it has at the end, saved as its step."""
+def go_on(rank: int, size: int, port: int, root: str) -> Any:
+    """What the newest step has, and what a step 2 has and gives that follows it."""
+    join(rank, size, port)
+    mine = blank(size)
+    dcp.load(mine, storage_reader=DeltaStorageReader(root))
+    found = digests(mine)
+    change(mine, 2)
+    dcp.save(mine, checkpoint_id=2, storage_writer=DeltaStorageWriter(root))
+    target = blank(size)
+    dcp.load(target, storage_reader=DeltaStorageReader(root, 2))
+    again = digests(target) == digests(mine)
+    dist.destroy_process_group()
+    return found, again
+
+
+def fsdp(rank: int, size: int, port: int, root: str, source: str | None, first: int, last: int) -> Any:
+    """Train a model under FSDP2 and save every step, from step ``first`` of the root ``source``, if there is one. What it has at the end."""
     join(rank, size, port)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(33, 70), nn.ReLU(), nn.Linear(70, 11))
@@ -167,23 +198,20 @@ def fsdp(rank: int, size: int, port: int, root: str, steps: int, resume: bool) -
         fully_shard(layer, mesh=init_device_mesh("cpu", (size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(8, 33, generator=torch.Generator().manual_seed(1))
-    if resume:
+    if source is not None:
         weights, moments = get_state_dict(model, optimizer)
         held = {"model": weights, "optimizer": moments, "step": 0}
-        dcp.load(held, storage_reader=DeltaStorageReader(root))
+        dcp.load(held, checkpoint_id=first, storage_reader=DeltaStorageReader(source))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        first = held["step"]
-    else:
-        first = 0
-    for step in range(first + 1, first + steps + 1):
+        assert held["step"] == first
+    for step in range(first + 1, last + 1):
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save(
-            {"model": weights, "optimizer": moments, "step": step}, checkpoint_id=step, storage_writer=DeltaStorageWriter(root)
-        )
-    found = digests({"model": weights, "optimizer": moments, "step": step})
+        held = {"model": weights, "optimizer": moments, "step": step}
+        dcp.save(held, checkpoint_id=step, storage_writer=DeltaStorageWriter(root))
+    found = digests(held)
     dist.destroy_process_group()
     return found
 

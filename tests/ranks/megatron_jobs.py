@@ -84,7 +84,8 @@ def wrong(found: dict[str, Any], step: int) -> list[str]:
     """The keys of descriptors whose data is not theirs."""
     full, bad = whole(step), []
     for one in found["model"].values():
-        shape = (1,) * one.prepend_axis_num + tuple(one.data.shape)
+        shape = tuple(one.data.shape)  # Megatron-Core itself may have prepended the axes
+        shape = (1,) * (len(one.global_shape) - len(shape)) + shape
         box = tuple(slice(o, o + n) for o, n in zip(one.global_offset, shape, strict=True))
         if not torch.equal(full[one.key][box].reshape(one.data.shape), one.data):
             bad.append(one.key)
@@ -106,16 +107,20 @@ def engine_save(rank: int, size: int, port: int, root: str, kind: str, steps: li
     return found
 
 
-def engine_load(rank: int, size: int, port: int, root: str, kind: str, step: int, with_rng: bool) -> Any:
+def engine_load(rank: int, size: int, port: int, root: str, kind: str, steps: list[int], with_rng: bool) -> Any:
+    """For each step: what is wrong, the numbers, and whether the state has the target's names."""
     join(rank, size, port)
-    target = state(kind, rank, size, step, False)
-    if with_rng:
-        target["rng"] = ShardedObject("rng", "", (size,), (rank,))
+    found = []
     with Engine(root, process_group=dist.group.WORLD) as engine:
-        restored = engine.restore(step, into=target)
+        for step in steps:
+            target = state(kind, rank, size, step, False)
+            if with_rng:
+                target["rng"] = ShardedObject("rng", "", (size,), (rank,))
+            restored = engine.restore(step, into=target)
+            told = (restored["iteration"], restored["args"], restored["rng"].data if with_rng else "")
+            found.append((wrong(restored, step), told, restored["model"].keys() == target["model"].keys()))
     dist.destroy_process_group()
-    told = (restored["iteration"], restored["args"], restored["rng"].data if with_rng else "")
-    return wrong(restored, step), told, restored["model"].keys() == target["model"].keys()
+    return found
 
 
 def own(
@@ -186,5 +191,5 @@ def megatron_load(rank: int, size: int, port: int, root: str, kind: str, step: i
     )
     dist.destroy_process_group()
     told = (loaded["iteration"], loaded["args"])
-    same = all(torch.equal(loaded["model"][name], one.data) for name, one in held["model"].items())
+    same = all(torch.equal(loaded["model"][name].reshape(one.data.shape), one.data) for name, one in held["model"].items())
     return wrong(held, step), told, same

@@ -28,8 +28,11 @@ from torch.futures import Future
 from deltacheck import damage, restore, tiles, tree
 from deltacheck.backends.torch import leaves
 from deltacheck.backends.torch.dcp import names
+from deltacheck.backends.torch.dcp.stream import Restored, keep
+from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.sharding import whole
+from deltacheck.store import place
 from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
@@ -59,7 +62,9 @@ class DeltaStorageReader(StorageReader):
     """Reads a step of a root into the state that ``torch.distributed.checkpoint.load`` is given, on any number of ranks, every byte verified.
 
     ``root``: one that ``DeltaStorageWriter`` wrote, or an ``Engine``, or JAX. ``step``: a number or a tag; by default the newest. A
-    ``checkpoint_id`` (an integer, or a name or path that ends in one) goes before it. ``allow_pickle``: whether what ``torch.save`` has
+    ``checkpoint_id`` (an integer, or a name or path that ends in one) goes before it. ``resume``: whether this process will save to the root, too:
+    what was read is then kept for its next save to compare with, which is written as changes and not whole. It takes as much memory as the
+    shadow of a saving process, but already now, and for ever where no save follows. ``allow_pickle``: whether what ``torch.save`` has
     written, objects that are no tensors, is given to Python's unpickler as it is. ``False``: what ``torch.load(weights_only=True)`` does not take
     is refused; ``True``: any object comes back, and whoever wrote the root runs code in this process. ``contract``: refuse a step with a
     leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``. ``max_bytes``: refuse before allocating more than this on a rank.
@@ -75,6 +80,7 @@ class DeltaStorageReader(StorageReader):
         root: str | os.PathLike[str] | ObjectPath,
         step: int | str | None = None,
         *,
+        resume: bool = False,
         allow_pickle: bool = False,
         contract: str | None = None,
         max_bytes: int | None = None,
@@ -82,8 +88,9 @@ class DeltaStorageReader(StorageReader):
         storage: ObjectStore | None = None,
     ) -> None:
         super().__init__()
-        self._root: Root = open_root(root, storage=storage)
+        self._root: Root = open_root(place.of(root, storage).absolute())
         self._default_step = self._step = step
+        self._resume = resume
         self._allow_pickle = allow_pickle
         self._contract = contract
         self._max_bytes = max_bytes
@@ -159,12 +166,15 @@ class DeltaStorageReader(StorageReader):
         )
         sizes = [restore.box_bytes(found[path].spec, box) for path, box in zip(paths, boxes, strict=True)]
         restore.refuse_more_than(self._max_bytes, sum(sizes))
+        stored: dict[str, U8] | None = {} if self._resume else None
         order = sorted(range(len(items)), key=lambda at: (paths[at], [s.start for s in boxes[at]]))
         for batch in _batches(order, sizes):
             asked = {str(at): found[paths[at]] for at in batch}
-            arrays = restore.load_boxes(asked, {str(at): boxes[at] for at in batch}, max_bytes=self._max_bytes)
+            arrays = restore.load_boxes(asked, {str(at): boxes[at] for at in batch}, max_bytes=self._max_bytes, stored=stored)
             for at in batch:
                 _place(items[at], planner, found[paths[at]], arrays.pop(str(at)), manifest.step)
+        if stored is not None:
+            keep(self._root.path, Restored(manifest, restore.stored_chains(found.values()), stored))
 
     def _object(self, fqn: str, manifest: Manifest, index: _Index) -> io.BytesIO:
         """What DCP's planner will unpickle: written by ``torch.save`` in this process, of values that nothing was run for."""

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed.checkpoint.planner import SavePlan
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from deltacheck import exits, retain, sharding
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
+from deltacheck.chain import Chain
+from deltacheck.codec.base import U8
 from deltacheck.errors import SaveFailed
 from deltacheck.joint import Report, merged
 from deltacheck.policy import Policy
@@ -68,6 +71,14 @@ class Part(msgspec.Struct, frozen=True):
 
     report: Report
     sizes: dict[str, int]
+
+
+class Restored(NamedTuple):
+    """What a reader has kept of a step: where its tiles came from, and the bytes of those that were read whole."""
+
+    manifest: Manifest
+    chains: dict[str, Chain]
+    stored: dict[str, U8]
 
 
 class Stream:
@@ -134,7 +145,9 @@ class Stream:
         """On the coordinator: who writes what. ``held``: by rank. Raises ``RankFailed`` where they do not fit together."""
         holdings = [Holdings.of(one) for one in held]
         if holdings != self._holdings:
-            before = {path: Before(one.cuts, one.owners) for path, one in self._plan.items()}
+            restored = _restored.get(str(self.path))
+            before = {} if restored is None else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
+            before |= {path: Before(one.cuts, one.owners) for path, one in self._plan.items()}
             self._plan = sharding.plan(holdings, before)
             self._shares = sharding.shares(self._plan, len(holdings))
             self._holdings = holdings
@@ -154,6 +167,11 @@ class Stream:
         if self._written not in (-1, task.committed):
             saver.forget()  # what it wrote last belongs to no step, and may be collected
         self._written, self._manifest = task.seq, None
+        restored = _restored.pop(str(self.path), None)
+        if restored is not None and not saver.leaves:
+            own = [name for name in flat.leaves if name in restored.chains and name in restored.stored]
+            chains = {name: restored.chains[name] for name in own}
+            saver.adopt(chains, {name: restored.stored[name] for name in own}, restored.manifest)
         written: list[Manifest] = []
 
         def durable(manifest: Manifest) -> Written:
@@ -218,7 +236,13 @@ def _names(share: Share) -> list[str]:
 
 
 _streams: dict[str, Stream] = {}  # of this process, by root
+_restored: dict[str, Restored] = {}  # by root, until the next save there
 _lock = threading.Lock()
+
+
+def keep(path: Place, restored: Restored) -> None:
+    """Let the next save of this process to a root go on from what was restored of it."""
+    _restored[str(path)] = restored
 
 
 def stream_of(path: Place, options: Options) -> Stream:
