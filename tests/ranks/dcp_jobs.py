@@ -175,18 +175,21 @@ def kill_between(rank: int, size: int, port: int, root: str) -> Any:
 
 
 def go_on(rank: int, size: int, port: int, root: str) -> Any:
-    """What the newest step has, and what a step 2 has and gives that follows it."""
+    """What the newest step has, whether a step 2 that follows it comes back, and what that takes on disk."""
     join(rank, size, port)
     mine = blank(size)
-    dcp.load(mine, storage_reader=DeltaStorageReader(root))
+    before = stored_bytes(root)
+    dcp.load(mine, storage_reader=DeltaStorageReader(root, resume=True))
     found = digests(mine)
     change(mine, 2)
     dcp.save(mine, checkpoint_id=2, storage_writer=DeltaStorageWriter(root))
+    dist.barrier()
+    taken = stored_bytes(root) - before
     target = blank(size)
     dcp.load(target, storage_reader=DeltaStorageReader(root, 2))
     again = digests(target) == digests(mine)
     dist.destroy_process_group()
-    return found, again
+    return found, again, taken
 
 
 def fsdp(rank: int, size: int, port: int, root: str, source: str | None, first: int, last: int) -> Any:

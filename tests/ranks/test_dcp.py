@@ -52,7 +52,10 @@ def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes
     first, error = launch(jobs.kill_between, 2, root, lost={1})[0]
     assert error
     assert deltacheck.open(root).steps() == [1]
-    assert launch(jobs.go_on, 2, root) == [(first, True)] * 2
+    for found, again, taken in launch(jobs.go_on, 2, root):
+        assert found == first
+        assert again
+        assert taken < 60_000  # of 1.2 MB: a resumed run goes on with deltas
     assert deltacheck.open(root).steps() == [1, 2]
     assert deltacheck.open(root).verify(deep=True) == []
 
