@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from workloads import jax_workloads
-from workloads.recipe import TASKS, recipe, tiny
+from deltacheck.demo.workloads import jax_workloads
+from deltacheck.demo.workloads.recipe import TASKS, recipe, tiny
 
 from deltacheck import Policy
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager

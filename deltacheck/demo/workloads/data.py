@@ -45,14 +45,16 @@ def prompts_of(rows: Rows) -> tuple[Tokens, Tokens]:
 
 def reward(completions: Tokens, right: Tokens) -> NDArray[np.float32]:
     """The checker: share of digits that are right. (rows, DIGITS) twice -> (rows,)."""
-    return np.mean(completions == right, axis=1, dtype=np.float32)
+    share: NDArray[np.float32] = np.mean(completions == right, axis=1, dtype=np.float32)
+    return share
 
 
 def advantages(rewards: NDArray[np.float32], group: int) -> NDArray[np.float32]:
     """Each reward against those of the same prompt (GRPO; Shao et al., 2024). A group of equals teaches nothing."""
     groups = rewards.reshape(-1, group)
     centred = groups - groups.mean(axis=1, keepdims=True)
-    return (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1).astype(np.float32)
+    scaled: NDArray[np.float32] = (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1).astype(np.float32)
+    return scaled
 
 
 def _part(recipe: Recipe, *, held_out: bool) -> Rows:

@@ -1,0 +1,73 @@
+"""Parts that are played in processes of their own, which may be killed: starting them, hearing what they tell, killing them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias
+
+Event: TypeAlias = dict[str, Any]
+
+
+@contextmanager
+def child(
+    module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """``python -m module words`` in ``folder``, its stderr appended to ``log.txt`` there; it never outlives the block."""
+    found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
+    surroundings = {
+        "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
+        **os.environ,
+        **(environment or {}),
+        "PYTHONPATH": os.pathsep.join(filter(None, [found_at, os.environ.get("PYTHONPATH")])),
+    }
+    with (folder / "log.txt").open("a") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            cwd=folder,
+            env=surroundings,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    with process:  # waits for it at the end
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def events(process: subprocess.Popen[str]) -> Iterator[Event]:
+    """What it tells, one JSON object a line."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.endswith("\n"):  # the last line of a killed process may be cut
+            yield json.loads(line)
+
+
+def end_of_log(folder: Path) -> str:
+    """The last lines that the children of a folder have left on stderr."""
+    return "\n".join((folder / "log.txt").read_text().splitlines()[-12:])
+
+
+_parent: TextIO | None = None
+
+
+def speak_alone() -> None:
+    """In a child, before it runs foreign code: from here on only ``tell`` reaches the parent, and what others print goes to stderr."""
+    global _parent
+    sys.stdout.flush()
+    _parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+
+def tell(event: str, **facts: Any) -> None:
+    """In a child: say something to the parent."""
+    print(json.dumps({"event": event, **facts}), flush=True, file=_parent or sys.stdout)

@@ -1,0 +1,193 @@
+"""The story of an evaluation: train without a kill, save beside a peer, kill, restore in a fresh process, compare, judge.
+
+Each act is a child process (``child.py``); this one watches, kills, and puts together what they bring back. It imports no framework.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+import deltacheck
+from deltacheck.errors import DeltacheckError
+from deltacheck.evaluate import children
+from deltacheck.evaluate.child import PLAN, ROOTS, own_folder
+from deltacheck.evaluate.children import Event
+from deltacheck.evaluate.records import Ending, Evidence, Group, Kill, LeafCheck, Plan, Recovery, Saved
+from deltacheck.evaluate.workload import FOLDER
+from deltacheck.report.collect import MOST_CLASSES, Record, collect
+from deltacheck.report.groups import classes
+
+_CHILD = "deltacheck.evaluate.child"
+
+# Told what is being done, and how many steps of training of how many are behind it.
+Progress: TypeAlias = Callable[[str, int, int], None]
+
+
+class EvaluationFailed(DeltacheckError):
+    """A part of the evaluation did not come to its end, so that there is nothing to judge."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one child has told so far."""
+
+    step: int = 0
+    trained: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    acknowledged: int = 0
+    saved: list[Event] = field(default_factory=list)
+    facts: dict[str, Event] = field(default_factory=dict)
+    unkilled: list[Ending] = field(default_factory=list)
+
+    def hear(self, event: Event) -> None:
+        match event["event"]:
+            case "stepped":
+                self.step, self.trained = event["step"], self.trained + 1
+                self.step_seconds.append(event["seconds"])
+            case "acknowledged":
+                self.acknowledged = event["step"]
+            case "saved":
+                self.saved.append(event)
+            case "unkilled":
+                self.unkilled.append(_ending(event["ending"]))
+            case name:
+                self.facts[name] = event
+
+
+def evaluate(plan: Plan, folder: Path, progress: Progress = lambda act, done, total: None) -> Evidence:
+    """Do all that the plan says, in ``folder``, which must be empty and is left with roots and logs.
+
+    Raises ``EvaluationFailed`` where a part cannot be played, with the end of its log.
+    """
+    (folder / PLAN).write_bytes(msgspec.json.encode(plan))
+    (folder / "made").mkdir()
+    environment = {FOLDER: str(folder / "made")}
+    runs = len(plan.unkilled_seeds()) + 2
+    watched = _watch(folder, environment, ["observe"], lambda told: progress("unkilled runs", told.trained, runs * plan.steps))
+    for part in ("framework", "repeat", "saving"):
+        if part not in watched.facts:
+            raise EvaluationFailed(f"the unkilled runs did not tell of their {part}; the end of their log:\n{children.end_of_log(folder)}")
+    record = collect(folder / ROOTS / "observed")
+    pace = (
+        statistics.median(event["durable_seconds"] for event in watched.saved),
+        plan.every * statistics.median(watched.step_seconds),
+    )
+    recoveries = []
+    planned = kills(plan)
+    for number, kill in enumerate(planned):
+        progress(f"kill {number + 1} of {len(planned)}", number, len(planned))
+        recoveries.append(_recovery(plan, folder, environment, kill, pace))
+    progress("done", len(planned), len(planned))
+    return Evidence(
+        plan,
+        watched.facts["framework"]["name"],
+        watched.facts["framework"]["peer"],
+        tuple(watched.unkilled),
+        _ending(watched.facts["repeat"]["ending"]),
+        _ending(watched.facts["saving"]["ending"]),
+        _saves(watched.saved, record),
+        _groups(record),
+        tuple(recoveries),
+    )
+
+
+def kills(plan: Plan) -> tuple[Kill, ...]:
+    """When processes are to die: spread evenly over the saves but the first, by turns during a save and between two; random within that, by seed."""
+    saves = plan.checkpoints()[1:]
+    found = []
+    for seed in plan.killed_seeds():
+        dice = random.Random(seed)
+        for number in range(plan.kills):
+            place = (number + dice.random()) / plan.kills
+            step = saves[min(len(saves) - 1, int(place * len(saves)))]
+            found.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
+    return tuple(found)
+
+
+def _recovery(plan: Plan, folder: Path, environment: dict[str, str], kill: Kill, pace: tuple[float, float]) -> Recovery:
+    killed = _watch_and_kill(folder, environment, kill, pace)
+    own = own_folder(folder, kill)
+    if not deltacheck.open(own / "root").steps():
+        raise EvaluationFailed(f"{kill.name}: no checkpoint survived, though step {killed.acknowledged} was reported durable")
+    told = _watch(folder, environment, ["resumed", msgspec.json.encode(kill).decode()], lambda told: None)
+    if "resumed" not in told.facts:
+        raise EvaluationFailed(f"{kill.name}: the fresh process told nothing; the end of its log:\n{children.end_of_log(folder)}")
+    found = told.facts["resumed"]
+    return Recovery(
+        kill,
+        killed.step,
+        killed.acknowledged,
+        found["restored_step"],
+        found["restore_seconds"],
+        found["leaves"],
+        tuple(LeafCheck(**leaf) for leaf in found["failed"]),
+        tuple(LeafCheck(**leaf) for leaf in found["inexact"]),
+        tuple(found["not_put_back"]),
+        found["stage"],
+        _ending(found["ending"]),
+    )
+
+
+def _watch(folder: Path, environment: dict[str, str], words: Sequence[str], heard: Callable[[_Told], None]) -> _Told:
+    """Let a child play its part to the end."""
+    told = _Told()
+    with children.child(_CHILD, [str(folder), *words], folder, environment) as process:
+        for event in children.events(process):
+            told.hear(event)
+            heard(told)
+    if process.returncode != 0:
+        log = children.end_of_log(folder)
+        raise EvaluationFailed(f"the part {words[0]!r} ended with exit code {process.returncode}; the end of its log:\n{log}")
+    return told
+
+
+def _watch_and_kill(folder: Path, environment: dict[str, str], kill: Kill, pace: tuple[float, float]) -> _Told:
+    """Let a run come to the save that the kill names, and end it there with SIGKILL. ``pace``: seconds of a save, and between two."""
+    told = _Told()
+    with children.child(_CHILD, [str(folder), "killed", msgspec.json.encode(kill).decode()], folder, environment) as process:
+        events = children.events(process)
+        for event in events:
+            told.hear(event)
+            if event["event"] == "saving" and event["step"] == kill.saving_step:
+                time.sleep(pace[0 if kill.mid_save else 1] * kill.share)
+                process.send_signal(signal.SIGKILL)
+                break
+        for event in events:  # what it had said before it died
+            told.hear(event)
+    if process.returncode != -signal.SIGKILL:
+        log = children.end_of_log(folder)
+        raise EvaluationFailed(
+            f"{kill.name}: the process was to be killed but ended with exit code {process.returncode}; the end of its log:\n{log}"
+        )
+    return told
+
+
+def _ending(told: dict[str, Any]) -> Ending:
+    losses = {int(step): loss for step, loss in told["losses"].items()}  # JSON has text for keys
+    return Ending(told["seed"], losses, told["evaluation"], told["digests"])
+
+
+def _saves(told: Sequence[Event], record: Record) -> tuple[Saved, ...]:
+    raw = {step.step: step.raw_bytes for step in record.steps}
+    names = ("step", "stored_bytes", "peer_bytes", "blocking_seconds", "durable_seconds", "peer_seconds")
+    return tuple(Saved(raw_bytes=raw[event["step"]], **{name: event[name] for name in names}) for event in told)
+
+
+def _groups(record: Record) -> tuple[Group, ...]:
+    """What the leaves of the newest step cost, those that differ in numbers alone together; the most bytes first."""
+    found = []
+    for name, paths in classes({path: leaf.raw_bytes for path, leaf in record.leaves.items()}, MOST_CLASSES).items():
+        leaves = [record.leaves[path] for path in paths]
+        later = sum(leaf.delta_bytes / leaf.saves for leaf in leaves if leaf.saves)
+        later += sum(leaf.key_bytes for leaf in leaves if not leaf.saves)  # always written whole
+        found.append(Group(name, len(leaves), sum(leaf.raw_bytes for leaf in leaves), sum(leaf.key_bytes for leaf in leaves), later))
+    return tuple(sorted(found, key=lambda group: -group.raw_bytes))
