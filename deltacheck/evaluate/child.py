@@ -1,10 +1,12 @@
-"""One part of an evaluation in a process of its own: `python -m deltacheck.evaluate.child FOLDER PART`. See ``run.py`` for the story."""
+"""One part of an evaluation in a process of its own: `python -m deltacheck.evaluate.child FOLDER`, and the part on its standard input.
+
+See ``run.py`` for the story.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +18,7 @@ import deltacheck
 from deltacheck.backends import profiler
 from deltacheck.evaluate import contract, snapshot
 from deltacheck.evaluate.children import speak_alone, tell
-from deltacheck.evaluate.records import Ending, Kill, LeafCheck, Plan
+from deltacheck.evaluate.records import Ending, Kill, Plan
 from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.evaluate.workload import Factory, NoWorkload, Workload, find, made
 from deltacheck.policy import Policy
@@ -203,17 +205,17 @@ def _tell_saved(done: tuple[int, float, float, int] | None, peer: dict[str, Any]
         tell("saved", step=step, blocking_seconds=blocking, durable_seconds=durable, stored_bytes=stored, **peer)
 
 
-def main(words: list[str]) -> None:
+def main(folder: Path) -> None:
     speak_alone()
-    folder, part = Path(words[0]), words[1]
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     factory = find(plan.factory)
+    part, *about = sys.stdin.readline().split(maxsplit=1) or [""]  # nothing: the evaluation has ended without it
     if part == "observe":
         observe(plan, folder, factory)
-    else:
-        kill = msgspec.json.decode(words[2], type=Kill)
+    elif part:
+        kill = msgspec.json.decode(about[0], type=Kill)
         {"killed": killed, "resumed": resumed}[part](plan, folder, factory, kill)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))

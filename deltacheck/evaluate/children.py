@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -19,6 +19,19 @@ def child(
     module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """``python -m module words`` in ``folder``, its stderr appended to ``log.txt`` there; it never outlives the block."""
+    process = started(module, words, folder, environment)
+    with process:  # waits for it at the end
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def started(
+    module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The same, but that the caller must see to its end. It can be written to."""
     found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
     surroundings = {
         "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
@@ -27,21 +40,52 @@ def child(
         "PYTHONPATH": os.pathsep.join(filter(None, [found_at, os.environ.get("PYTHONPATH")])),
     }
     with (folder / "log.txt").open("a") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", module, *words],
             cwd=folder,
             env=surroundings,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
         )
-    with process:  # waits for it at the end
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            raise
+
+
+class Cast:
+    """Children of one module, each for one part. The next one is started when one gets its part, so that its imports take no time of the story.
+
+    A child waits for its part as one line on its standard input, and must have imported by then what it needs. ``parts``: how many will be
+    played; more can be.
+    """
+
+    def __init__(self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], parts: int) -> None:
+        self._about = (module, words, folder, environment)
+        self._left = parts
+        self._next: subprocess.Popen[str] | None = None
+
+    @contextmanager
+    def play(self, part: str) -> Iterator[subprocess.Popen[str]]:
+        """Give a part to a fresh process; it never outlives the block."""
+        process, self._next = self._next or started(*self._about), None
+        self._left -= 1
+        with process:
+            try:
+                if self._left > 0:
+                    self._next = started(*self._about)
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # it has died of its imports; its exit code says so
+                    process.stdin.write(part + "\n")
+                    process.stdin.close()
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+
+    def close(self) -> None:
+        """End the one that waits."""
+        if self._next is not None:
+            with self._next as process:
+                process.kill()
 
 
 def events(process: subprocess.Popen[str]) -> Iterator[Event]:

@@ -40,11 +40,12 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Correctness:
-    """Whether the killed runs came back. ``held`` of ``trials``, a rate of at least ``least_rate`` at 95 % confidence. ``reasons``: what did not hold.
+    """Whether the killed runs came back. ``held`` of ``trials``, a rate of at least ``least_rate`` at 95 % confidence. ``reasons``: what did not.
 
     ``deterministic``: whether the unkilled run repeats bit for bit; only then can the way after a restore be compared in bits.
     ``equal_endings``: resumed runs with every loss and the final state equal in bits to the unkilled run's. ``repeat_gap``: by how
-    much the repeat ended elsewhere.
+    much the repeat ended elsewhere. ``inexact_leaves``: of all recoveries together, that were promised less than every bit. ``lost_steps``,
+    ``restore_seconds``: of the recoveries that came back, ``None`` where none did.
     """
 
     holds: bool
@@ -55,8 +56,8 @@ class Correctness:
     equal_endings: int
     repeat_gap: float
     inexact_leaves: int
-    lost_steps: Spread
-    restore_seconds: Spread
+    lost_steps: Spread | None
+    restore_seconds: Spread | None
     reasons: tuple[str, ...]
 
 
@@ -125,30 +126,41 @@ def correctness(evidence: Evidence) -> Correctness:
     deterministic = not _apart(evidence.repeat, reference)
     reasons = []
     if deterministic and (gap := _apart(evidence.saving, reference)):
-        reasons.append(f"saving changes the training: {gap}; an evaluation of a run that is not saved says nothing of one that is")
+        reasons.append(
+            f"saving changes the training: {gap}; an evaluation of a run that is not saved says nothing of one that is"
+        )
     found = [problems(recovery, unkilled[recovery.kill.seed], deterministic) for recovery in evidence.recoveries]
-    reasons += [f"{recovery.kill.name}: {problem}" for recovery, some in zip(evidence.recoveries, found, strict=True) for problem in some]
+    reasons += [
+        f"{recovery.kill.name}: {problem}"
+        for recovery, some in zip(evidence.recoveries, found, strict=True)
+        for problem in some
+    ]
     held = sum(not some for some in found)
+    back = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
     return Correctness(
         not reasons,
         held,
         len(found),
         statistics.least_rate(held, len(found)),
         deterministic,
-        sum(not _apart(recovery.ending, unkilled[recovery.kill.seed]) for recovery in evidence.recoveries),
+        sum(recovery.ending is not None and not _apart(recovery.ending, unkilled[recovery.kill.seed]) for recovery in back),
         abs(evidence.repeat.evaluation - reference.evaluation),
         sum(len(recovery.inexact) for recovery in evidence.recoveries),
-        statistics.spread([recovery.lost_steps for recovery in evidence.recoveries]),
-        statistics.spread([recovery.restore_seconds for recovery in evidence.recoveries]),
+        statistics.spread([recovery.lost_steps for recovery in back]) if back else None,
+        statistics.spread([recovery.restore_seconds for recovery in back]) if back else None,
         tuple(reasons),
     )
 
 
 def problems(recovery: Recovery, unkilled: Ending, deterministic: bool) -> list[str]:
     """What does not hold of one recovery, each leaf by name."""
+    if recovery.ending is None:
+        return [recovery.error or "it did not come back"]
     found = []
     if recovery.restored_step < recovery.acknowledged_step:
-        found.append(f"step {recovery.acknowledged_step} was reported durable, and is gone: step {recovery.restored_step} is the newest")
+        found.append(
+            f"step {recovery.acknowledged_step} was reported durable, and is gone: step {recovery.restored_step} is the newest"
+        )
     step = recovery.restored_step
     found += [f"step {step}, leaf {leaf.path!r} ({leaf.contract}): {leaf.problem}" for leaf in recovery.failed[:MOST_NAMED]]
     if len(recovery.failed) > MOST_NAMED:
@@ -158,7 +170,9 @@ def problems(recovery: Recovery, unkilled: Ending, deterministic: bool) -> list[
     # Where every leaf came back bit for bit, and the run repeats bit for bit, what is left to differ is not in the state.
     exact = not (recovery.failed or recovery.inexact or recovery.not_put_back)
     if exact and deterministic and (gap := _apart(recovery.ending, unkilled)):
-        found.append(f"all of step {step} came back, yet {gap}: something that decides how the run goes on is not in its state()")
+        found.append(
+            f"all of step {step} came back, yet {gap}: something that decides how the run goes on is not in its state()"
+        )
     return found
 
 
@@ -190,6 +204,8 @@ def quality(evidence: Evidence) -> Quality:
     others = [ending.losses for ending in evidence.unkilled]
     for recovery in evidence.recoveries:
         seed, ending = recovery.kill.seed, recovery.ending
+        if ending is None:
+            continue
         differences_by_seed.setdefault(seed, []).append(ending.evaluation - unkilled[seed].evaluation)
         curves.append(statistics.curve(ending.losses, unkilled[seed].losses, others))
     final = statistics.equivalence(differences_by_seed, [ending.evaluation for ending in evidence.unkilled])
@@ -197,12 +213,15 @@ def quality(evidence: Evidence) -> Quality:
 
 
 def _words(final: Equivalence) -> str:
-    interval = f"{final.mean:+.3g} (90 % interval {final.low:+.3g} to {final.high:+.3g})"
+    """Why equivalence is not shown; empty where it is."""
+    about = f"the final loss differs by {final.mean:+.3g} (90 % interval {final.low:+.3g} to {final.high:+.3g}), noise is {final.margin:.3g} at most"
     if final.verdict == OUTSIDE:
-        return f"resumed runs end elsewhere: their final loss differs by {interval}, at most {final.margin:.3g} is noise"
-    if final.verdict == TOO_FEW:
-        if final.noise_seeds < statistics.LEAST_NOISE_SEEDS:
-            return f"not enough seeds to tell: a noise floor wants {statistics.LEAST_NOISE_SEEDS} unkilled ones, not {final.noise_seeds}"
-        wanted = f", about {final.needed} would" if final.needed is not None and final.needed > final.seeds else ""
-        return f"not enough seeds to tell: the final loss differs by {interval}, at most {final.margin:.3g} is noise; {final.seeds} seeds do not tell{wanted}"
-    return ""
+        return f"resumed runs end elsewhere: {about}"
+    if final.verdict != TOO_FEW:
+        return ""
+    if not final.seeds:
+        return "no killed run came to its end"
+    if final.noise_seeds < statistics.LEAST_NOISE_SEEDS:
+        return f"not enough seeds to tell: a noise floor takes {statistics.LEAST_NOISE_SEEDS} unkilled ones, not {final.noise_seeds}; {about}"
+    wanted = f", about {final.needed} would" if final.needed is not None and final.needed > final.seeds else ""
+    return f"not enough seeds to tell: {about}; {final.seeds} killed ones do not tell{wanted}"

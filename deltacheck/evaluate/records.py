@@ -122,19 +122,21 @@ class Recovery:
     ``restored_step``: where the fresh process went on. ``leaves``: how many were compared; ``failed``: those that do not hold;
     ``inexact``: those whose contract is not exact, whether they hold or not. ``not_put_back``: what the run's own ``load`` left otherwise than
     the restore gave it. ``stage``: of the policy at the restored step, empty under the exact one.
+    ``error``: why the run did not come back at all; then there is no ``ending``, and what follows the acknowledged step means nothing.
     """
 
     kill: Kill
     last_step: int
     acknowledged_step: int
-    restored_step: int
-    restore_seconds: float
-    leaves: int
-    failed: tuple[LeafCheck, ...]
-    inexact: tuple[LeafCheck, ...]
-    not_put_back: tuple[str, ...]
-    stage: str
-    ending: Ending
+    restored_step: int = 0
+    restore_seconds: float = 0.0
+    leaves: int = 0
+    failed: tuple[LeafCheck, ...] = ()
+    inexact: tuple[LeafCheck, ...] = ()
+    not_put_back: tuple[str, ...] = ()
+    stage: str = ""
+    ending: Ending | None = None
+    error: str = ""
 
     @property
     def lost_steps(self) -> int:

@@ -20,7 +20,7 @@ import deltacheck
 from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import children
 from deltacheck.evaluate.child import PLAN, ROOTS, own_folder
-from deltacheck.evaluate.children import Event
+from deltacheck.evaluate.children import Cast, Event
 from deltacheck.evaluate.records import Ending, Evidence, Group, Kill, LeafCheck, Plan, Recovery, Saved
 from deltacheck.evaluate.workload import FOLDER
 from deltacheck.report.collect import MOST_CLASSES, Record, collect
@@ -70,12 +70,20 @@ def evaluate(plan: Plan, folder: Path, progress: Progress = lambda act, done, to
     """
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
     (folder / "made").mkdir()
-    environment = {FOLDER: str(folder / "made")}
+    cast = Cast(_CHILD, [str(folder)], folder, {FOLDER: str(folder / "made")}, parts=1 + 2 * len(kills(plan)))
+    try:
+        return _evaluate(plan, folder, cast, progress)
+    finally:
+        cast.close()
+
+
+def _evaluate(plan: Plan, folder: Path, cast: Cast, progress: Progress) -> Evidence:
     runs = len(plan.unkilled_seeds()) + 2
-    watched = _watch(folder, environment, ["observe"], lambda told: progress("unkilled runs", told.trained, runs * plan.steps))
+    watched = _watch(cast, folder, "observe", lambda told: progress("unkilled runs", told.trained, runs * plan.steps))
     for part in ("framework", "repeat", "saving"):
         if part not in watched.facts:
-            raise EvaluationFailed(f"the unkilled runs did not tell of their {part}; the end of their log:\n{children.end_of_log(folder)}")
+            log = children.end_of_log(folder)
+            raise EvaluationFailed(f"the unkilled runs did not tell of their {part}; the end of their log:\n{log}")
     record = collect(folder / ROOTS / "observed")
     pace = (
         statistics.median(event["durable_seconds"] for event in watched.saved),
@@ -84,9 +92,9 @@ def evaluate(plan: Plan, folder: Path, progress: Progress = lambda act, done, to
     recoveries = []
     planned = kills(plan)
     for number, kill in enumerate(planned):
-        progress(f"kill {number + 1} of {len(planned)}", number, len(planned))
-        recoveries.append(_recovery(plan, folder, environment, kill, pace))
-    progress("done", len(planned), len(planned))
+        progress("kills and resumes", number, len(planned))
+        recoveries.append(_recovery(cast, folder, kill, pace))
+    progress("kills and resumes", len(planned), len(planned))
     return Evidence(
         plan,
         watched.facts["framework"]["name"],
@@ -113,47 +121,48 @@ def kills(plan: Plan) -> tuple[Kill, ...]:
     return tuple(found)
 
 
-def _recovery(plan: Plan, folder: Path, environment: dict[str, str], kill: Kill, pace: tuple[float, float]) -> Recovery:
-    killed = _watch_and_kill(folder, environment, kill, pace)
-    own = own_folder(folder, kill)
-    if not deltacheck.open(own / "root").steps():
-        raise EvaluationFailed(f"{kill.name}: no checkpoint survived, though step {killed.acknowledged} was reported durable")
-    told = _watch(folder, environment, ["resumed", msgspec.json.encode(kill).decode()], lambda told: None)
-    if "resumed" not in told.facts:
-        raise EvaluationFailed(f"{kill.name}: the fresh process told nothing; the end of its log:\n{children.end_of_log(folder)}")
-    found = told.facts["resumed"]
+def _recovery(cast: Cast, folder: Path, kill: Kill, pace: tuple[float, float]) -> Recovery:
+    killed = _Told()
+    try:
+        _watch_and_kill(cast, folder, kill, pace, killed)
+        if not deltacheck.open(own_folder(folder, kill) / "root").steps():
+            raise EvaluationFailed("no checkpoint survived the kill")
+        resumed = _watch(cast, folder, f"resumed {msgspec.json.encode(kill).decode()}", lambda told: None).facts["resumed"]
+    except (DeltacheckError, KeyError) as error:
+        return Recovery(kill, killed.step, killed.acknowledged, error=f"{error}")
     return Recovery(
         kill,
         killed.step,
         killed.acknowledged,
-        found["restored_step"],
-        found["restore_seconds"],
-        found["leaves"],
-        tuple(LeafCheck(**leaf) for leaf in found["failed"]),
-        tuple(LeafCheck(**leaf) for leaf in found["inexact"]),
-        tuple(found["not_put_back"]),
-        found["stage"],
-        _ending(found["ending"]),
+        resumed["restored_step"],
+        resumed["restore_seconds"],
+        resumed["leaves"],
+        tuple(LeafCheck(**leaf) for leaf in resumed["failed"]),
+        tuple(LeafCheck(**leaf) for leaf in resumed["inexact"]),
+        tuple(resumed["not_put_back"]),
+        resumed["stage"],
+        _ending(resumed["ending"]),
     )
 
 
-def _watch(folder: Path, environment: dict[str, str], words: Sequence[str], heard: Callable[[_Told], None]) -> _Told:
+def _watch(cast: Cast, folder: Path, part: str, heard: Callable[[_Told], None]) -> _Told:
     """Let a child play its part to the end."""
     told = _Told()
-    with children.child(_CHILD, [str(folder), *words], folder, environment) as process:
+    with cast.play(part) as process:
         for event in children.events(process):
             told.hear(event)
             heard(told)
     if process.returncode != 0:
         log = children.end_of_log(folder)
-        raise EvaluationFailed(f"the part {words[0]!r} ended with exit code {process.returncode}; the end of its log:\n{log}")
+        raise EvaluationFailed(
+            f"the part {part.split()[0]!r} ended with exit code {process.returncode}; the end of its log:\n{log}"
+        )
     return told
 
 
-def _watch_and_kill(folder: Path, environment: dict[str, str], kill: Kill, pace: tuple[float, float]) -> _Told:
+def _watch_and_kill(cast: Cast, folder: Path, kill: Kill, pace: tuple[float, float], told: _Told) -> None:
     """Let a run come to the save that the kill names, and end it there with SIGKILL. ``pace``: seconds of a save, and between two."""
-    told = _Told()
-    with children.child(_CHILD, [str(folder), "killed", msgspec.json.encode(kill).decode()], folder, environment) as process:
+    with cast.play(f"killed {msgspec.json.encode(kill).decode()}") as process:
         events = children.events(process)
         for event in events:
             told.hear(event)
@@ -166,9 +175,8 @@ def _watch_and_kill(folder: Path, environment: dict[str, str], kill: Kill, pace:
     if process.returncode != -signal.SIGKILL:
         log = children.end_of_log(folder)
         raise EvaluationFailed(
-            f"{kill.name}: the process was to be killed but ended with exit code {process.returncode}; the end of its log:\n{log}"
+            f"the process was to be killed but ended with exit code {process.returncode}; the end of its log:\n{log}"
         )
-    return told
 
 
 def _ending(told: dict[str, Any]) -> Ending:
@@ -189,5 +197,7 @@ def _groups(record: Record) -> tuple[Group, ...]:
         leaves = [record.leaves[path] for path in paths]
         later = sum(leaf.delta_bytes / leaf.saves for leaf in leaves if leaf.saves)
         later += sum(leaf.key_bytes for leaf in leaves if not leaf.saves)  # always written whole
-        found.append(Group(name, len(leaves), sum(leaf.raw_bytes for leaf in leaves), sum(leaf.key_bytes for leaf in leaves), later))
+        found.append(
+            Group(name, len(leaves), sum(leaf.raw_bytes for leaf in leaves), sum(leaf.key_bytes for leaf in leaves), later)
+        )
     return tuple(sorted(found, key=lambda group: -group.raw_bytes))

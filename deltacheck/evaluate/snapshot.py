@@ -65,7 +65,7 @@ def read(file: Path) -> Snapshot:
 
 def digests(snapshot: Snapshot) -> dict[str, str]:
     """A digest of every leaf, at every place of a tie, and of every Python value, by path."""
-    found = {owner: xxhash.xxh3_128_hexdigest(memoryview(snapshot.arrays[owner].view(np.uint8))) for owner in snapshot.specs}
+    found = {owner: xxhash.xxh3_128_hexdigest(snapshot.arrays[owner].tobytes()) for owner in snapshot.specs}
     placed = {path: found[owner] for path, owner in snapshot.ties.items()}
     return placed | {path: f"value {value}" for path, value in snapshot.values.items()}
 

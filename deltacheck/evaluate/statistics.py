@@ -96,8 +96,10 @@ def equivalence(differences: Mapping[int, Sequence[float]], unkilled: Sequence[f
     """Judge final losses.
 
     ``differences``: seed -> resumed minus unkilled of each of its kills; the kills of a seed share its run, so their mean is one observation.
-    ``unkilled``: final losses of unkilled runs, one a seed. REQUIRES: at least one of each.
+    ``unkilled``: final losses of unkilled runs, one a seed, at least one.
     """
+    if not differences:
+        return Equivalence(TOO_FEW, math.nan, -math.inf, math.inf, 0.0, 0.0, len(unkilled), 0, None)
     means = [fmean(found) for found in differences.values()]
     mean, count = fmean(means), len(means)
     known = all(map(math.isfinite, [*means, *unkilled]))

@@ -58,7 +58,7 @@ def advantages(rewards: NDArray[np.float32], group: int) -> NDArray[np.float32]:
 
 
 def _part(recipe: Recipe, *, held_out: bool) -> Rows:
-    rows = _sums(recipe, sloppy=0.0) if recipe.task == "rl" else _functions(recipe.sources, recipe.context)
+    rows = _sums(recipe, sloppy=0.0) if recipe.task == "rl" else function_rows(recipe)
     chosen = (np.arange(len(rows.tokens)) % HELD_OUT == 0) == held_out
     return Rows(rows.tokens[chosen], rows.graded[chosen])
 
@@ -84,7 +84,22 @@ def _sums(recipe: Recipe, sloppy: float) -> Rows:
     return Rows(padded[order], graded[order])
 
 
-@functools.cache
+_FUNCTIONS: dict[tuple[int | None, int], Rows] = {}
+
+
+def function_rows(recipe: Recipe) -> Rows:
+    """All functions that a run learns from or is judged by: seconds of reading, once a process."""
+    key = (recipe.sources, recipe.context)
+    if key not in _FUNCTIONS:
+        _FUNCTIONS[key] = _functions(*key)
+    return _FUNCTIONS[key]
+
+
+def take_function_rows(recipe: Recipe, rows: Rows) -> None:
+    """Spare this process the reading: ``rows`` are what another one got from ``function_rows``."""
+    _FUNCTIONS[recipe.sources, recipe.context] = rows
+
+
 def _functions(sources: int | None, context: int) -> Rows:
     rows = text.finetuning_rows(_sources(sources), context)
     order = np.random.default_rng(0).permutation(len(rows.tokens))  # files differ from each other: hold out a bit of each

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from deltacheck.demo.text import Rows
+from deltacheck.demo.workloads import data
 from deltacheck.demo.workloads.recipe import Recipe, small, tiny
 from deltacheck.demo.workloads.torch_workloads import Workload, pretrained
 from deltacheck.evaluate.workload import FOLDER
@@ -35,17 +37,17 @@ class Judged:
 
 def sft(seed: int) -> Judged:
     """Supervised fine-tuning at 1e-5, with dropout. 0.4 M parameters."""
-    return _made(small("sft"), seed)
+    return _made(_small("sft"), seed)
 
 
 def rl_like(seed: int) -> Judged:
     """Reinforcement learning with checked answers at 1e-6. 0.4 M parameters."""
-    return _made(small("rl"), seed)
+    return _made(_small("rl"), seed)
 
 
 def lora(seed: int) -> Judged:
     """Fine-tuning of low-rank adapters at 1e-4, the base frozen. 0.4 M parameters."""
-    return _made(small("lora"), seed)
+    return _made(_small("lora"), seed)
 
 
 def tiny_sft(seed: int) -> Judged:
@@ -60,10 +62,19 @@ def tiny_lora(seed: int) -> Judged:
     return _made(tiny("lora"), seed)
 
 
+def _small(task: str) -> Recipe:
+    return small(task, pretrain_steps=100, sources=200)
+
+
 def _made(recipe: Recipe, seed: int) -> Judged:
     """Every seed goes on from the same pre-trained weights, as people who fine-tune do: the noise is that of data order, dropout and sampling."""
-    file = Path(os.environ[FOLDER]) / f"{recipe.task}.pt"
-    if not file.exists():
-        torch.save(pretrained(recipe), file)
-    weights = torch.load(file, weights_only=True)
-    return Judged(Workload(replace(recipe, seed=seed), weights))
+    folder = Path(os.environ[FOLDER])
+    weights, rows = folder / "weights.pt", folder / "rows.npz"
+    if not weights.exists():
+        torch.save(pretrained(recipe), weights)
+    if recipe.task != "rl":
+        if rows.exists():
+            data.take_function_rows(recipe, Rows.read(rows))
+        else:
+            data.function_rows(recipe).write(rows)
+    return Judged(Workload(replace(recipe, seed=seed), torch.load(weights, weights_only=True)))
