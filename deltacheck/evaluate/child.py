@@ -16,6 +16,7 @@ import msgspec
 
 import deltacheck
 from deltacheck.backends import profiler
+from deltacheck.errors import DeltacheckError
 from deltacheck.evaluate import contract, snapshot
 from deltacheck.evaluate.children import speak_alone, tell
 from deltacheck.evaluate.records import Ending, Kill, Plan
@@ -208,13 +209,17 @@ def _tell_saved(done: tuple[int, float, float, int] | None, peer: dict[str, Any]
 def main(folder: Path) -> None:
     speak_alone()
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
-    factory = find(plan.factory)
-    part, *about = sys.stdin.readline().split(maxsplit=1) or [""]  # nothing: the evaluation has ended without it
-    if part == "observe":
-        observe(plan, folder, factory)
-    elif part:
-        kill = msgspec.json.decode(about[0], type=Kill)
-        {"killed": killed, "resumed": resumed}[part](plan, folder, factory, kill)
+    try:
+        factory = find(plan.factory)
+        part, *about = sys.stdin.readline().split(maxsplit=1) or [""]  # nothing: the evaluation has ended without it
+        if part == "observe":
+            observe(plan, folder, factory)
+        elif part:
+            kill = msgspec.json.decode(about[0], type=Kill)
+            {"killed": killed, "resumed": resumed}[part](plan, folder, factory, kill)
+    except Exception as error:
+        tell("failed", problem=str(error) if isinstance(error, DeltacheckError) else f"{type(error).__name__}: {error}")
+        raise  # the log has the rest
 
 
 if __name__ == "__main__":

@@ -29,9 +29,13 @@ def child(
 
 
 def started(
-    module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    module: str,
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    at: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """The same, but that the caller must see to its end. It can be written to."""
+    """The same, but that the caller must see to its end. It can be written to. ``at``: where it works, by default in ``folder``."""
     found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
     surroundings = {
         "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
@@ -42,7 +46,7 @@ def started(
     with (folder / "log.txt").open("a") as log:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
-            cwd=folder,
+            cwd=at or folder,
             env=surroundings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -54,12 +58,12 @@ def started(
 class Cast:
     """Children of one module, each for one part. The next one is started when one gets its part, so that its imports take no time of the story.
 
-    A child waits for its part as one line on its standard input, and must have imported by then what it needs. ``parts``: how many will be
-    played; more can be.
+    A child waits for its part as one line on its standard input, and must have imported by then what it needs. It works where we do.
+    ``parts``: how many will be played; more can be.
     """
 
     def __init__(self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], parts: int) -> None:
-        self._about = (module, words, folder, environment)
+        self._about = (module, words, folder, environment, Path.cwd())
         self._left = parts
         self._next: subprocess.Popen[str] | None = None
 
