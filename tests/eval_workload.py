@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -45,39 +44,8 @@ class Forgetful(Linear):
         super().load(state | {"momentum": self.momentum})
 
 
-class Secretive(Linear):
-    """Has a counter that decides how it goes on, and is not in its state."""
-
-    rate = 1e-2
-
-    def step(self) -> float:
-        self.momentum = self.momentum * self.rate / 1e-2
-        self.rate *= 0.99
-        return super().step()
-
-
-class Restless(Linear):
-    """Never goes the same way twice."""
-
-    def step(self) -> float:
-        self.weights = self.weights + 1e-6 * (os.urandom(1)[0] + 1)
-        return super().step()
-
-
 def make(seed: int) -> Linear:
     return Linear(seed)
-
-
-def forgetful(seed: int) -> Linear:
-    return Forgetful(seed)
-
-
-def secretive(seed: int) -> Linear:
-    return Secretive(seed)
-
-
-def restless(seed: int) -> Linear:
-    return Restless(seed)
 
 
 def wrongly_restored(seed: int) -> Linear:
@@ -93,14 +61,6 @@ def wrongly_restored(seed: int) -> Linear:
     return Linear(seed)
 
 
-def unrestorable(seed: int) -> Linear:
-    """A run in a process whose engine cannot restore."""
-
-    def restore(self: Engine, *arguments: Any, **options: Any) -> Any:
-        raise OSError("the disk has gone")
-
-    Engine.restore = restore  # type: ignore[method-assign]
-    return Linear(seed)
-
-
-nothing = 7
+def planted(seed: int) -> Linear:
+    """Seed 1 is restored wrongly by the engine, seed 2 forgets by itself."""
+    return wrongly_restored(seed) if seed == 1 else Forgetful(seed)
