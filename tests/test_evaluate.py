@@ -75,6 +75,11 @@ def test_small_differences_of_many_seeds_are_within_the_noise() -> None:
     assert -found.margin < found.low < 0.0001 < found.high < found.margin
 
 
+def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
+    found = stats.equivalence(_seeds(0.0002, 0.001, 3), UNKILLED)
+    assert (found.low, found.high) == pytest.approx((0.0002 - 2.92 * 0.001 / 3**0.5, 0.0002 + 2.92 * 0.001 / 3**0.5), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("differences", "unkilled"),
     [
@@ -135,8 +140,11 @@ def _adam(master: float = 1.0, first: float = 1e-3, second: float = 1e-6, lr: fl
     return {"model": {"w": np.ones((8, 8), np.float16)}, "optimizer": {"state": {0: entry}, "param_groups": [group]}, "step": 7}
 
 
-def _problems(live: Any, restored: Any, promises: dict[str, Promise] | None = None, **more: Any) -> dict[str, str]:
-    found = contract.check(_taken(live, **more), _taken(restored, **more), promises or {}, step=100)
+def _problems(
+    live: Any, restored: Any, promises: dict[str, Promise] | None = None, earlier: Any = None, **more: Any
+) -> dict[str, str]:
+    then = _taken(live if earlier is None else earlier)
+    found = contract.check(_taken(live, **more), _taken(restored, **more), promises or {}, 100, lambda step: then)
     assert len({leaf.path for leaf in found}) == len(found)
     return {leaf.path: leaf.problem for leaf in found if leaf.problem}
 
@@ -241,6 +249,15 @@ def test_a_reused_leaf_is_held_to_its_age_and_its_drift() -> None:
     assert "-1 steps old" in problem(1.2e-6, -1)
     assert "octaves" in problem(1.4e-6, 50)
     assert "not finite" in problem(math.nan, 50)
+
+
+def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> None:
+    path = "optimizer/state/0/exp_avg"
+    promise = {path: Promise(Reused(50), 0.0, from_step=60)}
+    live, earlier = _adam(first=5e-3), _adam(first=1e-3)
+    assert _problems(live, _adam(first=1.4e-3), promise, earlier) == {}
+    assert "octaves from its values of step 60" in _problems(live, _adam(first=5e-3), promise, earlier)[path]
+    assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]
 
 
 def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Path) -> None:

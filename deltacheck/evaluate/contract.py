@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,13 +16,17 @@ from deltacheck.treatment import octaves_apart, relative_l2, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.contracts)
+_REUSED_MEAN_OCTAVES = 0.6  # of a first moment as it is stored (``Policy.model_exact``)
 _ONE_SIDE = {True: "did not come back", False: "was not there when the step was saved"}
 
 
-def check(live: Snapshot, restored: Snapshot, promises: Mapping[str, Promise], step: int) -> tuple[LeafCheck, ...]:
+def check(
+    live: Snapshot, restored: Snapshot, promises: Mapping[str, Promise], step: int, live_at: Callable[[int], Snapshot]
+) -> tuple[LeafCheck, ...]:
     """Compare every leaf and every Python value of a restored state with what was live at ``step``.
 
-    ``promises``: of the leaves that are not exact, from the manifest; nothing else of it is believed.
+    ``promises``: of the leaves that are not exact, from the manifest; nothing else of it is believed. ``live_at``: what was live at an earlier
+    save, whose values a reused leaf has; called for ages that are allowed only.
     """
     rates = learning_rates(live)
     found = []
@@ -35,7 +40,11 @@ def check(live: Snapshot, restored: Snapshot, promises: Mapping[str, Promise], s
             kinds = (f"{spec.dtype}{list(spec.shape)}" for spec in (before, after))
             found.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
         elif owner in promises:
-            found.append(_promised(path, promises[owner], live.arrays[owner], restored.arrays[other], step, rates.get(owner)))
+            promise, values = promises[owner], restored.arrays[other]
+            checked = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
+            if promise.from_step is not None and not checked.problem:
+                checked = replace(checked, problem=_earlier(live_at(promise.from_step).arrays.get(owner), values, promise))
+            found.append(checked)
         else:
             found.append(LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[other])))
     for path in sorted(live.values.keys() | restored.values.keys()):
@@ -110,6 +119,16 @@ def _reused(path: str, terms: Reused, from_step: int | None, live: Array, restor
         else f"it drifted by {drift:.4g} octaves, promised were {terms.max_drift:g}"
     )
     return LeafCheck(path, "reused", problem, drift, terms.max_drift)
+
+
+def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
+    """Whether a reused first moment has the values of its earlier step; a second one is rescaled to now, and so is held to its drift instead."""
+    if then is None or then.shape != restored.shape:
+        return f"it was not there at step {promise.from_step}, whose values it should have"
+    if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
+        return ""
+    apart = _error("octaves", then, restored, 0.0)
+    return "" if apart <= _REUSED_MEAN_OCTAVES else f"it is {apart:.4g} octaves from its values of step {promise.from_step}"
 
 
 def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
