@@ -48,8 +48,8 @@ def make(seed: int) -> Linear:
     return Linear(seed)
 
 
-def wrongly_restored(seed: int) -> Linear:
-    """A run in a process whose engine restores one bit of one leaf wrongly, as a defect of ours would."""
+def planted(seed: int) -> Linear:
+    """Forgetful, in a process whose engine restores one bit of another leaf wrongly, as a defect of ours would."""
     whole = Engine.restore
 
     def restore(self: Engine, *arguments: Any, **options: Any) -> Any:
@@ -58,9 +58,4 @@ def wrongly_restored(seed: int) -> Linear:
         return state
 
     Engine.restore = restore  # type: ignore[method-assign]
-    return Linear(seed)
-
-
-def planted(seed: int) -> Linear:
-    """Seed 1 is restored wrongly by the engine, seed 2 forgets by itself."""
-    return wrongly_restored(seed) if seed == 1 else Forgetful(seed)
+    return Forgetful(seed)

@@ -493,13 +493,13 @@ def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(tmp_path: Pa
 @pytest.mark.usefixtures("single_threaded")
 @pytest.mark.timeout(300)
 def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "2"])
+    code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "1"])
     said = capsys.readouterr().out
     assert code == 1, said
     assert "DOES NOT HOLD: seed 1, kill 1: step" in said
     assert "leaf 'weights' (exact): 1 of 1024 elements differ in bits, first element 101" in said
-    assert "DOES NOT HOLD: seed 2, kill 1: the workload's load() does not put back what was restored: momentum" in said
-    assert "0 of 2 recoveries are correct" in said
+    assert "DOES NOT HOLD: seed 1, kill 1: the workload's load() does not put back what was restored: momentum" in said
+    assert "0 of 1 recoveries are correct" in said
     assert "holds (" not in said
 
 
