@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks import machine
 from benchmarks.record import Result, Settings, written
+from deltacheck.evaluate import machine
 
 # Name -> module, in the order in which they run; each is `run(settings) -> Result`.
 BENCHMARKS = {
