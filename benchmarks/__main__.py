@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "device": "benchmarks.device",
+    "compare": "benchmarks.compare",
 }
 
 
@@ -88,4 +90,10 @@ def show_machine(place: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["compare"]:  # it has options of its own
+        from benchmarks import compare
+
+        del sys.argv[1]
+        typer.run(compare.main)
+    else:
+        typer.run(main)

@@ -6,6 +6,7 @@ is left of the save after them is waited for, as the next one would, and counts 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -110,6 +111,7 @@ def measure(job: Job) -> dict[str, Any]:
     kind = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
     run, profile = loaded(job.framework, job.state, job.size, Path(job.prepared))
     run.train(2)  # compiles, and fills what allocators keep
+    gc.collect()
     trim()
     alone = []
     for _ in range(2):

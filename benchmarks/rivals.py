@@ -24,11 +24,14 @@ EXACT, POST_TRAINING = "deltacheck, exact", "deltacheck, post_training"
 
 
 class Rival(ABC):
-    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``: whether a restore gives every bit."""
+    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``: whether a restore gives every bit;
+    ``needs``: an optional package, without which it is left out.
+    """
 
     name: ClassVar[str]
     syncs: ClassVar[str] = "nothing"
     lossless: ClassVar[bool] = True
+    needs: ClassVar[str] = ""
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         self.root = root
@@ -132,15 +135,19 @@ class DcpAsync(Dcp):
 
 
 class TorchCheckpointing(Rival):
-    """Meta's library: stages behind the training, and writes in a process of its own."""
+    """Meta's library: stages behind the training, and writes in a process of its own.
+
+    Without direct I/O, its default, which fails on file systems that want it aligned (ext4: "Invalid argument").
+    """
 
     name = "torch_checkpointing"
+    needs = "torch_checkpointing"
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         super().__init__(root, run, profile)
         from torch_checkpointing import CheckpointManager
 
-        self._manager = CheckpointManager(CheckpointManager.Config())
+        self._manager = CheckpointManager(CheckpointManager.Config(storage_config=self._storage()))
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         future: Any = self._manager.save(str(self._at(step)), {"state": state})
@@ -152,13 +159,18 @@ class TorchCheckpointing(Rival):
             pass
 
     def restore(self, step: int, like: State) -> State:
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
 
-        manager = CheckpointManager(CheckpointManager.Config.with_sync_save())
-        return manager.load(str(self._at(step)), into={"state": like})["state"]
+        config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=self._storage())
+        return CheckpointManager(config).load(str(self._at(step)), into={"state": like})["state"]
 
     def close(self) -> None:
         self._manager.close()
+
+    def _storage(self) -> Any:
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        return LocalFileSystemStorageConfig(use_direct_io=False)
 
 
 class _Ours(Rival):
