@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ways import Chain, Run
 import deltacheck
+from benchmarks.ways import Chain, Run
 from deltacheck import Policy
 from deltacheck.profile import Profile
 from examples.workloads.recipe import Recipe, recipe, tiny

@@ -1,7 +1,7 @@
 """One rival on one state, in a process of its own: what its saves cost a training that goes on, and what a restore takes.
 
-``python -m benchmarks.race prepare|measure JSON``; see ``Job``. In turns: the training alone, then the same number of steps that begin with a save. What
-is left of the save after them is waited for, as the next one would, and counts as blocking.
+``python -m benchmarks.race JSON``; see ``Job``. In turns: the training alone, then the same number of steps that begin with a save.
+What is left of the save after them is waited for, as the next one would, and counts as blocking.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SAVES_BEFORE = 10  # until a rival is in its steady state
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a measuring process is asked. ``prepared``: the run's folder; ``root``: for the saves, new; ``rival``: ``""`` to prepare."""
+    """What a measuring process is asked. ``prepared``: the run's folder; ``rival``: ``""`` asks to prepare it; ``root``: for the saves, new."""
 
     framework: str
     state: str
@@ -248,10 +248,13 @@ def _raw_bytes(run: Run) -> int:
     return sum(array.nbytes for array in _flat(run, run.workload.state()).values())
 
 
+def answer(job: Job) -> dict[str, Any] | None:
+    """Do what the job asks: prepare the run, or measure the rival that it names."""
+    if not job.rival:
+        prepare(job.framework, job.state, job.size, Path(job.prepared))
+        return None
+    return measure(job)
+
+
 if __name__ == "__main__":
-    asked = Job.read(sys.argv[2])
-    if sys.argv[1] == "prepare":
-        prepare(asked.framework, asked.state, asked.size, Path(asked.prepared))
-        print("null")
-    else:
-        print(json.dumps(measure(asked)))
+    print(json.dumps(answer(Job.read(sys.argv[1]))))

@@ -56,14 +56,14 @@ class Rival(ABC):
         """What the library itself says the last save has blocked, in seconds, where it says."""
         return None
 
-    def before_update(self) -> None:
+    def before_update(self) -> None:  # noqa: B027 - most have nothing to wait for
         """Called before each optimizer step: what must not be overwritten yet is waited for."""
 
     def settled(self) -> bool:
         """Whether the next save is one of the steady state."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nor anything to close
         """After the last save."""
 
     def _at(self, step: int) -> Path:
