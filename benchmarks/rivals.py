@@ -274,7 +274,8 @@ class OursOrbax(_Ours):
         super().__init__(root, run, profile)
         from deltacheck.backends.orbax import manager
 
-        self._manager = manager(root, policy=_policy(type(self), profile))
+        # The runs donate nothing, so there is no reason to read before the save returns.
+        self._manager = manager(root, policy=_policy(type(self), profile), capture="lazy")
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         from deltacheck.backends.orbax import DeltaSaveArgs
