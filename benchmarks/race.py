@@ -190,6 +190,8 @@ def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):
         like = _empty_like(run)
+        gc.collect()
+        trim()  # a new program has no memory at hand that an earlier restore has left
         began = time.perf_counter()
         state = rival.restore(step, like)
         found = _flat(run, state)
