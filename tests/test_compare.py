@@ -75,6 +75,9 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measure
         "bytes, torch",
     ):
         assert expected in text
+    tables = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert len({len(cells) for cells in tables if len(cells) > 4}) == 1
+    assert len([cells for cells in tables if len(cells) > 4]) == 1 + len(NAMES)
     compare.draw([*measured, skipped], tmp_path / "plot.png")
     assert 2_000 < (tmp_path / "plot.png").stat().st_size < 100_000
 
