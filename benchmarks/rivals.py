@@ -106,7 +106,7 @@ class Safetensors(Rival):
 
 class Dcp(Rival):
     name = "torch DCP save"
-    syncs = "files"
+    syncs = "files"  # not the directory
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         import torch.distributed.checkpoint as dcp
@@ -240,6 +240,7 @@ class OursTorchPostTraining(OursTorch):
 
 class Orbax(Rival):
     name = "Orbax CheckpointManager async"
+    syncs = "arrays"  # TensorStore does; not the names of items and steps, nor Orbax's own small files after their names
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         super().__init__(root, run, profile)
