@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "stability": "benchmarks.stability",
     "device": "benchmarks.device",
     "scale": "benchmarks.scale",
+    "compare": "benchmarks.compare",
 }
 
 
@@ -91,4 +93,10 @@ def show_machine(place: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["compare"]:  # it has options of its own
+        from benchmarks import compare
+
+        del sys.argv[1]
+        typer.run(compare.main)
+    else:
+        typer.run(main)
