@@ -32,7 +32,7 @@ class Rows:
     graded: NDArray[np.bool_]  # the same shape
 
     def write(self, path: Path) -> None:
-        np.savez(path, tokens=self.tokens.astype(np.uint16), graded=self.graded)
+        np.savez(path, tokens=self.tokens.astype(np.int32), graded=self.graded)
 
     @classmethod
     def read(cls, path: Path) -> Rows:
