@@ -45,7 +45,7 @@ def read(path: Path) -> list[Pair]:
 
 def standard_library(files: int | None = None) -> list[Pair]:
     """Functions of Python's standard library: signature and docstring, and the body. ``files``: of how many (default: all)."""
-    return [Pair(*found) for source in text.standard_library()[:files] for found in text.functions(source)]
+    return [Pair(*found) for source in text.standard_library(files) for found in text.functions(source)]
 
 
 def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
@@ -76,4 +76,4 @@ def _pair(where: str, line: str) -> Pair:
     pair = ("", fields["text"]) if "text" in fields else (fields.get("prompt"), fields.get("completion"))
     if not all(isinstance(part, str) for part in pair):
         raise ValueError(f"{where}: wanted an object with 'prompt' and 'completion', or with 'text', each a string")
-    return Pair(*pair)  # type: ignore[arg-type]
+    return Pair(*pair)

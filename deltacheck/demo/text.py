@@ -6,6 +6,7 @@ Pre-training reads the files as they are. Fine-tuning reads functions: the promp
 from __future__ import annotations
 
 import ast
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
@@ -40,13 +41,15 @@ class Rows:
             return cls(arrays["tokens"].astype(np.int64), arrays["graded"])
 
 
-def standard_library() -> list[str]:
-    """The sources of the standard library of the running interpreter, in the order of their paths."""
+def standard_library(files: int | None = None) -> list[str]:
+    """The sources of the standard library of the running interpreter, in the order of their paths. ``files``: the first so many alone."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return [
-        (root / path).read_text(encoding="utf-8", errors="replace") for path in paths if _NOT_LIBRARY.isdisjoint(path.parts)
-    ]
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY  # not walked: site-packages may be huge
+        paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    paths.sort()
+    return [(root / path).read_text(encoding="utf-8", errors="replace") for path in paths[:files]]
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:

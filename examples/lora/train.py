@@ -1,9 +1,10 @@
-"""LoRA in PyTorch: whole checkpoints, frozen base included, that cost what the adapters cost; killed, resumed, and compared with a run that nobody stopped.
+"""LoRA in PyTorch: whole checkpoints that cost what the adapters cost; killed, resumed, and compared with a run that nobody stopped.
 
 python examples/lora/train.py                                   # a small model, trained on the spot
 python examples/lora/train.py --model PATH --data FILE.jsonl    # a local transformers checkpoint, your data
 
-The base is bfloat16 and frozen; the adapters are float32, trained by torch's own AdamW. A checkpoint holds all of it, so that a resume needs nothing else.
+The base is bfloat16 and frozen; the adapters are float32, trained by torch's own AdamW. A checkpoint holds all of it: a resume
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ from deltacheck.demo.train import be_deterministic, small_model
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")
-arguments.add_argument("--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)")
-arguments.add_argument("--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)")
+arguments.add_argument(
+    "--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)"
+)
+arguments.add_argument(
+    "--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)"
+)
 arguments.add_argument("--adapt", nargs="+", default=["qkv", "q_proj", "v_proj"], help="names of the matrices with adapters")
 arguments.add_argument("--rank", type=int, default=4, help="higher: more to train, and to store")
 arguments.add_argument("--policy", nargs="+", choices=("exact", "post_training"), default=["exact", "post_training"])
@@ -86,7 +91,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
     """What all runs begin with: rows of tokens, some held out, and where no weights are given, those of a small model."""
-    coding, files = pairs.BYTES, 60 if options.quick else None
+    coding, files = pairs.BYTES, 30 if options.quick else None
     if options.model:
         from transformers import AutoTokenizer
 
@@ -97,7 +102,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     pairs.rows(found[::8][:32], coding, options.context).write(folder / "held_out.npz")
     pairs.rows((pair for at, pair in enumerate(found) if at % 8), coding, options.context).write(folder / "train.npz")
     if not options.model:
-        sources = text.standard_library()[:files]
+        sources = text.standard_library(files)
         model = small_model(plan_of(options), text.pretraining_rows(sources, options.context))
         torch.save(model.state_dict(), folder / "model.pt")
 

@@ -24,7 +24,9 @@ from deltacheck.demo import pairs
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path)
 arguments.add_argument("policy", choices=("exact", "post_training"), help="of the run that is followed")
-arguments.add_argument("--model", type=Path, help="the local transformers checkpoint that train.py was given, for its configuration")
+arguments.add_argument(
+    "--model", type=Path, help="the local transformers checkpoint that train.py was given, for its configuration"
+)
 arguments.add_argument("--until", type=int, help="the step to end after (default: when nothing has come for --timeout)")
 arguments.add_argument("--timeout", type=float, default=120, help="seconds to wait for a next step")
 
@@ -62,8 +64,8 @@ def main() -> None:
     model = load_model(options.model, options.folder).eval()
     copy = {"model": model.state_dict(), "weights_sha256": torch.zeros(32, dtype=torch.uint8)}  # the model's own tensors
 
-    count, size = 0, sum(parameter.numel() for parameter in model.parameters())
-    for update in begin_to_follow(options.folder / options.policy, options.timeout):
+    size = sum(parameter.numel() for parameter in model.parameters())
+    for count, update in enumerate(begin_to_follow(options.folder / options.policy, options.timeout), start=1):
         apply(update, copy, check=True)  # in place; each changed leaf is compared with the digest of its step
         if not torch.equal(weights_sha256(model), copy["weights_sha256"]):
             sys.exit(f"follower: at step {update.step} this copy is not what the trainer had")
@@ -71,7 +73,6 @@ def main() -> None:
         right = sum(torch.equal(answered(model, asked, len(right)), right) for asked, right in prompts)
         print(f"    follower: step {update.step}, {changed / size:.2%} of the weights taken over", end="")
         print(f", digest equal to the trainer's, {right} of {len(prompts)} prompts answered right", flush=True)
-        count += 1
         if options.until is not None and update.step >= options.until:
             print(f"    follower: {count} updates, each with the digest of the trainer's weights", flush=True)
             return

@@ -41,7 +41,9 @@ from deltacheck.demo.train import be_deterministic, small_model
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")
-arguments.add_argument("--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)")
+arguments.add_argument(
+    "--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)"
+)
 arguments.add_argument("--data", type=Path, help=".jsonl with prompt and completion, the right answer (default: sums)")
 arguments.add_argument("--policy", nargs="+", choices=("exact", "post_training"), default=["exact", "post_training"])
 arguments.add_argument("--steps", type=int, default=240)
@@ -82,7 +84,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     """What all runs begin with: prompts and answers, some held out, and where no weights are given, those of a small model."""
     found = pairs.read(options.data) if options.data else sums(wrong=0)
     if not all(pair.prompt and pair.answer for pair in found):
-        sys.exit(f"{options.data} has a line without a prompt or without a completion: nothing to answer, or nothing to check by")
+        sys.exit(
+            f"{options.data} has a line without a prompt or without a completion: nothing to answer, or nothing to check by"
+        )
     for name, some in ("held_out", found[::8][:32]), ("train", [pair for at, pair in enumerate(found) if at % 8]):
         lines = [json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in some]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
@@ -214,7 +218,9 @@ def tell(handle: deltacheck.SaveHandle | None) -> None:
     if handle is not None:
         report = handle.result()
         share = report.stored_bytes / report.raw_bytes
-        print(f"  step {report.step}: mean reward {1 - report.metrics['loss']:.2f}, {share:.2%} of the state written", flush=True)
+        print(
+            f"  step {report.step}: mean reward {1 - report.metrics['loss']:.2f}, {share:.2%} of the state written", flush=True
+        )
 
 
 # --- The story ----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in JAX with Flax nnx, under Orbax: profile, choose a policy, checkpoint, kill, resume, and compare with a run that nobody stopped.
+"""Supervised fine-tuning in JAX, Flax nnx and Orbax: profile a run, choose a policy, checkpoint, kill, resume, and compare.
 
 python examples/supervised_finetuning/train_flax.py                                   # a small model, trained on the spot
 python examples/supervised_finetuning/train_flax.py --model PATH --data FILE.jsonl    # a local transformers checkpoint (Llama), your data
@@ -34,8 +34,12 @@ from deltacheck.demo.text import Batches, Rows
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")
-arguments.add_argument("--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)")
-arguments.add_argument("--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)")
+arguments.add_argument(
+    "--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)"
+)
+arguments.add_argument(
+    "--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)"
+)
 arguments.add_argument("--policy", nargs="+", choices=("exact", "post_training"), default=["exact", "post_training"])
 arguments.add_argument("--steps", type=int, default=240)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
@@ -147,7 +151,9 @@ def from_transformers(path: Path) -> Llama:
     source = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", local_files_only=True)
     config = source.config
     if config.model_type != "llama" or config.rope_parameters["rope_type"] != "default":
-        sys.exit(f"{path} is a {config.model_type} with {config.rope_parameters} positions; this file knows the first Llamas only")
+        sys.exit(
+            f"{path} is a {config.model_type} with {config.rope_parameters} positions; this file knows the first Llamas only"
+        )
     sizes = Sizes(
         config.vocab_size,
         config.hidden_size,
@@ -187,7 +193,7 @@ def small_sizes(options: argparse.Namespace) -> Sizes:
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
     """What all runs begin with: rows of tokens, some held out, and where no weights are given, those of a small model."""
-    coding, files = pairs.BYTES, 60 if options.quick else None
+    coding, files = pairs.BYTES, 30 if options.quick else None
     if options.model:
         from transformers import AutoTokenizer
 
@@ -198,7 +204,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     pairs.rows(found[::8][:32], coding, options.context).write(folder / "held_out.npz")
     pairs.rows((pair for at, pair in enumerate(found) if at % 8), coding, options.context).write(folder / "train.npz")
     if not options.model:
-        rows = text.pretraining_rows(text.standard_library()[:files], options.context)
+        rows = text.pretraining_rows(text.standard_library(files), options.context)
         run = Run(Llama(small_sizes(options), nnx.Rngs(options.seed)), rows, lr=3e-3, batch=4, seed=options.seed)
         for _ in range(0 if options.quick else 300):
             run.train_step()

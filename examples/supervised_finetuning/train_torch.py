@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in PyTorch: profile a run, choose a policy, checkpoint, kill, resume, and compare with a run that nobody stopped.
+"""Supervised fine-tuning in PyTorch: profile a run, choose a policy, checkpoint, kill, resume, and compare.
 
 python examples/supervised_finetuning/train_torch.py                                   # a small model, trained on the spot
 python examples/supervised_finetuning/train_torch.py --model PATH --data FILE.jsonl    # a local transformers checkpoint, your data
@@ -36,8 +36,12 @@ from deltacheck.demo.train import be_deterministic, small_model
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")
-arguments.add_argument("--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)")
-arguments.add_argument("--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)")
+arguments.add_argument(
+    "--model", type=Path, help="a local transformers checkpoint (default: a small model trained on the spot)"
+)
+arguments.add_argument(
+    "--data", type=Path, help="text, or .jsonl with text or prompt and completion (default: Python functions)"
+)
 arguments.add_argument("--policy", nargs="+", choices=("exact", "post_training"), default=["exact", "post_training"])
 arguments.add_argument("--steps", type=int, default=240)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
@@ -61,7 +65,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
     """What all runs begin with: rows of tokens, some held out, and where no weights are given, those of a small model."""
-    coding, files = pairs.BYTES, 60 if options.quick else None
+    coding, files = pairs.BYTES, 30 if options.quick else None
     if options.model:
         from transformers import AutoTokenizer
 
@@ -72,7 +76,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     pairs.rows(found[::8][:32], coding, options.context).write(folder / "held_out.npz")
     pairs.rows((pair for at, pair in enumerate(found) if at % 8), coding, options.context).write(folder / "train.npz")
     if not options.model:
-        sources = text.standard_library()[:files]
+        sources = text.standard_library(files)
         model = small_model(plan_of(options), text.pretraining_rows(sources, options.context))
         torch.save(model.state_dict(), folder / "model.pt")
 
