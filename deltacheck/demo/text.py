@@ -102,7 +102,7 @@ class Batches:
     def __init__(self, rows: Rows, batch: int, seed: int) -> None:
         if len(rows.tokens) < batch:
             raise ValueError(
-                f"{len(rows.tokens)} rows do not fill a batch of {batch}; are the standard library's sources installed?"
+                f"{len(rows.tokens)} rows do not fill a batch of {batch}: more data is needed (are the standard library's sources installed?)"
             )
         self._rows, self._batch, self._seed = rows, batch, seed
         self._epoch, self._position = 0, 0

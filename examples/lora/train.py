@@ -219,7 +219,8 @@ def torch_saved(state: dict[str, Any], path: Path) -> int:
 def main() -> None:
     options = arguments.parse_args()
     if options.quick:
-        options.steps, options.every, options.context, options.batch, options.threads = 120, 10, 96, 2, 1
+        arguments.set_defaults(steps=120, context=96, batch=2, threads=1)
+        options = arguments.parse_args()  # what is given counts all the same
     kill_in = options.kill_in or options.steps * 5 // 6 + options.every // 2 + 1
     folder = options.folder or Path(tempfile.mkdtemp(prefix="deltacheck-lora-"))
     folder.mkdir(parents=True, exist_ok=True)

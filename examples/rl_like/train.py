@@ -243,7 +243,8 @@ def start_follower(options: argparse.Namespace, folder: Path, name: str) -> subp
 def main() -> None:
     options = arguments.parse_args()
     if options.quick:
-        options.steps, options.every, options.prompts, options.group = 120, 10, 2, 4
+        arguments.set_defaults(steps=120, prompts=2, group=4)
+        options = arguments.parse_args()  # what is given counts all the same
     kill_in = options.kill_in or options.steps * 5 // 6 + options.every // 2 + 1
     folder = options.folder or Path(tempfile.mkdtemp(prefix="deltacheck-rl-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -338,7 +338,8 @@ def bytes_under(folder: Path) -> int:
 def main() -> None:
     options = arguments.parse_args()
     if options.quick:
-        options.steps, options.every, options.context, options.batch = 120, 10, 96, 2
+        arguments.set_defaults(steps=120, context=96, batch=2)
+        options = arguments.parse_args()  # what is given counts all the same
     kill_in = options.kill_in or options.steps * 5 // 6 + options.every // 2 + 1
     folder = options.folder or Path(tempfile.mkdtemp(prefix="deltacheck-sft-"))
     folder.mkdir(parents=True, exist_ok=True)
