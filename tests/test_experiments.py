@@ -21,6 +21,7 @@ from deltacheck.demo.pairs import BYTES, Coding, Pair
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
 LORA, RL = "lora/train.py", "rl_like/train.py"
+PATIENT = pytest.mark.timeout(900)  # up to ten processes that import a framework, some of them two: seconds, but minutes on a busy machine
 
 
 def run(example: str, *options: object) -> str:
@@ -50,7 +51,7 @@ def assert_every_bit_equal(told: str) -> None:
     assert float(stored) < float(plain)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)  # three processes that import torch, one after the other
 def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_one(tmp_path: Path) -> None:
     output = run(SFT_TORCH, tmp_path, "--policy", "exact")
     assert_every_bit_equal(output)
@@ -61,14 +62,14 @@ def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_
 
 
 @pytest.mark.experiments
-@pytest.mark.timeout(300)
+@PATIENT
 @pytest.mark.parametrize("example", [SFT_FLAX, LORA])
 def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninterrupted_one(example: str) -> None:
     assert_every_bit_equal(run(example, "--policy", "exact"))
 
 
 @pytest.mark.experiments
-@pytest.mark.timeout(300)
+@PATIENT
 @pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX])
 def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_result_little(example: str) -> None:
     output = run(example, "--every", 5)
@@ -84,7 +85,7 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
 
 
 @pytest.mark.experiments
-@pytest.mark.timeout(300)
+@PATIENT
 def test_a_follower_has_the_trainers_digest_at_every_step_across_the_kill() -> None:
     told = run(RL, "--policy", "exact")
     assert_every_bit_equal(told)
@@ -135,7 +136,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.experiments
-@pytest.mark.timeout(300)
+@PATIENT
 @pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX, LORA, RL])
 def test_weights_of_transformers_and_data_of_the_users_are_taken(example: str, checkpoint: Path, questions: Path) -> None:
     output = run(example, "--model", checkpoint, "--data", questions, "--policy", "exact", "--lr", "1e-3")
@@ -147,6 +148,7 @@ def test_weights_of_transformers_and_data_of_the_users_are_taken(example: str, c
 
 
 @pytest.mark.experiments
+@PATIENT
 def test_the_llama_in_flax_computes_what_the_one_of_transformers_does(checkpoint: Path) -> None:
     """Also with three times the query heads, an untied embedding, and positions that turn slower."""
     code = f"""
