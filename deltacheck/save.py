@@ -76,7 +76,7 @@ class Saver:
     raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
     state once more at the capture (what lies on a device crosses to the host for it). ``compact_after``: a leaf whose
     chain has this many deltas is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more
-    reading and writing beside the training.
+    reading and writing beside the training. ``final``: the form that a step's manifest has where it is to stay, whose digest is reported.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class Saver:
         effort: str = "normal",
         verify: str = "none",
         compact_after: int | None = None,
+        final: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     ) -> None:
         receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         if effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
+        self._final = final
         self._adapts = effort == "auto"
         self._effort = Effort.NORMAL if self._adapts else Effort(effort)
         self._last_begin: float | None = None
@@ -282,6 +284,12 @@ class Saver:
         """Drop the shadow: the next save writes keyframes."""
         self._drop_shadow()
 
+    def start_over(self) -> None:
+        """``forget``, and need nothing that is stored any more. REQUIRES: no save is under way."""
+        with self._lock:
+            self._drop_shadow()
+            self._refs, self._compacted = {}, {}
+
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:
@@ -450,7 +458,7 @@ class Saver:
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
-                digest = manifest_digest(manifest_content(manifest))
+                digest = manifest_digest(manifest_content(self._final(manifest)))
                 work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
                 self._release(work)
                 if self._setup.verify == "receipt":

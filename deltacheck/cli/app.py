@@ -8,7 +8,21 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import blame, branch, check, compare, demo, export, ingest, listing, plan, profile, report, retention
+from deltacheck.cli import (
+    blame,
+    branch,
+    check,
+    compare,
+    demo,
+    export,
+    ingest,
+    listing,
+    mirror,
+    plan,
+    profile,
+    report,
+    retention,
+)
 
 app = typer.Typer(
     name="deltacheck",
@@ -43,6 +57,7 @@ for name, command in (
     ("prune", retention.prune),
     ("delete", retention.delete),
     ("branch", branch.branch),
+    ("mirror", mirror.mirror),
     ("repair", check.repair),
     ("gc", check.gc),
     ("compact", check.compact),

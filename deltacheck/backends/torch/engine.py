@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -21,17 +22,20 @@ from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
-from deltacheck.errors import DeltacheckError
+from deltacheck.deadline import Deadline
+from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect, place, tags
+from deltacheck.store import collect, layout, place, tags
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.place import ObjectPath, ObjectStore
-from deltacheck.store.root import Root, Store, commit
+from deltacheck.store.root import Root, Store, commit, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest, Replay
+from deltacheck.tier import MemoryTier, Tier, most_bytes
+from deltacheck.transfer import as_at
 
 log = logging.getLogger("deltacheck")
 
@@ -72,10 +76,13 @@ class Engine:
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
     process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
     ``storage``: how an object store is reached (default: by the environment alone).
+    ``memory``: a directory in memory, or a ``deltacheck.MemoryTier``: each step is committed there first, and copied to ``root`` behind the
+    training. Saves end sooner, also at every step, and a process that died goes on from the newest; a power cut takes the steps that are not
+    copied yet (``persist`` waits until they are), and memory is used beside the shadow. ``durability`` and ``keep_*`` then speak of ``root``.
 
-    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
-    conditional writes.
+    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``ForeignMemory`` where ``memory`` holds what is not this
+    run's newest, ``NotACheckpointRoot``, ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store
+    does not answer or honours no conditional writes.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class Engine:
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
+        memory: MemoryTier | str | os.PathLike[str] | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
@@ -117,12 +125,25 @@ class Engine:
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._grace_seconds = grace_seconds
+        self._tier: Tier | None = None
         try:
+            if memory is not None:
+                self._tier = Tier(
+                    MemoryTier.of(memory),
+                    self._root,
+                    self._lease,
+                    self._retention,
+                    grace_seconds=grace_seconds,
+                    io_timeout_seconds=io_timeout_seconds,
+                    compacts=compact_after is not None,
+                )
+            # Where saves are written, and the next one's chains hang from.
+            self._live = self._root if self._tier is None else self._tier.root
             self._saver = Saver(
-                store,
+                self._live.store,
                 TorchCodec(),
                 policy,
-                next_seq=self._root.next_seq(),
+                next_seq=max(self._root.next_seq(), self._live.next_seq()),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
@@ -130,13 +151,17 @@ class Engine:
                 effort=effort,
                 verify=verify,
                 compact_after=compact_after,
+                final=partial(as_at, self._root),
             )
         except BaseException:
-            self._lease.release()
+            self._release()
             raise
+        if self._tier is not None:
+            self._tier.start(self._saver.protected_segments)
         self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
-        exits.finish_at_exit(self, str(path), exit_timeout_seconds)
+        self._ending = _Ending(self)
+        exits.finish_at_exit(self._ending, str(path), exit_timeout_seconds)
 
     @property
     def root(self) -> Path | ObjectPath:
@@ -175,6 +200,10 @@ class Engine:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
         sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+        if not self._has_room(step, sources.values()):
+            skipped = SaveHandle(step)
+            skipped._advance("skipped")
+            return skipped
         planned = time.perf_counter() - begin
         handle = self._saver.save(
             step,
@@ -188,6 +217,17 @@ class Engine:
         )
         handle._add_blocking(planned)
         return handle
+
+    def _has_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+        """Wait until the memory tier, where there is one, has room for one more save; ``False`` where it is to be skipped instead."""
+        if self._tier is None:
+            return True
+        self._saver.check_usable()
+        self._tier.raise_unseen()
+        sizes = [source.spec.raw_bytes for source in sources]
+        most = most_bytes(sum(sizes), len(sizes))
+        under_way = lambda: len(self._saver.pending())  # noqa: E731 - shorter than a def
+        return self._tier.make_room(step, most, under_way, self._saver.start_over, wait=self._on_busy == "wait")
 
     def before_update(self) -> None:
         """Wait until the saves under way have read the state. Called before every torch optimizer step; call it yourself before any other write."""
@@ -205,21 +245,38 @@ class Engine:
         self._guard.add(optimizer)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout``
-        seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice ``io_timeout_seconds``.
+        """Wait until every save under way is committed (with ``memory``: there; see ``persist``). Raises the first failure nobody has seen yet;
+        ``TimeoutError`` after ``timeout`` seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice
+        ``io_timeout_seconds``.
         """
         self._saver.wait(timeout)
+        if self._tier is not None:
+            self._tier.raise_unseen()
+
+    def persist(self, timeout: float | None = None) -> None:
+        """Wait until the newest step is in ``root``, as durable as ``durability`` says, also where ``memory`` holds it so far. Raises what ``wait``
+        raises, and ``SaveFailed`` where it cannot be copied there.
+        """
+        deadline = Deadline.after(timeout)
+        self._saver.wait(timeout)
+        if self._tier is not None:
+            self._tier.persist(None, deadline.left)
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return self._root.steps()
+        """The committed steps, ascending; with ``memory``, those in memory and those in ``root`` (``deltacheck.open(root).steps()``)."""
+        return sorted({*self._root.steps(), *self._live.steps()})
 
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it stays until the tag is taken away.
 
-        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step.
+        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step. A step
+        that is only in memory is copied to ``root`` first.
         Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
         """
+        if self._tier is not None:
+            root, manifest = self._find(step)
+            if root is self._live and self._twin(manifest) is None:
+                self._tier.persist(manifest, None)
         tags.put(self._root, step, name, move=move)
 
     def untag(self, name: str) -> None:
@@ -236,7 +293,10 @@ class Engine:
         Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
         """
         self._lease.check()
-        retain.delete(self._root, step, still_ours=self._lease.check)
+        if self._tier is None:
+            retain.delete(self._root, step, still_ours=self._lease.check)
+        else:
+            self._tier.delete(step)
 
     def restore(
         self,
@@ -267,21 +327,60 @@ class Engine:
         self._saver.check_usable()
         self._saver.wait()
 
-        def give(manifest: Manifest) -> Any:
-            self._root.require_digest(manifest, expected_digest)
-            with damage.named(self._root, manifest):
-                return self._give(manifest, into, contract, optimizer, max_bytes)
+        def give(root: Root, manifest: Manifest) -> Any:
+            own = None if root is self._root or expected_digest is None else as_at(self._root, manifest)
+            root.require_digest(manifest, expected_digest, None if own is None else manifest_digest(manifest_content(own)))
+            with damage.named(root, manifest):
+                return self._give(root, manifest, into, contract, optimizer, max_bytes)
 
-        if fallback:
-            manifest, state = damage.newest_whole(self._root, step, give)
-        else:
-            manifest = self._root.manifest(step)
-            state = give(manifest)
+        with contextlib.nullcontext() if self._tier is None else self._tier.lock:  # what is read, the next save stands on
+            if fallback:
+                roots = [self._root] if isinstance(step, str) or self._tier is None else [self._live, self._root]
+                manifest, state = damage.newest_whole_of(roots, step, give)
+            else:
+                root, manifest = self._find(step)
+                state = self._give_or_twin(root, manifest, give)
         self.restored_step = manifest.step
         return state
 
+    def _find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """The step that is meant, and where: the newest save of it; in memory where it is in both. Tags are those of the durable root."""
+        if self._tier is None or isinstance(step, str):
+            return self._root, self._root.manifest(step)
+        found: list[tuple[Root, Manifest]] = []
+        for root in (self._live, self._root):
+            with contextlib.suppress(StepNotFound):
+                found.append((root, root.manifest(step)))
+        if not found:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise StepNotFound(
+                f"neither {self._live.path} nor {self._root.path} has {'any step' if step is None else f'step {step}'}; steps: {there}"
+            )
+        return max(found, key=lambda one: one[1].seq)
+
+    def _twin(self, manifest: Manifest) -> Manifest | None:
+        """The durable form of a step that is in memory; ``None`` where there is none that can be read."""
+        path = self._root.path / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq) / "zarr.json"
+        try:
+            twin = self._root.read(path)
+        except (FileNotFoundError, Damaged):
+            return None
+        return twin if twin.nonce == manifest.nonce else None
+
+    def _give_or_twin(self, root: Root, manifest: Manifest, give: Callable[[Root, Manifest], Any]) -> Any:
+        """A step from where it was found; where that is memory, and damaged, from the disk."""
+        try:
+            return give(root, manifest)
+        except Damaged as error:
+            twin = None if root is self._root else self._twin(manifest)
+            if twin is None:
+                raise
+            log.warning("%s. It is read from %s instead", error, self._root.path)
+            return give(self._root, twin)
+
     def _give(
         self,
+        root: Root,
         manifest: Manifest,
         into: object,
         contract: str | None,
@@ -291,12 +390,12 @@ class Engine:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
+        found = restore.resolve(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         inputs: set[str] = set()
         if manifest.replay is not None and optimizer is not None:
-            loaded |= replica.replayed(self._root, manifest, manifest.replay, loaded, optimizer)
+            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, optimizer)
             inputs = manifest.replay.inputs
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
@@ -306,6 +405,10 @@ class Engine:
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
         chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
+        if (
+            root is not self._live
+        ):  # what is only on the disk cannot be the base of what is written to memory: that begins with keyframes
+            chains, stored = {}, {}
         self._saver.adopt(chains, stored, manifest)
         return state
 
@@ -316,14 +419,23 @@ class Engine:
         child: does nothing to its parent's saves.
         """
         self._guard.close()
-        exits.forget(self)
+        exits.forget(self._ending)
         if not self._saver.is_ours():
             return
+        deadline = Deadline.after(timeout)
         try:
             self._saver.close(timeout)
-            self._root.store.close()
+            self._live.store.close()
         finally:
-            self._saver.when_stopped(self._lease.release)
+            self._saver.when_stopped(self._release if self._tier is None else partial(self._tier.stop, self._release))
+            if self._tier is not None and not self._saver.pending():
+                self._tier.await_end(deadline.left)
+
+    def _release(self) -> None:
+        """Give both roots back."""
+        if self._tier is not None:
+            self._tier.lease.release()
+        self._lease.release()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -342,6 +454,8 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> int:
+        if self._tier is not None:
+            return self._tier.commit(manifest)
         written = commit(self._root.path, manifest, self._root.store.durability, self._lease.check)
         if not self._retention.keeps_all:
             try:
@@ -354,6 +468,13 @@ class Engine:
         retain.prune(self._root, self._retention, still_ours=self._lease.check)
         self._lease.check()
         collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+
+
+class _Ending:
+    """An engine as what finishes at the end of the process: in memory is not enough then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.wait, self.close = engine.persist, engine.close
 
 
 def _fill(value: object, item: restore.Loaded) -> object:
