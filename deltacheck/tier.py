@@ -334,13 +334,15 @@ class Tier:
                 with self._changed:
                     self._error = failed
             with self._changed:
-                self._is_idle = not self._woken
-                self._ended = stopping and self._is_idle
+                ends = stopping and not self._woken
+            if ends and self._on_end is not None:
+                self._on_end()  # before anybody hears of the end
+            with self._changed:
+                self._is_idle = ends or not self._woken
+                self._ended = ends
                 self._changed.notify_all()
-            if self._ended:
-                break
-        if self._on_end is not None:
-            self._on_end()
+            if ends:
+                return
 
     def _drain(self) -> None:
         """Copy what is due, oldest first, and let go of what need not stay."""
