@@ -165,6 +165,7 @@ class Tier:
                 )
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
         self.lock = threading.Lock()  # nothing leaves memory while it is held
+        self.retention = threading.Lock()  # nothing on the disk is deleted by retention while it is held
         self.lease = Lease(path)
         self._options, self._retention = options, retention
         self._durable, self._durable_lease = durable, lease
@@ -376,7 +377,7 @@ class Tier:
             ) from error
 
     def _retain(self) -> None:
-        if self._retention.keeps_all:
+        if self._retention.keeps_all or not self.retention.acquire(blocking=False):
             return
         try:
             retain.prune(self._target, self._retention, still_ours=self._durable_lease.check)
@@ -384,6 +385,8 @@ class Tier:
             collect.collect(self._target, grace_seconds=self._grace_seconds)
         except Exception:
             log.warning("older steps of %s could not be deleted", self._durable.path, exc_info=True)
+        finally:
+            self.retention.release()
 
     def _trim(self) -> None:
         with self.lock:
@@ -394,7 +397,7 @@ class Tier:
                 if brief.seq not in stay:
                     self.lease.check()
                     collect.delete_checkpoint(self._source, brief.seq)
-            collect.collect(self._source, grace_seconds=0, protected=self._protected())
+            collect.collect(self._source, grace_seconds=0, protected=self._protected(), newest=self._newest)
         with self._changed:
             self._changed.notify_all()
 

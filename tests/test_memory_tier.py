@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import logging
 import os
 import random
 import shutil
@@ -19,16 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from faults import crash, cut, scenarios, shim
+from faults import crash, scenarios
 from faults.campaign import Campaign, Tally
 from states import assert_same
 from typer.testing import CliRunner
 
 import deltacheck
-from deltacheck import KeepBest, MemoryTier, Mirror, Policy, errors, tier
+from deltacheck import MemoryTier, Mirror, Policy, errors, tier
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli.app import app
-from deltacheck.policy.retention import Retention
 from deltacheck.store.root import Brief
 from deltacheck.tier import Bond, kept, next_due, stale
 
@@ -36,9 +33,9 @@ State = dict[str, Any]
 
 
 def state_at(step: int) -> State:
-    """The state of a step: 240 KB, of which a little changes."""
+    """The state of a step: 360 KB, of which a little changes."""
     generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(200, 300, generator=generator)
+    weights = torch.randn(300, 300, generator=generator)
     for number in range(1, step + 1):
         weights[(number * 7) % 200] *= 1.01
     return {"weights": weights, "bias": torch.full((9,), float(step)), "step": step}
@@ -71,7 +68,10 @@ def all_restore(root: Path) -> None:
     assert opened.verify(deep=True) == []
     for step in opened.steps():
         found = opened.restore(step)
-        assert scenarios.difference({n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in state_at(step).items()}, found) is None
+        assert (
+            scenarios.difference({n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in state_at(step).items()}, found)
+            is None
+        )
 
 
 class Places:
@@ -82,7 +82,9 @@ class Places:
 
     def engine(self, **options: Any) -> Engine:
         tiers = {name: options.pop(name) for name in ("memory_bytes", "persist_every", "keep", "on_stale") if name in options}
-        return Engine(self.disk, memory=MemoryTier(self.memory, **tiers), **{"grace_seconds": 0, "io_timeout_seconds": 20} | options)
+        return Engine(
+            self.disk, memory=MemoryTier(self.memory, **tiers), **{"grace_seconds": 0, "io_timeout_seconds": 20} | options
+        )
 
     def killed(self) -> Places:
         there = Places(self.folder / f"killed-{len(os.listdir(self.folder))}")
@@ -250,7 +252,7 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
         idle(engine)
         victim = next((places.memory / "segments").glob("s0000000001-*/delta/0/index/c*"))
         victim.unlink()
-        with pytest.raises(errors.SaveFailed, match="bytes, .* were committed"):
+        with pytest.raises(errors.SaveFailed, match=r"bytes, .* were committed"):
             engine.persist(30)
         assert on_disk(places.disk) == [0]
         with pytest.raises(errors.SaveFailed):
@@ -261,7 +263,7 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
 
 
 def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, most, ended = 3_000_000, 0, threading.Event()
+    budget, most, ended = 3_400_000, 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
@@ -269,15 +271,15 @@ def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, mon
             most = max(most, sum(tier._bytes_of(places.memory / name) for name in ("segments", "checkpoints")))
             time.sleep(0.001)
 
-    # A save may take 1.3 MB, of which 1 MiB is the allowance for documents: few deltas fit beside it.
+    # A save may take 1.4 MB, of which 1 MiB is the allowance for documents: few deltas fit beside it.
     watcher = threading.Thread(target=watch)
     watcher.start()
     whole = 0
     try:
         with places.engine(memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)) as engine:
-            for step in range(30):
+            for step in range(16):
                 state = state_at(step)
-                state["weights"] += torch.randn(200, 300) * (step + 1)  # nothing stays as it was
+                state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
                 report = engine.save(step, state).result(30)
                 assert report is not None
                 whole += report.leaves[-1].kind == "keyframe"
@@ -286,7 +288,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, mon
         ended.set()
         watcher.join()
     assert 1_000_000 < most <= budget
-    assert 2 <= whole < 30  # memory was emptied, and not at each save
+    assert 2 <= whole < 16  # memory was emptied, and not at each save
     assert_same(dict(places.engine().restore()), newest)
 
 
@@ -311,7 +313,10 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(places
 
 
 def test_a_budget_that_no_save_fits_in_is_an_error_that_says_so(places: Places) -> None:
-    with places.engine(memory_bytes=100_000) as engine, pytest.raises(errors.SaveFailed, match="memory_bytes of .* is 100,000"):
+    with (
+        places.engine(memory_bytes=100_000) as engine,
+        pytest.raises(errors.SaveFailed, match=r"memory_bytes of .* is 100,000"),
+    ):
         engine.save(0, state_at(0))
 
 
@@ -350,7 +355,9 @@ for step in range(int(sys.argv[3])):
 """
 
 
-def test_a_training_that_was_killed_goes_on_from_memory_and_one_that_ends_has_its_newest_step_on_the_disk(places: Places) -> None:
+def test_a_training_that_was_killed_goes_on_from_memory_and_one_that_ends_has_its_newest_step_on_the_disk(
+    places: Places,
+) -> None:
     command = [sys.executable, "-c", CHILD, str(places.disk), str(places.memory)]
     child = subprocess.Popen([*command, "1000"], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -360,7 +367,7 @@ def test_a_training_that_was_killed_goes_on_from_memory_and_one_that_ends_has_it
     last = max(map(int, child.stdout.read().split()), default=6)
     assert child.wait() == -signal.SIGKILL
     child.stdout.close()
-    assert on_disk(places.disk) == [0]
+    assert on_disk(places.disk) in ([], [0])
     with places.engine(persist_every=100) as engine:
         state = engine.restore()
         assert engine.restored_step is not None
@@ -433,7 +440,8 @@ def test_a_step_that_is_damaged_in_memory_is_read_from_the_disk(places: Places, 
         assert "instead" in caplog.text
         assert_same(engine.restore(fallback=True), state_at(2))
         assert engine.restored_step == 2
-        shutil.rmtree(next((places.disk / "segments").glob("s0000000002-*/leaves/weights")))
+    shutil.rmtree(next((places.disk / "segments").glob("s0000000002-*/leaves/weights")))
+    with places.engine() as engine:
         with pytest.raises(errors.Damaged, match="step 2"):
             engine.restore()
         assert_same(engine.restore(fallback=True), state_at(1))
@@ -502,14 +510,15 @@ def test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is(plac
         save(engine, 0, 1)
     other = Places(tmp_path / "other")
     other.memory = places.memory
-    with pytest.raises(errors.ForeignMemory, match=rf"{places.memory} cannot be the memory of {other.disk}.*another run, {places.disk}"):
+    with pytest.raises(
+        errors.ForeignMemory, match=rf"{places.memory} cannot be the memory of {other.disk}.*another run, {places.disk}"
+    ):
         other.engine()
     assert on_disk(places.memory) == [0, 1]
     with other.engine(on_stale="discard") as engine:
         assert engine.steps() == []
-    with pytest.raises(errors.ForeignMemory):  # the run that it was discarded from has no claim either, once there are steps
-        with other.engine() as engine:
-            save(engine, 7)
+        save(engine, 7)
+    with pytest.raises(errors.ForeignMemory, match=f"another run, {other.disk}"):
         places.engine()
 
 
@@ -533,40 +542,37 @@ def test_an_ordinary_root_is_never_taken_for_memory_nor_discarded(places: Places
         Engine(places.memory, memory=places.memory / "inner")
 
 
-def test_memory_that_is_behind_the_disk_is_discarded_and_memory_that_is_ahead_of_another_history_is_refused(
-    places: Places, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_is_behind_the_disk_is_discarded_with_a_warning(places: Places, caplog: pytest.LogCaptureFixture) -> None:
     with places.engine(persist_every=2) as engine:
         save(engine, 0, 1, 2, 3)
         idle(engine)
         there = places.killed()
-    first, second = there.memory, there.folder / "second"
-    there.memory = second  # the run goes on elsewhere
+    first = there.memory
+    there.memory = there.folder / "second"  # the run goes on elsewhere
     with there.engine() as engine:
         assert_same(engine.restore(), state_at(2))
         save(engine, 3)
-    there.memory = first  # seq 3 there is not the one on the disk
+    there.memory = first  # step 3 there is not the one on the disk
     with there.engine() as engine:
-        assert "discarded" in caplog.text
-        assert str(first) in caplog.text
+        assert f"{first}, steps [2, 3], is discarded" in caplog.text
+        assert str(there.disk) in caplog.text
         assert_same(engine.restore(), state_at(3))
-        save(engine, 4, 5)
+        save(engine, 4)
+    all_restore(there.disk)
+
+
+def test_memory_that_is_ahead_of_another_history_of_the_run_is_refused(places: Places) -> None:
+    with places.engine(persist_every=4) as engine:
+        save(engine, *range(8))
         idle(engine)
-        ahead = Places(there.folder)
-    with Engine(ahead.disk) as engine:  # without any memory
-        engine.delete(5)
-    ahead.memory = first
-    with pytest.raises(errors.ForeignMemory, match=r"lost|does not know") if False else pytest.raises(errors.ForeignMemory):
-        _ahead(ahead)
-
-
-def _ahead(there: Places) -> None:
-    """Memory of a run whose disk has another newest step than it knows, and an older one."""
-    bond = tier.read_bond(there.memory)
-    assert bond is not None
-    tier.write_bond(there.memory, bond._replace(nonce="0" * 16))
-    shutil.rmtree(there.memory / "checkpoints" / "c0000000004")
-    there.engine()
+        there = places.killed()
+    with Engine(there.disk) as engine:  # without any memory: the disk has another step 5 now, memory 6 and 7 after the first
+        engine.restore()
+        save(engine, 5)
+    with pytest.raises(errors.ForeignMemory, match=r"went on without it: .* checkpoint 5.* steps are \[6, 7\]"):
+        there.engine()
+    with there.engine(on_stale="discard") as engine:
+        assert engine.steps() == [0, 4, 5]
 
 
 def test_what_makes_memory_stale() -> None:

@@ -273,11 +273,14 @@ class Engine:
         that is only in memory is copied to ``root`` first.
         Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
         """
-        if self._tier is not None:
+        if self._tier is None:
+            tags.put(self._root, step, name, move=move)
+            return
+        with self._tier.retention:  # between the copy and the tag
             root, manifest = self._find(step)
             if root is self._live and self._twin(manifest) is None:
                 self._tier.persist(manifest, None)
-        tags.put(self._root, step, name, move=move)
+            tags.put(self._root, step, name, move=move)
 
     def untag(self, name: str) -> None:
         """Take a tag away. Raises ``StepNotFound`` where there is none."""
