@@ -173,7 +173,7 @@ class Follower:
         leaves = restore.resolve(self._root, manifest, paths, held=self._stored)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(leaves, stored=stored)
-        self._stored |= {path: chain.Held(data, manifest.leaves[path].digest) for path, data in stored.items()}
+        self._stored |= {path: chain.Held(data, manifest.stored[path].digest) for path, data in stored.items()}
         changes = {}
         for path, (spec, _, data) in loaded.items():
             before = self._leaves.get(path)

@@ -38,7 +38,7 @@ from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
-from deltacheck.store.root import Store, manifest_content, manifest_digest
+from deltacheck.store.root import Store, Written
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -76,7 +76,7 @@ class Saver:
     raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
     state once more at the capture (what lies on a device crosses to the host for it). ``compact_after``: a leaf whose
     chain has this many deltas is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more
-    reading and writing beside the training. ``final``: the form that a step's manifest has where it is to stay, whose digest is reported.
+    reading and writing beside the training.
     """
 
     def __init__(
@@ -93,14 +93,12 @@ class Saver:
         effort: str = "normal",
         verify: str = "none",
         compact_after: int | None = None,
-        final: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     ) -> None:
         receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
             raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
         if effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
-        self._final = final
         self._adapts = effort == "auto"
         self._effort = Effort.NORMAL if self._adapts else Effort(effort)
         self._last_begin: float | None = None
@@ -145,16 +143,18 @@ class Saver:
         step: int,
         tree: Node,
         sources: Mapping[str, LeafSource],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         *,
         metrics: Mapping[str, float] | None = None,
         on_busy: str = "wait",
         replay: Replay | None = None,
         note: str = "",
+        abandon: Callable[[BaseException], None] | None = None,
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
-        ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``:
+        ``commit(manifest)`` makes the step exist; it runs on the committer thread. ``abandon(error)``: called once, behind the training, where
+        the save fails before ``commit`` was called. ``on_busy``:
         what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
         ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored (REQUIRES: an
         exact policy). ``note``: for the report.
@@ -165,18 +165,19 @@ class Saver:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         self.check_usable()
         with undisturbed():
-            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note)
+            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note, abandon)
 
     def _save(
         self,
         step: int,
         tree: Node,
         sources: Mapping[str, LeafSource],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         metrics: Mapping[str, float],
         on_busy: str,
         replay: Replay | None,
         note: str,
+        abandon: Callable[[BaseException], None] | None,
     ) -> SaveHandle:
         begin = time.perf_counter()
         self.raise_unseen()
@@ -215,6 +216,7 @@ class Saver:
                 due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
                 replay,
                 note,
+                abandon,
             )
             if compaction is not None:
                 self._plans[work.seq] = compaction
@@ -306,6 +308,11 @@ class Saver:
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
+
+    def settle(self) -> None:
+        """Let the training thread wait until no save is under way; what failed them is raised by the next call."""
+        for handle in self.pending():
+            self._settle(handle, "committed")
 
     def settle_reads(self) -> None:
         """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
@@ -452,14 +459,15 @@ class Saver:
                     with self._lock:
                         self._unchecked[work.seq] = manifest
                     work.handle._awaits_receipt = True
-                stored = self._on_disk(work, partial(work.commit, manifest))
+                work.abandon = None
+                written = self._on_disk(work, partial(work.commit, manifest))
                 before, self._newest = self._newest, manifest
                 plan = self._plans.pop(work.seq, None)
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
-                digest = manifest_digest(manifest_content(self._final(manifest)))
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
+                stored = written.stored_bytes + (0 if ref is None else ref.stored_bytes)
+                work.handle._advance("committed", work.report(stored, written.digest))
                 self._release(work)
                 if self._setup.verify == "receipt":
                     self._to_check.put((work, manifest))
@@ -528,6 +536,8 @@ class Saver:
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
             if not work.may_be_committed:
+                if work.abandon is not None:
+                    Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
                 removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them

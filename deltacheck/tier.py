@@ -25,9 +25,9 @@ from deltacheck.store import arrays, collect, layout, place
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.place import Place
-from deltacheck.store.root import Brief, Root, Store, commit
+from deltacheck.store.root import Brief, Root, Store, Written, commit, manifest_content, manifest_digest
 from deltacheck.store.schema import Manifest
-from deltacheck.transfer import transfer
+from deltacheck.transfer import as_at, transfer
 
 log = logging.getLogger("deltacheck")
 
@@ -199,12 +199,12 @@ class Tier:
 
     # --- what an engine calls ---------------------------------------------------------------------------------------------
 
-    def commit(self, manifest: Manifest) -> int:
-        """Commit a step in memory; the thread does what follows from it."""
+    def commit(self, manifest: Manifest) -> Written:
+        """Commit a step in memory; the thread does what follows from it. The digest is that of the step on the disk, where it is to stay."""
         written = commit(self.root.path, manifest, Durability.PROCESS, self.lease.check)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.wake()
-        return written
+        return Written(written.stored_bytes, durable_digest(self._durable, manifest))
 
     def make_room(
         self, step: int, save_bytes: int, under_way: Callable[[], int], start_over: Callable[[], None], *, wait: bool
@@ -450,6 +450,11 @@ class Tier:
 
     def _write_bond(self, bond: Bond) -> None:
         write_bond(self.root.path, bond)
+
+
+def durable_digest(durable: Root, manifest: Manifest) -> str:
+    """``manifest_digest`` of a step in memory as it is, or will be, on the disk."""
+    return manifest_digest(manifest_content(as_at(durable, manifest)))
 
 
 def read_bond(root: Place) -> Bond | None:

@@ -55,7 +55,7 @@ def transfer(
             place.remove_tree(path, ignore_errors=True)
         raise
     del pinned
-    return written + commit(target.path, as_at(target, manifest), target.store.durability, still_ours, again=again)
+    return written + commit(target.path, as_at(target, manifest), target.store.durability, still_ours, again=again).stored_bytes
 
 
 def as_at(target: Root, manifest: Manifest) -> Manifest:

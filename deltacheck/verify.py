@@ -270,7 +270,7 @@ class _Derived:
         for manifest in manifests:
             for path, derived in manifest.derived.items():
                 if _is_plain(manifest, path):
-                    digest = manifest.leaves[derived.of].digest
+                    digest = manifest.stored[derived.of].digest
                     found.setdefault((derived.of, digest), []).append((path, derived, manifest.step))
         return cls(found)
 
@@ -297,12 +297,12 @@ def _is_plain(manifest: Manifest, path: str) -> bool:
         derived.how in ("cast", "same")
         and bool(derived.digest)
         and _is_stored(manifest, derived)
-        and path not in manifest.leaves
+        and path not in manifest.stored
     )
 
 
 def _is_stored(manifest: Manifest, derived: Derived) -> bool:
-    return derived.sources == (derived.of,) and derived.of in manifest.leaves and derived.of not in manifest.derived
+    return derived.sources == (derived.of,) and derived.of in manifest.stored and derived.of not in manifest.derived
 
 
 def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:

@@ -26,7 +26,7 @@ from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
 from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
 from deltacheck.store.effort import Effort
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, Written
 from deltacheck.store.schema import (
     DERIVED,
     REPLAY,
@@ -163,12 +163,13 @@ class Work:
         tree: Node,
         sources: Mapping[str, LeafSource],
         metrics: Mapping[str, float],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         terms: Callable[[], Terms],
         effort: Effort,
         due: frozenset[str],
         replay: Replay | None = None,
         note: str = "",
+        abandon: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
@@ -180,7 +181,7 @@ class Work:
         self.specs: dict[str, LeafSpec] = {}  # of what is stored
         self.lazy = [source for source in sources.values() if source.lazy]
         self.metrics = metrics
-        self.commit = commit
+        self.commit, self.abandon = commit, abandon
         self.terms = terms
         self.due = due
         self.replay, self.note = replay, note

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -30,12 +30,14 @@ from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect, layout, place, tags
 from deltacheck.store.durability import Durability
-from deltacheck.store.lease import Lease
+from deltacheck.store.opened import open_alone
 from deltacheck.store.place import ObjectPath, ObjectStore
-from deltacheck.store.root import Root, Store, commit, manifest_content, manifest_digest
+from deltacheck.store.root import Root, Written, commit
 from deltacheck.store.schema import Manifest, Replay
-from deltacheck.tier import MemoryTier, Tier, most_bytes
-from deltacheck.transfer import as_at
+from deltacheck.tier import MemoryTier, Tier, durable_digest, most_bytes
+
+if TYPE_CHECKING:
+    from deltacheck.backends.torch.together import Together
 
 log = logging.getLogger("deltacheck")
 
@@ -79,6 +81,11 @@ class Engine:
     ``memory``: a directory in memory, or a ``deltacheck.MemoryTier``: each step is committed there first, and copied to ``root`` behind the
     training. Saves end sooner, also at every step, and a process that died goes on from the newest; a power cut takes the steps that are not
     copied yet (``persist`` waits until they are), and memory is used beside the shadow. ``durability`` and ``keep_*`` then speak of ``root``.
+    ``process_group``: the ranks that save together (``torch.distributed.group.WORLD``); every one of them opens the root and makes the same calls.
+    A state may then hold DTensors (FSDP2, tensor parallel) and ``Shard``; each rank writes its own parts, what several ranks have alike is
+    written once, and rank 0 commits one step for all once every part is durable. A failure of one rank is raised on all. The keys of
+    the state's dicts may differ between ranks; a leaf or a number of the same path must not. Needs an exact policy and ``max_pending=1``; a
+    save begins with an exchange of a few bytes between the ranks.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``ForeignMemory`` where ``memory`` holds what is not this
     run's newest, ``NotACheckpointRoot``, ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store
@@ -107,6 +114,7 @@ class Engine:
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
         memory: MemoryTier | str | os.PathLike[str] | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
@@ -117,17 +125,27 @@ class Engine:
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
         self._retention = Retention(keep_last, keep_every, best)
         path = place.of(root, storage).absolute()
-        store = Store.create(path, durability=Durability.of(durability))
-        self._lease = Lease(path)
+        policy = policy or Policy.exact()
+        self._together: Together | None = None
+        if process_group is not None:
+            if memory is not None:
+                raise ValueError("a memory tier is of one process: process_group and memory cannot be given together yet")
+            if not policy.is_exact or max_pending != 1 or compact_after is not None:
+                raise ValueError("ranks that save together need an exact policy, max_pending=1 and no compact_after")
+            from deltacheck.backends.torch.together import Together
+
+            self._together = Together(process_group, io_timeout_seconds)
+        opener = open_alone if self._together is None else self._together.open
+        store, self._lease, next_seq = opener(path, Durability.of(durability))
         self._root = Root(path, store)
         self._on_busy = on_busy
-        policy = policy or Policy.exact()
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._grace_seconds = grace_seconds
         self._tier: Tier | None = None
         try:
             if memory is not None:
+                assert self._lease is not None  # there is no process group
                 self._tier = Tier(
                     MemoryTier.of(memory),
                     self._root,
@@ -143,7 +161,7 @@ class Engine:
                 self._live.store,
                 TorchCodec(),
                 policy,
-                next_seq=max(self._root.next_seq(), self._live.next_seq()),
+                next_seq=max(next_seq, self._live.next_seq()),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
@@ -151,7 +169,6 @@ class Engine:
                 effort=effort,
                 verify=verify,
                 compact_after=compact_after,
-                final=partial(as_at, self._root),
             )
         except BaseException:
             self._release()
@@ -179,7 +196,7 @@ class Engine:
         raised by the next call.
         """
         begin = time.perf_counter()
-        flat = tree.flatten(state, leaves.describe)
+        flat = tree.flatten(state, leaves.describe) if self._together is None else self._together.flatten(state)
         flattened = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
         handle._add_blocking(flattened)
@@ -199,6 +216,17 @@ class Engine:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
+        commit, abandon = self._commit, None
+        if self._together is not None:
+            if more or replay is not None:
+                raise ValueError("a gradient log is of one process; it cannot be kept by a process group")
+            mine = self._together.begin(self._saver, step, flat, self._on_busy)
+            if mine is None:
+                handle = SaveHandle(step)
+                handle._advance("skipped")
+                return handle
+            flat = mine
+            commit, abandon = partial(self._together.commit, self._commit), self._together.joint.abandon
         sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
         if not self._has_room(step, sources.values()):
             skipped = SaveHandle(step)
@@ -209,11 +237,12 @@ class Engine:
             step,
             flat.skeleton,
             {path: sources[path] for path in sorted(sources)},
-            self._commit,
+            commit,
             metrics={name: float(value) for name, value in (metrics or {}).items()},
             on_busy=self._on_busy,
             replay=replay,
             note=note,
+            abandon=abandon,
         )
         handle._add_blocking(planned)
         return handle
@@ -274,7 +303,7 @@ class Engine:
         Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
         """
         if self._tier is None:
-            tags.put(self._root, step, name, move=move)
+            self._once(lambda: tags.put(self._root, step, name, move=move))
             return
         with self._tier.retention:  # between the copy and the tag
             root, manifest = self._find(step)
@@ -284,7 +313,7 @@ class Engine:
 
     def untag(self, name: str) -> None:
         """Take a tag away. Raises ``StepNotFound`` where there is none."""
-        tags.remove(self._root, name)
+        self._once(lambda: tags.remove(self._root, name))
 
     def tags(self) -> dict[str, int]:
         """The tags and their training steps."""
@@ -295,9 +324,8 @@ class Engine:
 
         Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
         """
-        self._lease.check()
         if self._tier is None:
-            retain.delete(self._root, step, still_ours=self._lease.check)
+            self._once(lambda: retain.delete(self._root, step, still_ours=self._still_ours))
         else:
             self._tier.delete(step)
 
@@ -330,9 +358,21 @@ class Engine:
         self._saver.check_usable()
         self._saver.wait()
 
+        if self._together is not None:
+            if fallback or optimizer is not None:
+                raise ValueError("a process group restores without fallback= and optimizer=")
+            if into is not None:
+                self.before_update()
+            target = None if into is None else self._together.flatten(into)
+            manifest, state = self._together.restore(
+                self._root, self._saver, step, target, contract, max_bytes, expected_digest
+            )
+            self.restored_step = manifest.step
+            return state
+
         def give(root: Root, manifest: Manifest) -> Any:
-            own = None if root is self._root or expected_digest is None else as_at(self._root, manifest)
-            root.require_digest(manifest, expected_digest, None if own is None else manifest_digest(manifest_content(own)))
+            own = None if root is self._root or expected_digest is None else durable_digest(self._root, manifest)
+            root.require_digest(manifest, expected_digest, own)
             with damage.named(root, manifest):
                 return self._give(root, manifest, into, contract, optimizer, max_bytes)
 
@@ -434,12 +474,6 @@ class Engine:
             if self._tier is not None and not self._saver.pending():
                 self._tier.await_end(deadline.left)
 
-    def _release(self) -> None:
-        """Give both roots back."""
-        if self._tier is not None:
-            self._tier.lease.release()
-        self._lease.release()
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "an Engine cannot be pickled or copied: it holds its root. Save in the process that opened it, or open another root there"
@@ -456,10 +490,10 @@ class Engine:
                 raise
             log.exception("a save failed while another error ended the training")
 
-    def _commit(self, manifest: Manifest) -> int:
+    def _commit(self, manifest: Manifest) -> Written:
         if self._tier is not None:
             return self._tier.commit(manifest)
-        written = commit(self._root.path, manifest, self._root.store.durability, self._lease.check)
+        written = commit(self._root.path, manifest, self._root.store.durability, self._still_ours)
         if not self._retention.keeps_all:
             try:
                 self._retain()
@@ -468,9 +502,29 @@ class Engine:
         return written
 
     def _retain(self) -> None:
-        retain.prune(self._root, self._retention, still_ours=self._lease.check)
+        retain.prune(self._root, self._retention, still_ours=self._still_ours)
+        self._still_ours()
+        protected = self._saver.protected_segments() | (set() if self._together is None else self._together.segments)
+        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=protected)
+
+    def _still_ours(self) -> None:
+        """Raise where the right to write has been lost."""
+        assert self._lease is not None  # only rank 0 commits and deletes
         self._lease.check()
-        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+
+    def _once(self, action: Callable[[], object]) -> None:
+        """Do what is done once, however many ranks there are."""
+        if self._together is None:
+            action()
+        else:
+            self._together.first(action)
+
+    def _release(self) -> None:
+        """Give the root back; both, where there are two."""
+        if self._tier is not None:
+            self._tier.lease.release()
+        if self._lease is not None:
+            self._lease.release()
 
 
 class _Ending:
