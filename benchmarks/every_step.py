@@ -47,7 +47,7 @@ class Case:
     rounds: int
 
 
-CPU = Case(Plan(seed=1, threads=1), "cpu", steps=4, rounds=7)
+CPU = Case(Plan(seed=1, threads=1), "cpu", steps=3, rounds=5)
 CUDA = Case(Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8), "cuda", steps=20, rounds=5)
 QUICK = Case(tiny(seed=1), "cpu", steps=2, rounds=2)
 
@@ -90,12 +90,15 @@ class Loop:
 
 @dataclass(slots=True)
 class Way:
-    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it, of that one's."""
+    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it, of that one's; ``processor``: the same of
+    processor time, of all threads, which other programs on the machine disturb less.
+    """
 
     name: str
     engine: Engine
     log: GradientLog | None
     overheads: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     blocking: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     drained: list[float] = field(default_factory=list)
@@ -122,7 +125,15 @@ def run(settings: Settings) -> Result:
     for way in ways:
         stored = median(way.stored)
         spread = max(way.overheads) - min(way.overheads)
-        costs = [median(way.overheads), spread, median(way.blocking), stored, stored / raw, median(way.drained)]
+        costs = [
+            median(way.overheads),
+            spread,
+            median(way.processor),
+            median(way.blocking),
+            stored,
+            stored / raw,
+            median(way.drained),
+        ]
         rows.append([f"{raw / 1e6:,.0f} MB", case.device, way.name, step, *costs])
     columns: dict[str, Unit] = {
         "state": "text",
@@ -131,6 +142,7 @@ def run(settings: Settings) -> Result:
         "one step": "seconds",
         "of a step": "ratio",
         "spread": "ratio",
+        "processor": "ratio",
         "blocking": "seconds",
         "a save stores": "bytes",
         "of the state": "ratio",
@@ -148,7 +160,8 @@ def run(settings: Settings) -> Result:
     about = (
         f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for each way, medians; memory tier in "
         f"{'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {where}. 'of a step': what a loop took longer than the "
-        "one without saves right before it. 'copied after': until what was left to copy to the disk at the end of a loop was there"
+        "one without saves right before it; 'processor': the same of processor time, of all threads. "
+        "'copied after': until what was left to copy to the disk at the end of a loop was there"
     )
     return Result("every_step", about, [Table("a save at every step", columns, rows)], figures)
 
@@ -164,22 +177,25 @@ def _measure(case: Case, folder: Path, memory: Path) -> tuple[Loop, list[float],
             way.engine.wait()
         for _ in range(case.rounds):
             for way in ways:
+                began = time.process_time()
                 bare.append(loop.run(case.steps))
+                processor = time.process_time() - began
                 loop.run(1, way.save)  # from the state that this way has saved last, many steps ago
                 way.engine.persist()
-                _loop(way, loop, case.steps, bare[-1])
+                _loop(way, loop, case.steps, bare[-1], processor)
     return loop, bare, ways
 
 
-def _loop(way: Way, loop: Loop, steps: int, bare: float) -> None:
+def _loop(way: Way, loop: Loop, steps: int, bare: float, processor: float) -> None:
     handles: list[SaveHandle] = []
 
     def save(step: int, state: states.State) -> None:
         handles.append(way.save(step, state))
 
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     loop.run(steps, save)
     way.engine.wait()
+    way.processor.append((time.process_time() - spent) / processor - 1)
     way.overheads.append((time.perf_counter() - began) / bare - 1)
     way.drained.append(states.timed(way.engine.persist))
     for handle in handles:

@@ -11,7 +11,7 @@ from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
 from deltacheck.store import collect, place
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
-from deltacheck.store.root import Root, Store, open_root
+from deltacheck.store.root import Root, Store, check_place, open_root, read_manifest
 from deltacheck.tier import read_bond, write_bond
 from deltacheck.transfer import transfer
 
@@ -61,7 +61,7 @@ class Mirror:
         for path, brief in sorted(found.items(), key=lambda one: one[1].seq):
             if (brief.seq, brief.nonce) not in held:
                 try:
-                    transfer(self._source, self._source.read(path), self._target, again=True)
+                    transfer(self._source, check_place(path, read_manifest(path), False), self._target, again=True)
                 except (FileNotFoundError, StepNotFound):
                     continue  # deleted since it was listed
                 copied.append(brief.step)
@@ -80,7 +80,8 @@ class Mirror:
             return
         if bond.root != self._run:
             raise ForeignMemory(f"{self._source.path} is the memory of another run now, {bond.path}; end this mirror")
-        if bond != read_bond(self._target.path):
+        held = read_bond(self._target.path)
+        if held is None or bond._replace(boot="") != held._replace(boot=""):
             write_bond(self._target.path, bond)
 
     def run(self, *, poll_seconds: float = 0.2, timeout: float | None = None) -> int:

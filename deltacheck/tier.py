@@ -25,7 +25,17 @@ from deltacheck.store import arrays, collect, layout, place
 from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.place import Place
-from deltacheck.store.root import Brief, Root, Store, Written, commit, manifest_content, manifest_digest
+from deltacheck.store.root import (
+    Brief,
+    Root,
+    Store,
+    Written,
+    check_place,
+    commit,
+    manifest_content,
+    manifest_digest,
+    read_manifest,
+)
 from deltacheck.store.schema import Manifest
 from deltacheck.transfer import as_at, transfer
 
@@ -80,13 +90,14 @@ class MemoryTier:
 
 class Bond(NamedTuple):
     """What a memory root says of its durable root. ``root``: that one's random name; ``path``: for people; ``seq``, ``nonce``: of its newest
-    checkpoint that this memory root has known, -1 and empty for none.
+    checkpoint that this memory root has known, -1 and empty for none. ``boot``: the start of the machine (``collect.boot``) that it was written in.
     """
 
     root: str
     path: str
     seq: int
     nonce: str
+    boot: str = ""
 
 
 class Stale(NamedTuple):
@@ -96,12 +107,14 @@ class Stale(NamedTuple):
     is_behind: bool
 
 
-def stale(bond: Bond | None, held: Collection[tuple[int, str]], root: str, newest: tuple[int, str] | None) -> Stale | None:
+def stale(
+    bond: Bond | None, held: Collection[tuple[int, str]], root: str, newest: tuple[int, str] | None, boot: str = ""
+) -> Stale | None:
     """Whether what a memory root holds is not the newest of a run; ``None`` where it is, or where it holds nothing.
 
     ``held``: sequence number and nonce of its checkpoints. ``root``: the durable root's name; ``newest``: its newest checkpoint, with an empty nonce
-    where that cannot be read. Whoever wrote to the durable root without this memory root left a newest checkpoint there of which it knows
-    nothing.
+    where that cannot be read. ``boot``: this start of the machine, empty where it cannot be told. Whoever wrote to the durable root without this
+    memory root left a newest checkpoint there of which it knows nothing.
     """
     if not held:
         return None
@@ -109,6 +122,10 @@ def stale(bond: Bond | None, held: Collection[tuple[int, str]], root: str, newes
         return Stale("it holds steps, but no note of which run it is the memory of", False)
     if bond.root != root:
         return Stale(f"it is the memory of another run, {bond.path}", False)
+    if boot and bond.boot not in ("", boot):
+        return Stale(
+            "the machine was started anew since it was written, so it lies on a disk, and nothing of it was synced", False
+        )
     if newest is None:
         return None if bond.seq < 0 else Stale("the run on the disk has lost the steps that this memory goes on from", False)
     known = {*held, (bond.seq, bond.nonce)}
@@ -362,7 +379,7 @@ class Tier:
         path = self._source.path / layout.CHECKPOINTS / layout.checkpoint_id(brief.seq) / "zarr.json"
         there = self._target.path / layout.CHECKPOINTS / path.parent.name / "zarr.json"
         try:
-            manifest = self._source.read(path)
+            manifest = check_place(path, read_manifest(path), False)  # not kept: steps come and go
             if not (there.exists() and self._target.read(there).nonce == manifest.nonce):  # else a kill came before the note
                 late = brief.seq < self._newest
                 self._durable_lease.check()
@@ -422,7 +439,9 @@ class Tier:
         self._identity = _identity(self._durable)
         briefs, damaged = self.root.briefs()
         held = {(brief.seq, brief.nonce) for brief in briefs.values()} | {(_seq_at(path), "") for path in damaged}
-        found = stale(read_bond(self.root.path), held, self._identity, _newest(self._durable))
+        found = stale(read_bond(self.root.path), held, self._identity, _newest(self._durable), collect.boot())
+        if found is None and damaged:
+            found = Stale(f"it is damaged: {next(iter(damaged.values()))}", False)
         if found is not None:
             self._discard(found)
         seq = self._note(self._durable)
@@ -463,12 +482,14 @@ def read_bond(root: Place) -> Bond | None:
         about = json.loads(arrays.read_file(root / layout.CONTROL / BOND / "zarr.json", 1 << 20))["attributes"][
             layout.ATTRIBUTE
         ]
-        return Bond(str(about["root"]), str(about["path"]), int(about["seq"]), str(about["nonce"]))
+        return Bond(str(about["root"]), str(about["path"]), int(about["seq"]), str(about["nonce"]), str(about["boot"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged):
         return None
 
 
 def write_bond(root: Place, bond: Bond) -> None:
+    """Let a root say this of itself, as of this start of the machine."""
+    bond = bond._replace(boot=collect.boot())
     folder = root / layout.CONTROL / BOND
     folder.mkdir(exist_ok=True)
     arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: bond._asdict()}), Durability.PROCESS)

@@ -23,7 +23,7 @@ from states import assert_same
 from typer.testing import CliRunner
 
 import deltacheck
-from deltacheck import MemoryTier, Mirror, Policy, errors, tier
+from deltacheck import MemoryTier, Mirror, Policy, errors, exits, tier
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli.app import app
 from deltacheck.store.root import Brief
@@ -159,7 +159,12 @@ def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_
         assert on_disk(places.disk) == [0, 3]
         assert on_disk(places.memory) == [4, 5]
         assert engine.steps() == [0, 3, 4, 5]
-    assert on_disk(places.disk) == [0, 3, 5]
+        save(engine, 7)
+        for saves, _, _ in exits._own():  # what a signal does
+            saves.wait(30)
+        assert on_disk(places.disk) == [0, 3, 7]
+        save(engine, 8)
+    assert on_disk(places.disk) == [0, 3, 7, 8]
     all_restore(places.disk)
     all_restore(places.memory)
 
@@ -277,7 +282,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, mon
     whole = 0
     try:
         with places.engine(memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)) as engine:
-            for step in range(16):
+            for step in range(12):
                 state = state_at(step)
                 state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
                 report = engine.save(step, state).result(30)
@@ -288,7 +293,7 @@ def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, mon
         ended.set()
         watcher.join()
     assert 1_000_000 < most <= budget
-    assert 2 <= whole < 16  # memory was emptied, and not at each save
+    assert 2 <= whole < 12  # memory was emptied, and not at each save
     assert_same(dict(places.engine().restore()), newest)
 
 
@@ -349,17 +354,17 @@ CHILD = """
 import sys, torch; sys.path.insert(0, 'tests')
 from deltacheck import MemoryTier; from deltacheck.backends.torch import Engine; from test_memory_tier import state_at
 engine = Engine(sys.argv[1], memory=MemoryTier(sys.argv[2], persist_every=100))
-for step in range(int(sys.argv[3])):
+for step in range(1000):
     engine.save(step, state_at(step)).wait()
     print(step, flush=True)
 """
 
 
-def test_a_training_that_was_killed_goes_on_from_memory_and_one_that_ends_has_its_newest_step_on_the_disk(
+def test_a_training_that_was_killed_goes_on_from_memory_bit_for_bit(
     places: Places,
 ) -> None:
     command = [sys.executable, "-c", CHILD, str(places.disk), str(places.memory)]
-    child = subprocess.Popen([*command, "1000"], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     while int(child.stdout.readline()) < 6:
         pass
@@ -378,9 +383,6 @@ def test_a_training_that_was_killed_goes_on_from_memory_and_one_that_ends_has_it
         assert report is not None
         assert report.stored_bytes < report.raw_bytes / 2  # the chain goes on
     assert on_disk(places.disk) == [0, step]
-    shutil.rmtree(places.memory)
-    subprocess.run([*command[:-2], str(places.folder / "d"), str(places.folder / "m"), "3"], check=True, stdout=subprocess.PIPE)
-    assert on_disk(places.folder / "d") == [0, 2]
 
 
 def test_after_a_reboot_a_run_goes_on_from_the_newest_step_on_the_disk(places: Places) -> None:
@@ -575,6 +577,21 @@ def test_memory_that_is_ahead_of_another_history_of_the_run_is_refused(places: P
         assert engine.steps() == [0, 4, 5]
 
 
+def test_memory_that_outlived_its_machine_or_is_damaged_is_refused(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    with places.engine() as engine:
+        save(engine, 0, 1)
+    with monkeypatch.context() as other:
+        other.setattr(tier.collect, "boot", lambda: "another start")
+        with pytest.raises(errors.ForeignMemory, match="started anew"):
+            places.engine()
+    (places.memory / "checkpoints" / "c0000000001" / "zarr.json").write_bytes(b"{}")
+    with pytest.raises(errors.ForeignMemory, match="damaged"):
+        places.engine()
+    with places.engine(on_stale="discard") as engine:
+        assert_same(engine.restore(), state_at(1))  # from the disk
+        assert on_disk(places.memory) == []
+
+
 def test_what_makes_memory_stale() -> None:
     bond, held = Bond("run", "/disk", 4, "d"), {(5, "e"), (6, "f")}
     assert stale(bond, held, "run", (4, "d")) is None  # what it knows of the disk
@@ -582,9 +599,12 @@ def test_what_makes_memory_stale() -> None:
     assert stale(bond, held, "run", (5, "")) is None  # damaged on the disk
     assert stale(bond, set(), "other", (9, "x")) is None  # nothing is there to be stale
     assert stale(Bond("run", "/disk", -1, ""), held, "run", None) is None
+    assert stale(bond._replace(boot="now"), held, "run", (4, "d"), "now") is None
+    assert stale(bond._replace(boot="before"), held, "run", (4, "d"), "") is None  # cannot be told
     for found, is_behind in (
         (stale(None, held, "run", (4, "d")), False),
         (stale(bond, held, "other", (4, "d")), False),
+        (stale(bond._replace(boot="before"), held, "run", (4, "d"), "now"), False),
         (stale(bond, held, "run", None), False),
         (stale(bond, held, "run", (5, "x")), False),
         (stale(bond, held, "run", (6, "x")), True),
@@ -658,6 +678,6 @@ def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(pl
 def test_a_kill_at_any_call_of_saves_and_drain_leaves_both_roots_whole(campaign: Campaign, seed: int) -> None:
     calls = {name: campaign.counts(name)[0] for name in scenarios.TIER}
     tally = Tally("S1, memory tier", seed)
-    problems = crash.attempt_all(campaign, crash.stratified(6, calls, random.Random(seed)), tally)
+    problems = crash.attempt_all(campaign, crash.stratified(4, calls, random.Random(seed)), tally)
     print(tally)
     assert problems == []

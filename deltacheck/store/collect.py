@@ -213,11 +213,11 @@ def _remove(path: Place, durability: Durability) -> bool:
 
 def _now() -> _Mark:
     # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let its readers go on.
-    return _Mark(_boot(), time.monotonic())
+    return _Mark(boot(), time.monotonic())
 
 
-def _boot() -> str:
-    """What tells a start of the machine from the one before, where it can be told."""
+def boot() -> str:
+    """What tells a start of the machine from the one before, where it can be told; else empty."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -296,6 +296,9 @@ class Root:
                 damaged[path] = error
             else:
                 found.append(StepRef(manifest.step, manifest.seq, path))
+        for gone in self._manifests.keys() - set(paths):  # a run that saves often deletes as often
+            if isinstance(gone, Path):
+                self._manifests.pop(gone, None)
         return sorted(found, key=lambda ref: ref.seq), damaged
 
     def read(self, path: Place) -> Manifest:

@@ -293,7 +293,7 @@ class Engine:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending; with ``memory``, those in memory and those in ``root`` (``deltacheck.open(root).steps()``)."""
-        return sorted({*self._root.steps(), *self._live.steps()})
+        return self._root.steps() if self._tier is None else sorted({*self._root.steps(), *self._live.steps()})
 
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it stays until the tag is taken away.
@@ -448,9 +448,7 @@ class Engine:
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
         chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
-        if (
-            root is not self._live
-        ):  # what is only on the disk cannot be the base of what is written to memory: that begins with keyframes
+        if root is not self._live:  # what is only on the disk is no base for what is written to memory, where chains begin anew
             chains, stored = {}, {}
         self._saver.adopt(chains, stored, manifest)
         return state
