@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks import machine
 from benchmarks.record import Result, Settings, written
+from deltacheck.evaluate import machine
 
 # Name -> module, in the order in which they run; each is `run(settings) -> Result`.
 BENCHMARKS = {
@@ -26,12 +27,14 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "every_step": "benchmarks.every_step",
     "gradient_log": "benchmarks.gradient_log",
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "device": "benchmarks.device",
     "scale": "benchmarks.scale",
+    "compare": "benchmarks.compare",
 }
 
 
@@ -91,4 +94,10 @@ def show_machine(place: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["compare"]:  # it has options of its own
+        from benchmarks import compare
+
+        del sys.argv[1]
+        typer.run(compare.main)
+    else:
+        typer.run(main)

@@ -1,5 +1,8 @@
 """The PyTorch backend."""
 
+from __future__ import annotations
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from deltacheck.backends.torch.dropin import release, save
@@ -9,14 +12,15 @@ from deltacheck.backends.torch.gradient_log import GradientLog
 from deltacheck.backends.torch.load import load
 
 if TYPE_CHECKING:
+    from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
     from deltacheck.backends.torch.shards import Shard
 
-__all__ = ["Engine", "GradientLog", "Shard", "apply", "load", "release", "save"]
+__all__ = ["DeltaStorageReader", "DeltaStorageWriter", "Engine", "GradientLog", "Shard", "apply", "load", "release", "save"]
+
+_LATER = {"DeltaStorageReader": "dcp", "DeltaStorageWriter": "dcp", "Shard": "shards"}  # import much of torch.distributed
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Shard":  # on first use: not every torch has what distributes tensors, and it takes a while to import
-        from deltacheck.backends.torch.shards import Shard
-
-        return Shard
-    raise AttributeError(f"module 'deltacheck.backends.torch' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
