@@ -45,6 +45,10 @@ class RootBusy(DeltacheckError):
     """Another writer holds the root."""
 
 
+class ForeignMemory(DeltacheckError):
+    """What a memory tier holds does not belong to the newest of the run that it is to serve."""
+
+
 class StorageFailed(DeltacheckError, OSError):
     """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it holds."""
 
@@ -55,6 +59,10 @@ class StorageTimeout(StorageFailed, TimeoutError):
 
 class SaveFailed(DeltacheckError):
     """A save did not become a checkpoint; every earlier step is as it was."""
+
+
+class RankFailed(SaveFailed):
+    """Another process of the run failed, was lost, or has another state than the others."""
 
 
 class SnapshotTorn(SaveFailed):

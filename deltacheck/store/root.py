@@ -296,6 +296,9 @@ class Root:
                 damaged[path] = error
             else:
                 found.append(StepRef(manifest.step, manifest.seq, path))
+        for gone in self._manifests.keys() - set(paths):  # a run that saves often deletes as often
+            if isinstance(gone, Path):
+                self._manifests.pop(gone, None)
         return sorted(found, key=lambda ref: ref.seq), damaged
 
     def read(self, path: Place) -> Manifest:
@@ -370,12 +373,17 @@ class Root:
         """``manifest_digest`` of the file that ``manifest`` was read from. REQUIRES: this root has read it."""
         return next(digest for _, known, digest in self._manifests.values() if known is manifest)
 
-    def require_digest(self, manifest: Manifest, expected: str | None) -> None:
-        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any."""
-        if expected is not None and self.digest_of(manifest) != expected:
+    def require_digest(self, manifest: Manifest, expected: str | None, found: str | None = None) -> None:
+        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any. ``found``: the
+        digest that it counts as, where that is not ``digest_of``.
+        """
+        if expected is None:
+            return
+        found = self.digest_of(manifest) if found is None else found
+        if found != expected:
             raise Damaged(
                 f"step {manifest.step} of {self.path} is not the one that is expected: its manifest has digest "
-                f"{self.digest_of(manifest)}, expected is {expected}. Ask for the step that the digest was kept of"
+                f"{found}, expected is {expected}. Ask for the step that the digest was kept of"
             )
 
     def next_seq(self) -> int:
@@ -496,6 +504,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
+class Written(NamedTuple):
+    """What a commit wrote: the bytes of the manifest, and its ``manifest_digest``."""
+
+    stored_bytes: int
+    digest: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Written:
+        return cls(len(content), manifest_digest(content))
+
+
 def commit(
     root: Place,
     manifest: Manifest,
@@ -503,8 +522,8 @@ def commit(
     still_ours: Callable[[], None] | None = None,
     *,
     again: bool = False,
-) -> int:
-    """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
+) -> Written:
+    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
 
     ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the lease writes steps again, newer ones first, which
     are then no sign of another writer. Raises ``RootBusy`` where another writer has taken the sequence number, or
@@ -531,7 +550,7 @@ def commit(
         raise
     durability.sync_directory(folder)
     durability.sync_directory(folder.parent)
-    return len(content)
+    return Written.of(content)
 
 
 def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
@@ -575,10 +594,12 @@ def whole_steps(
     return sorted(step for step, is_whole in found.items() if is_whole)
 
 
-def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
-    """The segments of a step in order. Raises ``ChainBroken``, ``Damaged``, or ``StepNotFound`` where the step was deleted meanwhile."""
+def open_segments(root: Root, manifest: Manifest, stored: Sequence[str] | None = None) -> list[Segment]:
+    """The segments of a step in order, or those that some of what it stores may need. Raises ``ChainBroken``, ``Damaged``, or
+    ``StepNotFound`` where the step was deleted meanwhile.
+    """
     try:
-        return [root.store.segment(ref) for ref in manifest.segments]
+        return [root.store.segment(ref) for ref in (manifest.segments if stored is None else manifest.refs_of(stored))]
     except ChainBroken as error:
         if not _is_there(root, manifest):
             raise StepNotFound(
