@@ -115,16 +115,16 @@ def resolve(
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
 ) -> dict[str, Chain]:
-    """The chain of every named leaf of ``manifest.leaves``, each link checked by the digests that the tables carry.
+    """The chain of everything named of ``manifest.stored``, each link checked by the digests that the tables carry.
 
     ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger than this and than ``_TABLES_BYTES``.
     ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes after that is read.
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
     """
     paths = list(paths)
-    segments = open_segments(root, manifest)
+    segments = open_segments(root, manifest, paths)
     _refuse_large_tables(manifest, paths, segments, max_bytes)
-    links = [_links(path, manifest.leaves[path], segments, manifest) for path in paths]
+    links = [_links(path, manifest.stored[path], segments, manifest) for path in paths]
     chains: dict[str, Chain] = {}
     for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
         if leaf_digest(digests) != record.digest:
@@ -154,7 +154,7 @@ def machine_bytes() -> int:
 
 
 def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None) -> None:
-    chunks = sum(manifest.leaves[path].spec(path).chunk_count for path in paths)
+    chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
     stored = sum(segment.table.digests for segment in segments)
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
     size = _CHUNK_TABLES_BYTES * chunks + 2 * _DIGEST_BYTES * stored + _INDEX_ROW_BYTES * rows

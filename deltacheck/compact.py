@@ -36,7 +36,7 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     if root.is_manager_root:
         raise StepNotFound(f"{root.path} is the root of a CheckpointManager: its steps cannot be written again in their place")
     before = root.manifest()
-    chains = chain.resolve(root, before, before.leaves)
+    chains = chain.resolve(root, before, before.stored)
     long = {path: found for path, found in sorted(chains.items()) if found.deltas}
     if not long:
         return None
@@ -47,4 +47,6 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     after = renewed(root, before, seq, segments, "compacting")
     written = commit(root.path, after, root.store.durability)
     collect.delete_checkpoint(root, before.seq)
-    return Compacted(before.step, seq, len(long), max(len(found.deltas) for found in long.values()), ref.stored_bytes + written)
+    return Compacted(
+        before.step, seq, len(long), max(len(found.deltas) for found in long.values()), ref.stored_bytes + written.stored_bytes
+    )

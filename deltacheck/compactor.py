@@ -162,7 +162,7 @@ class Compactor:
         running.segments = running.segments | {writer.id}
         try:
             root = Root(self._store.path, self._store).afresh()
-            found = chain.resolve(root, manifest, [path for path in plan.links if path in manifest.leaves])
+            found = chain.resolve(root, manifest, [path for path in plan.links if path in manifest.stored])
             chains = {p: c for p, c in found.items() if (c.key[0].id, tuple(c.delta_segments)) == plan.links[p]}
             if chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)

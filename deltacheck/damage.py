@@ -44,7 +44,7 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
 
 def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
     """The same damage, found in the file where it is: a digest at the end of a chain tells the leaf only."""
-    if error.leaf not in manifest.leaves:
+    if error.leaf not in manifest.stored:
         return error
     try:
         for _ in chain.follow(chain.resolve(root, manifest, [error.leaf])):
@@ -83,7 +83,7 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
     return [
         path
         for path in holder.leaves_in(file)
-        if path in manifest.leaves
+        if path in manifest.stored
         and not any(path in other.table.leaves and other.table.leaves[path].is_whole for other in later)
     ]
 

@@ -57,6 +57,10 @@ class SaveFailed(DeltacheckError):
     """A save did not become a checkpoint; every earlier step is as it was."""
 
 
+class RankFailed(SaveFailed):
+    """Another process of the run failed, was lost, or has another state than the others."""
+
+
 class SnapshotTorn(SaveFailed):
     """A tensor was written to before its capture had finished."""
 

@@ -73,7 +73,7 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
 
     Raises ``ChainBroken`` where a leaf has no keyframe.
     """
-    return {path: _leaf_state(path, manifest, segments) for path in sorted(manifest.leaves)}
+    return {path: _leaf_state(path, manifest, segments) for path in sorted(manifest.stored)}
 
 
 def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> LeafState:
@@ -86,7 +86,7 @@ def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> L
         if entry.is_whole:
             own = layout.seq_of(chain[0][0].id) == manifest.seq
             kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if len(chain) > 1 else LeafKind.KEYFRAME
-            return LeafState(manifest.leaves[path].spec(path), kind, tuple(reversed(chain)))
+            return LeafState(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
     raise ChainBroken(f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe")
 
 

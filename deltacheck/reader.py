@@ -170,9 +170,9 @@ class Checkpoints:
         ``ChainBroken`` where a step on the way is not whole.
         """
         manifest = self.manifest(step)
-        wanted = list(manifest.leaves if leaves is None else leaves)
+        wanted = list(manifest.stored if leaves is None else leaves)
         for path in wanted:
-            if path not in manifest.leaves:
+            if path not in manifest.stored:
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
         return blame.blame(self._root, manifest, wanted)
 

@@ -42,9 +42,9 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
     written). Raises ``ReceiptFailed`` naming leaf and file.
     """
     begin = time.perf_counter()
-    wanted = [path for path in paths if path in manifest.leaves]
+    wanted = [path for path in paths if path in manifest.stored]
     for path in wanted:
-        recorded = manifest.leaves[path].digest
+        recorded = manifest.stored[path].digest
         if live.get(path, recorded) != recorded:
             raise ReceiptFailed(
                 f"step {manifest.step}, leaf {path!r}: the state had digest {live[path]} when it was captured, what was encoded has {recorded}",
@@ -75,7 +75,7 @@ def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
                 return store.segment(ref).leaves_in(file)[0]
             except (Damaged, IndexError):
                 break
-    return next(iter(manifest.leaves), "")
+    return next(iter(manifest.stored), "")
 
 
 def forget(store: Store, manifest: Manifest) -> None:

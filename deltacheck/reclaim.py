@@ -94,7 +94,7 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
     leaves: dict[str, dict[str, tuple[Manifest, LeafEntry]]] = {}
     for manifest in manifests:
         refs |= {ref.id: ref for ref in manifest.segments}
-        for path, found in chain.resolve(root, manifest, manifest.leaves).items():
+        for path, found in chain.resolve(root, manifest, manifest.stored).items():
             for segment, entry in (found.key, *found.deltas):
                 leaves.setdefault(segment.id, {}).setdefault(path, (manifest, entry))
                 held[segment.id] = len(segment.table.leaves)
@@ -111,7 +111,7 @@ def _as_of(root: Root, need: Need) -> dict[str, Chain]:
     for path, (manifest, entry) in need.leaves.items():
         until = tuple(ref for ref in manifest.segments if layout.seq_of(ref.id) <= seq)
         record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
-        found |= chain.resolve(root, msgspec.structs.replace(manifest, segments=until, leaves={path: record}), [path])
+        found |= chain.resolve(root, msgspec.structs.replace(manifest.on(until), leaves={path: record}, tiles={}), [path])
     return found
 
 
@@ -119,8 +119,7 @@ def _replaced(root: Root, manifest: Manifest, stands_in: Mapping[str, SegmentRef
     """A manifest with new segments for old ones, without those that it needs no more; every chain of it checked by its digests."""
     if not stands_in.keys() & {ref.id for ref in manifest.segments}:
         return manifest
-    after: Manifest = msgspec.structs.replace(manifest, segments=tuple(stands_in.get(ref.id, ref) for ref in manifest.segments))
-    chains = chain.resolve(root, after, after.leaves).values()
+    after = manifest.on([stands_in.get(ref.id, ref) for ref in manifest.segments])
+    chains = chain.resolve(root, after, after.stored).values()
     needed = {segment.id for found in chains for segment, _ in (found.key, *found.deltas)}
-    fewer: Manifest = msgspec.structs.replace(after, segments=tuple(ref for ref in after.segments if ref.id in needed))
-    return fewer
+    return after.on([ref for ref in after.segments if ref.id in needed])

@@ -19,9 +19,8 @@ from deltacheck import chain, derive, verify
 from deltacheck import survey as surveying
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8, U64
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
-from deltacheck.records import LeafSpec
 from deltacheck.rewrite import WholeLeaves, renewed
 from deltacheck.store import arrays, collect, layout, place
 from deltacheck.store.durability import sync_directory
@@ -246,7 +245,7 @@ class _Healer:
 
     def heal(self, manifest: Manifest, leaf: str) -> _Content | Lost:
         """The content of a leaf that a step has lost."""
-        record = manifest.leaves[leaf]
+        record = manifest.stored[leaf]
         known = self._leaves.get(record.digest)
         if known is not None:
             lineage, links = known
@@ -315,7 +314,7 @@ class _Healer:
                     )
                 except Damaged:
                     return None, missing
-                if _digest_of(spec, content.data) == entry.digest:
+                if digest_of(spec, content.data) == entry.digest:
                     return content, []
         if missing:
             return None, missing
@@ -323,11 +322,11 @@ class _Healer:
 
     def _cast(self, manifest: Manifest, leaf: str) -> _Content | None:
         """A leaf that is the cast of another of its step, as working copies are of their masters."""
-        record = manifest.leaves[leaf]
+        record = manifest.stored[leaf]
         spec = record.spec(leaf)
         if record.dtype not in ("bfloat16", "float16", "float32"):
             return None
-        for path, other in manifest.leaves.items():
+        for path, other in manifest.stored.items():
             if other.dtype in _FLOATS and other.dtype != record.dtype and other.shape == record.shape:
                 known = self._leaves.get(other.digest)
                 if known is None:
@@ -356,10 +355,6 @@ def _chunk(at: _At, wanted: U64, digests: U64) -> U8 | None:
     except Damaged:
         return None
     return data if (digests[at.chunk] == wanted).all() else None
-
-
-def _digest_of(spec: LeafSpec, data: U8) -> str:
-    return leaf_digest(chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------------------
@@ -437,12 +432,12 @@ def _write(
             needed = healer.needed(manifest, leaves)
             segments = tuple(old for old in manifest.segments if old.id in needed)
             if leaves:
-                specs = [manifest.leaves[leaf].spec(leaf) for leaf in leaves]
+                specs = [manifest.stored[leaf].spec(leaf) for leaf in leaves]
                 whole = WholeLeaves(root.store.writer(base + number), specs, io_timeout_seconds)
                 for leaf in leaves:
                     content = healer.heal(manifest, leaf)
                     assert isinstance(content, _Content)
-                    whole.add(manifest.leaves[leaf].spec(leaf), manifest.leaves[leaf].digest, content.digests, content.data)
+                    whole.add(manifest.stored[leaf].spec(leaf), manifest.stored[leaf].digest, content.digests, content.data)
                 ref = whole.finish()
                 segments = (*segments, ref)
                 done.stored_bytes += ref.stored_bytes

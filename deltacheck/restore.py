@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from deltacheck import chain, derive, grid, replay
+from deltacheck import chain, derive, grid, replay, tiles
 from deltacheck.chain import Chain, Held
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFound
 from deltacheck.records import LeafSpec
 from deltacheck.store.root import Root
@@ -31,8 +31,18 @@ class Formula:
     sources: Mapping[str, Leaf]
 
 
-Leaf: TypeAlias = Chain | Formula
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A leaf that is stored in tiles. ``chains``: those that are wanted, by their number."""
+
+    spec: LeafSpec
+    cuts: tiles.Cuts
+    chains: Mapping[int, Chain]
+
+
+Leaf: TypeAlias = Chain | Formula | Tiled
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_Given = TypeVar("_Given")
 
 
 class Loaded(NamedTuple):
@@ -52,13 +62,14 @@ def resolve(
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
     partly: Container[str] = (),
+    boxes: Mapping[str, tiles.Box] | None = None,
 ) -> dict[str, Leaf]:
     """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
 
     ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
     (``ReplayNeeded``). ``max_bytes``: the budget, which neither the leaves (but for those of which the caller wants a part, ``partly``) nor,
     beyond 64 MiB, the step's tables may exceed; nothing is opened before that is known. ``held``: what the caller has of leaves as
-    they are stored, which is then not read again.
+    they are stored, which is then not read again. ``boxes``: what is wanted of leaves that are wanted in part; tiles outside are left out.
 
     Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have;
     ``BudgetExceeded``.
@@ -73,23 +84,41 @@ def resolve(
         if path not in specs and path not in inputs:
             near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
-    refuse_more_than(max_bytes, sum(specs[path].raw_bytes for path in wanted if path in specs and path not in partly))
+    boxes = boxes or {}
+    refuse_more_than(
+        max_bytes, sum(specs[path].raw_bytes for path in wanted if path in specs and path not in partly and path not in boxes)
+    )
     needed = dict.fromkeys(wanted)
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
-    chains = chain.resolve(root, manifest, [path for path in needed if path in manifest.leaves], max_bytes, held)
+    numbers = {path: _numbers(manifest.tiles[path].cuts, boxes.get(path)) for path in needed if path in manifest.tiles}
+    names = {path: dict(zip(of, _names(path, manifest.tiles[path].cuts, of), strict=True)) for path, of in numbers.items()}
+    kept = [path for path in needed if path in manifest.leaves] + [name for of in names.values() for name in of.values()]
+    chains = chain.resolve(root, manifest, kept, max_bytes, held)
     made: dict[str, Leaf] = {}
 
     def make(path: str) -> Leaf:
         if path not in made:
             derived = manifest.derived.get(path)
-            if derived is None:
+            if path in names:
+                cuts = manifest.tiles[path].cuts
+                made[path] = Tiled(specs[path], cuts, {number: chains[name] for number, name in names[path].items()})
+            elif derived is None:
                 made[path] = chains[path]
             else:
                 made[path] = Formula(specs[path], derived, chains.get(path), {p: make(p) for p in derived.sources})
         return made[path]
 
     return {path: make(path) for path in wanted}
+
+
+def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
+    """The tiles that a box touches; without one, all."""
+    return list(range(tiles.count(cuts))) if box is None else [one.number for one in tiles.overlaps(cuts, box)]
+
+
+def _names(path: str, cuts: tiles.Cuts, numbers: Sequence[int]) -> list[str]:
+    return [tiles.name(path, tiles.box(cuts, number)) for number in numbers]
 
 
 def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
@@ -140,6 +169,9 @@ def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
         if isinstance(leaf, Chain):
             found[leaf.spec.path] = leaf
             continue
+        if isinstance(leaf, Tiled):
+            way += leaf.chains.values()
+            continue
         if leaf.codes is not None:
             found[leaf.codes.spec.path] = leaf.codes
         way += leaf.sources.values()
@@ -161,24 +193,77 @@ def load(
     and file.
     """
     named = chunks or {}
-    chains = stored_chains(leaves.values())
     # First what can be told without a list of chunks, which may itself be too long.
     refuse_more_than(max_bytes, sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in named))
     wanted = {path: named[path] if path in named else list(range(leaf.spec.chunk_count)) for path, leaf in leaves.items()}
-    needed: dict[str, set[int]] = {path: set() for path in chains}
+    needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     for path, leaf in leaves.items():
         for first, stop in _runs(leaf.spec, wanted[path]):
             _need(leaf, first, stop, needed)
+    made = sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if not isinstance(leaf, Chain))
+
+    def give(values: _Values) -> dict[str, Loaded]:
+        return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
+
+    return _read(leaves, needed, made, give, max_bytes, codec, stored)
+
+
+def load_boxes(
+    leaves: Mapping[str, Leaf],
+    boxes: Mapping[str, tiles.Box],
+    *,
+    max_bytes: int | None = None,
+    codec: Codec[Any] | None = None,
+    stored: dict[str, U8] | None = None,
+) -> dict[str, Array]:
+    """Read, decode, verify and compute a box of each leaf; only the chunks that it touches are read. Else as ``load``."""
+    refuse_more_than(max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items()))
+    needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
+    chunks: dict[str, list[int]] = {}
+    for path, leaf in leaves.items():
+        spec = leaf.spec
+        if isinstance(leaf, Tiled):
+            _need_box(leaf, boxes[path], needed)
+            continue
+        chunks[path] = grid.chunks_of_slices(spec.shape, spec.chunk, boxes[path])
+        for first, stop in _runs(spec, chunks[path]):
+            _need(leaf, first, stop, needed)
+    made = sum(
+        box_bytes(leaf.spec, boxes[path]) if isinstance(leaf, Tiled) else chain.bytes_of(leaf.spec, chunks[path])
+        for path, leaf in leaves.items()
+        if not isinstance(leaf, Chain)
+    )
+
+    def give(values: _Values) -> dict[str, Array]:
+        return {path: values.box(leaf, boxes[path], chunks.get(path, [])) for path, leaf in leaves.items()}
+
+    return _read(leaves, needed, made, give, max_bytes, codec, stored)
+
+
+def _read(
+    leaves: Mapping[str, Leaf],
+    needed: Mapping[str, set[int]],
+    made: int,
+    give: Callable[[_Values], dict[str, _Given]],
+    max_bytes: int | None,
+    codec: Codec[Any] | None,
+    stored: dict[str, U8] | None,
+) -> dict[str, _Given]:
+    """Read the chunks ``needed`` of the chains of ``leaves`` and let ``give`` make of them what was asked for, ``made`` bytes of which are new.
+
+    ``stored``: where to leave the bytes of chains that were read whole.
+    """
+    chains = stored_chains(leaves.values())
     reads = {path: sorted(numbers) for path, numbers in needed.items()}
-    total = sum(chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items())
-    total += sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if isinstance(leaf, Formula))
+    total = made + sum(chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items())
     refuse_more_than(max_bytes, total)
     try:
         data = chain.load(chains, reads, codec)
         if stored is not None:
-            stored.update(data)
-        values = _Values(reads, data)
-        return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
+            stored.update(
+                {path: data[path] for path, numbers in reads.items() if len(numbers) == chains[path].spec.chunk_count}
+            )
+        return give(_Values(reads, data))
     except MemoryError as error:
         raise BudgetExceeded(f"this process cannot have the {total} bytes that the restore takes; name fewer leaves") from error
 
@@ -215,9 +300,19 @@ def _need(leaf: Leaf, first: int, stop: int, needed: dict[str, set[int]]) -> Non
     if isinstance(leaf, Chain):
         needed[leaf.spec.path].update(_covering(leaf.spec, first, stop))
         return
+    if isinstance(leaf, Tiled):
+        for box in tiles.boxes_of_range(leaf.spec.shape, first, stop):
+            _need_box(leaf, box, needed)
+        return
     for part in (leaf.codes, *leaf.sources.values()):
         if part is not None:
             _need(part, first, stop, needed)
+
+
+def _need_box(leaf: Tiled, box: tiles.Box, needed: dict[str, set[int]]) -> None:
+    for one in tiles.overlaps(leaf.cuts, box):
+        spec = leaf.chains[one.number].spec
+        needed[spec.path].update(grid.chunks_of_slices(spec.shape, spec.chunk, one.in_tile))
 
 
 class _Values:
@@ -239,6 +334,21 @@ class _Values:
             _check_digest(leaf, leaf.derived.digest, values)
         return values
 
+    def box(self, leaf: Leaf, box: tiles.Box, chunks: list[int]) -> Array:
+        """A box of a leaf. ``chunks``: those that it touches, of leaves that are not tiled."""
+        if isinstance(leaf, Tiled):
+            out = np.empty([s.stop - s.start for s in box], leaf.spec.element.numpy)
+            self._fill(leaf, box, out)
+            return out
+        return cut(Loaded(leaf.spec, chunks, self.of(leaf, chunks)), box)
+
+    def _fill(self, leaf: Tiled, box: tiles.Box, out: Array) -> None:
+        """``out``: of the box's shape."""
+        for one in tiles.overlaps(leaf.cuts, box):
+            spec = leaf.chains[one.number].spec
+            tile = Loaded(spec, self._reads[spec.path], self._data[spec.path])
+            out[one.in_box] = as_array(tile)[one.in_tile] if len(tile.chunks) == spec.chunk_count else cut(tile, one.in_tile)
+
     def _range(self, leaf: Leaf, first: int, stop: int) -> Array:
         """Elements ``first`` to ``stop`` of a leaf, 1-D."""
         spec = leaf.spec
@@ -249,6 +359,14 @@ class _Values:
             begin = chain.bytes_of(spec, self._reads[spec.path][:before]) // spec.element.item_bytes
             begin += first - int(spec.element_bounds()[covering.start])
             return self._data[spec.path].view(spec.element.numpy)[begin : begin + stop - first]
+        if isinstance(leaf, Tiled):
+            values = np.empty(stop - first, spec.element.numpy)
+            at = 0
+            for box in tiles.boxes_of_range(spec.shape, first, stop):
+                shape = [s.stop - s.start for s in box]
+                self._fill(leaf, box, values[at : at + math.prod(shape)].reshape(shape))
+                at += math.prod(shape)
+            return values
         if key not in self._known:
             codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
             sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
@@ -261,7 +379,7 @@ class _Values:
 
 def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
     spec = leaf.spec
-    found = leaf_digest(chunk_digests(values, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+    found = digest_of(spec, values)
     if found != recorded:
         raise Damaged(
             f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "
@@ -276,10 +394,13 @@ def as_array(item: Loaded) -> Array:
 
 
 def cut(item: Loaded, slices: Sequence[slice]) -> Array:
-    """The box ``slices`` (bounded, step 1) of a leaf, from the loaded chunks that cover it."""
+    """The box ``slices`` (bounded, step 1) of a leaf, from the loaded chunks, which cover it."""
     spec = item.spec
     out = np.empty([s.stop - s.start for s in slices], spec.element.numpy)
+    wanted = set(grid.chunks_of_slices(spec.shape, spec.chunk, slices))
     for chunk, (begin, end) in zip(item.chunks, chain.extents(spec, item.chunks), strict=True):
+        if chunk not in wanted:
+            continue
         box = grid.box(spec.shape, spec.chunk, chunk)
         values = item.data[begin:end].view(spec.element.numpy).reshape([s.stop - s.start for s in box])
         common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, slices, strict=True)]

@@ -50,4 +50,4 @@ def renewed(root: Root, manifest: Manifest, seq: int, segments: Sequence[Segment
     """The same save as another checkpoint, on other segments: its nonce stays, and tags go by that. ``doing``: who wrote it, for people."""
     about = f"process {os.getpid()} on {socket.gethostname()}, {doing}"
     durability = root.store.durability.value
-    return msgspec.structs.replace(manifest, seq=seq, writer=about, segments=tuple(segments), durability=durability)
+    return msgspec.structs.replace(manifest.on(segments), seq=seq, writer=about, durability=durability)

@@ -38,7 +38,7 @@ from deltacheck.receipt import Receipt
 from deltacheck.store.background import Background
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import remove_tree
-from deltacheck.store.root import Store, manifest_content, manifest_digest
+from deltacheck.store.root import Store, Written
 from deltacheck.store.schema import Manifest, Replay, SegmentRef
 from deltacheck.treatment import Shadow, Treatment
 from deltacheck.tree import Node
@@ -143,16 +143,18 @@ class Saver:
         step: int,
         tree: Node,
         sources: Mapping[str, LeafSource],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         *,
         metrics: Mapping[str, float] | None = None,
         on_busy: str = "wait",
         replay: Replay | None = None,
         note: str = "",
+        abandon: Callable[[BaseException], None] | None = None,
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
-        ``commit(manifest)`` makes the step exist and returns the bytes it wrote; it runs on the committer thread. ``on_busy``:
+        ``commit(manifest)`` makes the step exist; it runs on the committer thread. ``abandon(error)``: called once, behind the training, where
+        the save fails, also in ``commit``. ``on_busy``:
         what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
         ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored (REQUIRES: an
         exact policy). ``note``: for the report.
@@ -163,18 +165,19 @@ class Saver:
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         self.check_usable()
         with undisturbed():
-            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note)
+            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note, abandon)
 
     def _save(
         self,
         step: int,
         tree: Node,
         sources: Mapping[str, LeafSource],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         metrics: Mapping[str, float],
         on_busy: str,
         replay: Replay | None,
         note: str,
+        abandon: Callable[[BaseException], None] | None,
     ) -> SaveHandle:
         begin = time.perf_counter()
         self.raise_unseen()
@@ -213,6 +216,7 @@ class Saver:
                 due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
                 replay,
                 note,
+                abandon,
             )
             if compaction is not None:
                 self._plans[work.seq] = compaction
@@ -298,6 +302,11 @@ class Saver:
             for leaf in list(self.leaves.values()):
                 found |= {leaf.key_segment, *leaf.delta_segments}
             return found
+
+    def settle(self) -> None:
+        """Let the training thread wait until no save is under way; what failed them is raised by the next call."""
+        for handle in self.pending():
+            self._settle(handle, "committed")
 
     def settle_reads(self) -> None:
         """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
@@ -444,14 +453,14 @@ class Saver:
                     with self._lock:
                         self._unchecked[work.seq] = manifest
                     work.handle._awaits_receipt = True
-                stored = self._on_disk(work, partial(work.commit, manifest))
+                written = self._on_disk(work, partial(work.commit, manifest))
                 before, self._newest = self._newest, manifest
                 plan = self._plans.pop(work.seq, None)
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
-                digest = manifest_digest(manifest_content(manifest))
-                work.handle._advance("committed", work.report(stored + (0 if ref is None else ref.stored_bytes), digest))
+                stored = written.stored_bytes + (0 if ref is None else ref.stored_bytes)
+                work.handle._advance("committed", work.report(stored, written.digest))
                 self._release(work)
                 if self._setup.verify == "receipt":
                     self._to_check.put((work, manifest))
@@ -519,6 +528,8 @@ class Saver:
             if not work.handle.done():  # else this was told when it was given up
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
+            if work.abandon is not None:
+                Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
             if not work.may_be_committed:
                 removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
                 wait_for([removal], _MOST_REMOVAL_SECONDS)

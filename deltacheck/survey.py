@@ -86,7 +86,7 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
         names = {segment.id for segment in segments}
         dropped, before = before - names, names
         newest_first = segments[::-1]
-        for path, record in manifest.leaves.items():
+        for path, record in manifest.stored.items():
             try:
                 lineage = _extended(path, record, newest_first, current.get(path), dropped, manifest)
             except ChainBroken as error:

@@ -281,6 +281,50 @@ def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
         raise ValueError(f"unknown node kind {node['t']!r}")
 
 
+def merged(skeletons: Sequence[Node]) -> Node:
+    """One skeleton of trees that several processes have parts of: of dicts every key, of all else what they agree on.
+
+    Raises ``UnsupportedLeaf`` naming the place, both numbers of the processes and both values where they do not agree.
+    """
+    found = skeletons[0]
+    for number, other in enumerate(skeletons[1:], 1):
+        found = _merged(found, other, (), number)
+    return found
+
+
+def _merged(one: Node, other: Node, keys: tuple[str, ...], number: int) -> Node:
+    if one == other:
+        return one
+    if one["t"] == other["t"] and one["t"] in ("dict", "odict"):
+        pairs = {escape_key(key): (key, cast("Node", item)) for key, item in _children(one)}
+        for key, item in _children(other):
+            name = escape_key(key)
+            known = pairs.get(name)
+            child = cast("Node", item)
+            pairs[name] = (key, child if known is None else _merged(known[1], child, (*keys, name), number))
+        return {"t": one["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
+    raise UnsupportedLeaf(
+        f"leaf {'/'.join(keys)!r} is {_shown(one)} in an earlier process and {_shown(other)} in process {number}; save what each has for itself "
+        "under a key of its own, such as f'rank {rank}'"
+    )
+
+
+def _shown(node: Node) -> str:
+    return f"{node['t']} {node['v']}" if "v" in node else f"a {node['t']}"
+
+
+def pruned(skeleton: Node, like: Node) -> Node:
+    """A skeleton without the keys of its dicts that another one does not have in the same place."""
+    if skeleton["t"] in ("dict", "odict") and like["t"] in ("dict", "odict"):
+        kept = {escape_key(key): cast("Node", item) for key, item in _children(like)}
+        pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
+        return {
+            "t": skeleton["t"],
+            "k": cast("Json", [[key, pruned(item, kept[escape_key(key)])] for key, item in pairs if escape_key(key) in kept]),
+        }
+    return skeleton
+
+
 def array_paths(skeleton: Node) -> dict[str, str]:
     """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie).
 

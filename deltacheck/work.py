@@ -17,7 +17,7 @@ import numpy as np
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, METHOD, U8, U32, U64, Codec, Encoded, GroupCodec, GroupJob
 from deltacheck.contracts import RANK, Promise, name_of
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
@@ -26,7 +26,7 @@ from deltacheck.records import LeafKind, LeafReport, LeafSpec, SaveReport
 from deltacheck.store import layout, segment
 from deltacheck.store.arrays import Pending
 from deltacheck.store.effort import Effort
-from deltacheck.store.root import Store
+from deltacheck.store.root import Store, Written
 from deltacheck.store.schema import (
     DERIVED,
     REPLAY,
@@ -163,12 +163,13 @@ class Work:
         tree: Node,
         sources: Mapping[str, LeafSource],
         metrics: Mapping[str, float],
-        commit: Callable[[Manifest], int],
+        commit: Callable[[Manifest], Written],
         terms: Callable[[], Terms],
         effort: Effort,
         due: frozenset[str],
         replay: Replay | None = None,
         note: str = "",
+        abandon: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.setup = setup
         self.epoch, self.leaves = epoch, shadow
@@ -180,7 +181,7 @@ class Work:
         self.specs: dict[str, LeafSpec] = {}  # of what is stored
         self.lazy = [source for source in sources.values() if source.lazy]
         self.metrics = metrics
-        self.commit = commit
+        self.commit, self.abandon = commit, abandon
         self.terms = terms
         self.due = due
         self.replay, self.note = replay, note
@@ -227,7 +228,7 @@ class Work:
                 raise SaveFailed(f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took it along")
             if current is not None and self.setup.verify != "none":
                 host = codec.host(current)
-                self.live[spec.path] = leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+                self.live[spec.path] = digest_of(spec, host)
             if source.whole and spec.raw_bytes:
                 self._encode_whole(spec, current)
                 continue

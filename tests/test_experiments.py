@@ -21,7 +21,9 @@ from deltacheck.demo.pairs import BYTES, Coding, Pair
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
 LORA, RL = "lora/train.py", "rl_like/train.py"
-PATIENT = pytest.mark.timeout(900)  # up to ten processes that import a framework, some of them two: seconds, but minutes on a busy machine
+PATIENT = pytest.mark.timeout(
+    900
+)  # up to ten processes that import a framework, some of them two: seconds, but minutes on a busy machine
 
 
 def run(example: str, *options: object) -> str:

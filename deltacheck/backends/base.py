@@ -53,8 +53,8 @@ def place_numpy(item: Loaded, tag: str | None) -> object | None:
     return array if tag == NUMPY_ARRAY else array[()]
 
 
-def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
-    """Which stored leaf fills which leaf of a restore target: target path (ties once) -> stored path.
+def match_targets(manifest: Manifest, target: Flat, partly: bool = False) -> dict[str, str]:
+    """Which stored leaf fills which leaf of a restore target: target path (ties once) -> stored path. ``partly``: the target need not have all.
 
     Raises ``TreeMismatch`` naming the leaves and both values where paths, shapes or dtypes differ, or where leaves that are
     tied in the target were saved with different content.
@@ -62,7 +62,7 @@ def match_targets(manifest: Manifest, target: Flat) -> dict[str, str]:
     stored, wanted, specs = array_paths(manifest.tree), array_paths(target.skeleton), manifest.specs
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     problems = [f"leaf {p!r} of the target is not in step {manifest.step}" for p in missing]
-    problems += [f"leaf {p!r} of step {manifest.step} is not in the target" for p in unexpected]
+    problems += [f"leaf {p!r} of step {manifest.step} is not in the target" for p in unexpected if not partly]
     chosen: dict[str, str] = {}
     for path in sorted(wanted.keys() & stored.keys()):
         owner, leaf, spec = wanted[path], target.leaves[wanted[path]], specs[stored[path]]

@@ -496,6 +496,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return content
 
 
+class Written(NamedTuple):
+    """What a commit wrote: the bytes of the manifest, and its ``manifest_digest``."""
+
+    stored_bytes: int
+    digest: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Written:
+        return cls(len(content), manifest_digest(content))
+
+
 def commit(
     root: Place,
     manifest: Manifest,
@@ -503,8 +514,8 @@ def commit(
     still_ours: Callable[[], None] | None = None,
     *,
     again: bool = False,
-) -> int:
-    """Make the step exist; returns the bytes written. REQUIRES: every segment that the manifest names is durable.
+) -> Written:
+    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
 
     ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the lease writes steps again, newer ones first, which
     are then no sign of another writer. Raises ``RootBusy`` where another writer has taken the sequence number, or
@@ -531,7 +542,7 @@ def commit(
         raise
     durability.sync_directory(folder)
     durability.sync_directory(folder.parent)
-    return len(content)
+    return Written.of(content)
 
 
 def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
@@ -575,10 +586,12 @@ def whole_steps(
     return sorted(step for step, is_whole in found.items() if is_whole)
 
 
-def open_segments(root: Root, manifest: Manifest) -> list[Segment]:
-    """The segments of a step in order. Raises ``ChainBroken``, ``Damaged``, or ``StepNotFound`` where the step was deleted meanwhile."""
+def open_segments(root: Root, manifest: Manifest, stored: Sequence[str] | None = None) -> list[Segment]:
+    """The segments of a step in order, or those that some of what it stores may need. Raises ``ChainBroken``, ``Damaged``, or
+    ``StepNotFound`` where the step was deleted meanwhile.
+    """
     try:
-        return [root.store.segment(ref) for ref in manifest.segments]
+        return [root.store.segment(ref) for ref in (manifest.segments if stored is None else manifest.refs_of(stored))]
     except ChainBroken as error:
         if not _is_there(root, manifest):
             raise StepNotFound(

@@ -7,16 +7,18 @@ features are refused (``docs/reference/format.md``, sections 2 and 3).
 from __future__ import annotations
 
 import graphlib
+import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from deltacheck import grid, tree
+from deltacheck import grid, tiles, tree
 from deltacheck.codec.base import STREAMS
 from deltacheck.contracts import RANK, Promise, name_of
 from deltacheck.dtypes import dtype_named
@@ -31,11 +33,14 @@ _MAX_ARRAY_RANK = 32  # TensorStore's
 _MAX_CHUNK_BYTES = 64 << 20  # a reader holds a chunk or two beside what it gives; writers make them of about 1 MiB
 _MAX_DERIVED_DEPTH = 8  # leaves that follow from one another
 _MAX_SEQ = 10**10  # ten digits of a name
+_MAX_TILES = 1 << 24  # of a leaf
+_DIGEST_DIGITS = 32
 _WRONG = (msgspec.ValidationError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 DERIVED = "derived"  # permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
 REPLAY = "replay"  # permanent: the feature of manifests whose leaves are the input of a replay
-FEATURES = (DERIVED, REPLAY)
+TILES = "tiles"  # permanent: the feature of manifests that several ranks have written together
+FEATURES = (DERIVED, REPLAY, TILES)
 STAGES = ("", "warm", "stable", "degraded")  # permanent names
 
 
@@ -118,16 +123,53 @@ class SegmentRef(msgspec.Struct, frozen=True):
     stored_bytes: int
 
 
-class LeafRecord(msgspec.Struct, frozen=True):
-    """What a step promises of one leaf. ``digest``: xxh3_128 of its chunks' digests in order (16 bytes each)."""
+class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a step promises of one leaf. ``digest``: xxh3_128 of its chunks' digests in order (16 bytes each). ``lane``: in which of the
+    manifest's lanes all of its segments are; -1: in any.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     digest: str
+    lane: int = -1
 
     def spec(self, path: str) -> LeafSpec:
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
+
+
+class Tiles(msgspec.Struct, frozen=True):
+    """What a step promises of a leaf that is stored in tiles, each under a path of its own (``tiles.name``).
+
+    ``cuts``: per axis, where the leaf is cut, from 0 to its size. ``digests``: those of the tiles in C order, 32 digits each; ``lanes``: as of
+    ``LeafRecord``, per tile.
+    """
+
+    dtype: str
+    cuts: tiles.Cuts
+    digests: str
+    lanes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tiles.shape_of(self.cuts)
+
+    def names(self, path: str) -> list[str]:
+        """What the tiles of the leaf ``path`` are stored as, in C order."""
+        starts = (along[:-1] for along in self.cuts)
+        return [tiles.name(path, tuple(slice(at, at) for at in origin)) for origin in itertools.product(*starts)]
+
+    def records(self) -> list[LeafRecord]:
+        """What the step promises of each tile, in C order."""
+        sizes = ([b - a for a, b in itertools.pairwise(along)] for along in self.cuts)
+        item_bytes = dtype_named(self.dtype).item_bytes
+        found, chunks = [], {}
+        for number, shape in enumerate(itertools.product(*sizes)):
+            if shape not in chunks:
+                chunks[shape] = grid.chunk_shape(shape, item_bytes)
+            digest = self.digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+            found.append(LeafRecord(self.dtype, shape, chunks[shape], digest, self.lanes[number]))
+        return found
 
 
 class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -188,13 +230,15 @@ class Replay(msgspec.Struct, frozen=True):
         return {path for step in self.steps for path in step.inputs.values()}
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
     ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat. ``time``: seconds since the
     epoch, for people only. ``contract``: the weakest that a leaf has. ``derived``: leaves of the tree that are not simply stored.
     ``contracts``: of leaves that are not exact. ``stage``: of the policy, ``warm``, ``stable`` or ``degraded``; none under the exact one.
-    ``durability``: what the save survived when it was acknowledged, a cut of ``power`` or the end of its ``process``.
+    ``durability``: what the save survived when it was acknowledged, a cut of ``power`` or the end of its ``process``. ``tiles``: leaves that
+    several ranks have stored parts of. ``lanes``: numbers of the segments that the leaves and tiles of one writer need, by writer, so that a
+    reader of some leaves need not open all.
     """
 
     format: str
@@ -215,6 +259,33 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     stage: str = ""
     replay: Replay | None = None  # None: nothing is replayed
     durability: str = "power"
+    tiles: dict[str, Tiles] = {}
+    lanes: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def stored(self) -> Mapping[str, LeafRecord]:
+        """What is stored, by the path that it is stored under: leaves, and the tiles of those that are cut."""
+        found = dict(self.leaves)
+        for path, cut in self.tiles.items():
+            found.update(zip(cut.names(path), cut.records(), strict=True))
+        return found
+
+    def on(self, segments: Sequence[SegmentRef]) -> Manifest:
+        """The same content on other segments, each of which may hold any of it."""
+        return msgspec.structs.replace(
+            self,
+            segments=tuple(segments),
+            lanes=(),
+            leaves={path: msgspec.structs.replace(record, lane=-1) for path, record in self.leaves.items()},
+            tiles={path: msgspec.structs.replace(cut, lanes=(-1,) * len(cut.lanes)) for path, cut in self.tiles.items()},
+        )
+
+    def refs_of(self, stored: Sequence[str]) -> list[SegmentRef]:
+        """The segments, in order, that some of what is stored may need."""
+        lanes = {self.stored[path].lane for path in stored}
+        if not self.lanes or -1 in lanes:
+            return list(self.segments)
+        return [self.segments[number] for number in sorted({number for lane in lanes for number in self.lanes[lane]})]
 
     @property
     def raw_bytes(self) -> int:
@@ -223,17 +294,21 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def spec(self, path: str) -> LeafSpec:
         """What a leaf of the tree is."""
-        derived = self.derived.get(path)
-        return self.leaves[path].spec(path) if derived is None else LeafSpec.of(path, derived.shape, derived.dtype)
+        computed = self.derived.get(path) or self.tiles.get(path)
+        return self.leaves[path].spec(path) if computed is None else LeafSpec.of(path, computed.shape, computed.dtype)
 
     @property
     def specs(self) -> dict[str, LeafSpec]:
         """What every leaf of the tree is, by path, ties once."""
         inputs = set() if self.replay is None else self.replay.inputs
-        return {path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived]) if path not in inputs}
+        return {
+            path: self.spec(path) for path in dict.fromkeys([*self.leaves, *self.derived, *self.tiles]) if path not in inputs
+        }
 
     def digest_of(self, path: str) -> str:
-        """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves."""
+        """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves and of those in tiles."""
+        if path in self.tiles:
+            return ""
         if self.replay is not None and path in self.replay.digests:
             return self.replay.digests[path]
         derived = self.derived.get(path)
@@ -365,13 +440,12 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
     for path, record in manifest.leaves.items():
         _check_leaf(path, record)
-    seqs = [layout.seq_of(ref.id) if layout.is_segment_id(ref.id) else -1 for ref in manifest.segments]
-    if any(a >= b for a, b in zip([-1, *seqs], seqs, strict=False)) or any(seq > manifest.seq for seq in seqs):
-        raise ValueError("its segments are not in ascending order")
+    _check_segments(manifest)
     owners = set(tree.array_paths(manifest.tree).values())
     inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
-    if owners | inputs != manifest.leaves.keys() | manifest.derived.keys():
+    if owners | inputs != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
         raise ValueError("its tree and its leaves do not match")
+    _check_tiles(manifest)
     specs = manifest.specs
     for path, derived in manifest.derived.items():
         _check_derived(path, derived, manifest.leaves.get(path), specs)
@@ -384,11 +458,62 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(
             f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves is {weakest!r}"
         )
-    if (bool(manifest.derived or manifest.contracts), manifest.replay is not None) != (
-        DERIVED in manifest.must_understand,
-        REPLAY in manifest.must_understand,
-    ):
+    has = {
+        DERIVED: manifest.derived or manifest.contracts,
+        REPLAY: manifest.replay is not None,
+        TILES: manifest.tiles or manifest.lanes,
+    }
+    if {feature for feature, there in has.items() if there} != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_segments(manifest: Manifest) -> None:
+    """In order, of at most this save, and but for those of several ranks one a save."""
+    ids = [ref.id for ref in manifest.segments]
+    seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
+    alone = TILES not in manifest.must_understand
+    if any(seq < 0 or seq > manifest.seq for seq in seqs) or any(
+        a > b or (a == b and (alone or x >= y)) for (a, x), (b, y) in itertools.pairwise(zip(seqs, ids, strict=True))
+    ):
+        raise ValueError("its segments are not in ascending order")
+    for lane in manifest.lanes:
+        if any(a >= b for a, b in itertools.pairwise(lane)) or any(not 0 <= number < len(ids) for number in lane):
+            raise ValueError("one of its lanes is not a list of its segments in order")
+    if manifest.lanes and {number for lane in manifest.lanes for number in lane} != set(range(len(ids))):
+        raise ValueError("its lanes do not use all of its segments")
+
+
+def _check_tiles(manifest: Manifest) -> None:
+    if manifest.tiles and (manifest.derived or manifest.contracts or manifest.replay is not None):
+        raise ValueError("its leaves lie in tiles, and are derived, bounded or replayed")
+    most = len(manifest.lanes)
+    if any(not -1 <= record.lane < most for record in manifest.leaves.values()):
+        raise ValueError("a leaf lies in a lane that it does not have")
+    for path, cut in manifest.tiles.items():
+        if path in manifest.leaves or not tiles.is_possible(cut.cuts) or not _is_a_shape(cut.shape):
+            raise ValueError(f"leaf {path!r} cannot be cut as it says")
+        count = tiles.count(cut.cuts)
+        if count > _MAX_TILES or len(cut.lanes) != count or not _is_digests(cut.digests, count):
+            raise ValueError(
+                f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)} digits of digests"
+            )
+        if any(not -1 <= lane < most for lane in cut.lanes):
+            raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+        for record in _kinds(cut):
+            _check_leaf(path, record)
+    if len(manifest.stored) != len(manifest.leaves) + sum(len(cut.lanes) for cut in manifest.tiles.values()):
+        raise ValueError("two of its leaves or tiles are stored under the same path")
+
+
+def _is_digests(text: str, count: int) -> bool:
+    return len(text) == count * _DIGEST_DIGITS and re.fullmatch("[0-9a-f]*", text) is not None
+
+
+def _kinds(cut: Tiles) -> list[LeafRecord]:
+    """A tile of each shape that there is."""
+    sizes = [sorted({b - a for a, b in itertools.pairwise(along)}) for along in cut.cuts]
+    item_bytes = dtype_named(cut.dtype).item_bytes
+    return [LeafRecord(cut.dtype, shape, grid.chunk_shape(shape, item_bytes), "") for shape in itertools.product(*sizes)]
 
 
 def _check_order(derived: Mapping[str, Derived]) -> None:

@@ -26,7 +26,7 @@ from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
 from deltacheck.store.durability import Durability
-from deltacheck.store.root import encode_manifest
+from deltacheck.store.root import Written, encode_manifest
 from deltacheck.store.schema import Manifest
 from deltacheck.tree import Flat
 
@@ -223,7 +223,7 @@ class Gate:
             self._changed.set()
             return self._verdict
 
-    def commit(self, manifest: Manifest) -> int:
+    def commit(self, manifest: Manifest) -> Written:
         """Write the manifest into the item's directory, durably. The step exists when Orbax renames that.
 
         Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
@@ -236,7 +236,7 @@ class Gate:
         if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
             raise SaveFailed(f"{self._directory} already holds a manifest; two handlers save the same item")
         self._durability.sync_directory(self._directory)
-        return len(content)
+        return Written.of(content)
 
 
 class Commit:

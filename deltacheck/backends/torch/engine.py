@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -28,10 +28,13 @@ from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import collect, place, tags
 from deltacheck.store.durability import Durability
-from deltacheck.store.lease import Lease
+from deltacheck.store.opened import open_alone
 from deltacheck.store.place import ObjectPath, ObjectStore
-from deltacheck.store.root import Root, Store, commit
+from deltacheck.store.root import Root, Written, commit
 from deltacheck.store.schema import Manifest, Replay
+
+if TYPE_CHECKING:
+    from deltacheck.backends.torch.together import Together
 
 log = logging.getLogger("deltacheck")
 
@@ -72,6 +75,11 @@ class Engine:
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
     process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
     ``storage``: how an object store is reached (default: by the environment alone).
+    ``process_group``: the ranks that save together (``torch.distributed.group.WORLD``); every one of them opens the root and makes the same calls.
+    A state may then hold DTensors (FSDP2, tensor parallel) and ``Shard``; each rank writes its own parts, what several ranks have alike is
+    written once, and rank 0 commits one step for all once every part is durable. A failure of one rank is raised on all. The keys of
+    the state's dicts may differ between ranks; a leaf or a number of the same path must not. Needs an exact policy and ``max_pending=1``; a
+    save begins with an exchange of a few bytes between the ranks.
 
     Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
     ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
@@ -99,6 +107,7 @@ class Engine:
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
@@ -109,11 +118,18 @@ class Engine:
         best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
         self._retention = Retention(keep_last, keep_every, best)
         path = place.of(root, storage).absolute()
-        store = Store.create(path, durability=Durability.of(durability))
-        self._lease = Lease(path)
+        policy = policy or Policy.exact()
+        self._together: Together | None = None
+        if process_group is not None:
+            if not policy.is_exact or max_pending != 1 or compact_after is not None:
+                raise ValueError("ranks that save together need an exact policy, max_pending=1 and no compact_after")
+            from deltacheck.backends.torch.together import Together
+
+            self._together = Together(process_group, io_timeout_seconds)
+        opener = open_alone if self._together is None else self._together.open
+        store, self._lease, next_seq = opener(path, Durability.of(durability))
         self._root = Root(path, store)
         self._on_busy = on_busy
-        policy = policy or Policy.exact()
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._grace_seconds = grace_seconds
@@ -122,7 +138,7 @@ class Engine:
                 store,
                 TorchCodec(),
                 policy,
-                next_seq=self._root.next_seq(),
+                next_seq=next_seq,
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
@@ -132,7 +148,7 @@ class Engine:
                 compact_after=compact_after,
             )
         except BaseException:
-            self._lease.release()
+            self._release()
             raise
         self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
@@ -154,7 +170,7 @@ class Engine:
         raised by the next call.
         """
         begin = time.perf_counter()
-        flat = tree.flatten(state, leaves.describe)
+        flat = tree.flatten(state, leaves.describe) if self._together is None else self._together.flatten(state)
         flattened = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
         handle._add_blocking(flattened)
@@ -174,18 +190,36 @@ class Engine:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
-        planned = time.perf_counter() - begin
-        handle = self._saver.save(
-            step,
-            flat.skeleton,
-            {path: sources[path] for path in sorted(sources)},
-            self._commit,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
-            on_busy=self._on_busy,
-            replay=replay,
-            note=note,
-        )
+        commit: Callable[[Manifest], Written] = self._commit
+        abandon: Callable[[BaseException], None] | None = None
+        if self._together is not None:
+            if more or replay is not None:
+                raise ValueError("a gradient log is of one process; it cannot be kept by a process group")
+            mine = self._together.begin(self._saver, step, flat, self._on_busy)
+            if mine is None:
+                handle = SaveHandle(step)
+                handle._advance("skipped")
+                return handle
+            flat = mine
+            commit, abandon = self._together.attempt(self._commit)
+        try:
+            sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+            planned = time.perf_counter() - begin
+            handle = self._saver.save(
+                step,
+                flat.skeleton,
+                {path: sources[path] for path in sorted(sources)},
+                commit,
+                metrics={name: float(value) for name, value in (metrics or {}).items()},
+                on_busy=self._on_busy,
+                replay=replay,
+                note=note,
+                abandon=abandon,
+            )
+        except BaseException as error:
+            if abandon is not None:
+                abandon(error)
+            raise
         handle._add_blocking(planned)
         return handle
 
@@ -220,11 +254,11 @@ class Engine:
         The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step.
         Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
         """
-        tags.put(self._root, step, name, move=move)
+        self._once(lambda: tags.put(self._root, step, name, move=move))
 
     def untag(self, name: str) -> None:
         """Take a tag away. Raises ``StepNotFound`` where there is none."""
-        tags.remove(self._root, name)
+        self._once(lambda: tags.remove(self._root, name))
 
     def tags(self) -> dict[str, int]:
         """The tags and their training steps."""
@@ -235,8 +269,7 @@ class Engine:
 
         Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
         """
-        self._lease.check()
-        retain.delete(self._root, step, still_ours=self._lease.check)
+        self._once(lambda: retain.delete(self._root, step, still_ours=self._still_ours))
 
     def restore(
         self,
@@ -266,6 +299,18 @@ class Engine:
         """
         self._saver.check_usable()
         self._saver.wait()
+
+        if self._together is not None:
+            if fallback or optimizer is not None:
+                raise ValueError("a process group restores without fallback= and optimizer=")
+            if into is not None:
+                self.before_update()
+            target = None if into is None else self._together.flatten(into)
+            manifest, state = self._together.restore(
+                self._root, self._saver, step, target, contract, max_bytes, expected_digest
+            )
+            self.restored_step = manifest.step
+            return state
 
         def give(manifest: Manifest) -> Any:
             self._root.require_digest(manifest, expected_digest)
@@ -323,7 +368,7 @@ class Engine:
             self._saver.close(timeout)
             self._root.store.close()
         finally:
-            self._saver.when_stopped(self._lease.release)
+            self._saver.when_stopped(self._release)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -341,8 +386,8 @@ class Engine:
                 raise
             log.exception("a save failed while another error ended the training")
 
-    def _commit(self, manifest: Manifest) -> int:
-        written = commit(self._root.path, manifest, self._root.store.durability, self._lease.check)
+    def _commit(self, manifest: Manifest) -> Written:
+        written = commit(self._root.path, manifest, self._root.store.durability, self._still_ours)
         if not self._retention.keeps_all:
             try:
                 self._retain()
@@ -351,9 +396,28 @@ class Engine:
         return written
 
     def _retain(self) -> None:
-        retain.prune(self._root, self._retention, still_ours=self._lease.check)
+        retain.prune(self._root, self._retention, still_ours=self._still_ours)
+        self._still_ours()
+        protected = self._saver.protected_segments() | (set() if self._together is None else self._together.segments)
+        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=protected)
+
+    def _still_ours(self) -> None:
+        """Raise where the right to write has been lost."""
+        assert self._lease is not None  # only rank 0 commits and deletes
         self._lease.check()
-        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=self._saver.protected_segments())
+
+    def _once(self, action: Callable[[], object]) -> None:
+        """Do what is done once, however many ranks there are."""
+        if self._together is None:
+            action()
+        else:
+            self._together.first(action)
+
+    def _release(self) -> None:
+        if self._together is not None:
+            self._together.close()
+        if self._lease is not None:
+            self._lease.release()
 
 
 def _fill(value: object, item: restore.Loaded) -> object:

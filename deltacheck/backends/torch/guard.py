@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deltacheck.backends.torch.leaves import is_plain
+from deltacheck.backends.torch.leaves import is_plain, local_of
 from deltacheck.errors import SnapshotTorn
 
 
@@ -40,7 +40,8 @@ class Guard:
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
             for state in optimizer.state.values():
                 tensors += list(_tensors(state))
-            found |= {tensor.untyped_storage().data_ptr() for tensor in tensors if is_plain(tensor)}
+            local = [tensor for one in tensors if isinstance(tensor := local_of(one), torch.Tensor)]
+            found |= {tensor.untyped_storage().data_ptr() for tensor in local if is_plain(tensor)}
         return found
 
     def close(self) -> None:

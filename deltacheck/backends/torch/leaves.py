@@ -28,7 +28,8 @@ def describe(value: object) -> ArrayLeaf | None:
         raise UnsupportedLeaf("a meta or fake tensor has no content; materialise it first")
     if type(value).__name__ == "DTensor":
         raise UnsupportedLeaf(
-            "a DTensor is one shard of a leaf, and this engine saves whole leaves of one process; save value.full_tensor()"
+            "a DTensor is one shard of a leaf, and this engine saves whole leaves of one process; open it in every rank with "
+            "Engine(root, process_group=...)"
         )
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise UnsupportedLeaf(
@@ -39,6 +40,11 @@ def describe(value: object) -> ArrayLeaf | None:
     if value.numel():
         identity = (str(value.device), value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity)
+
+
+def local_of(value: object) -> object:
+    """The dense tensor of this process where ``value`` is a DTensor; else ``value``."""
+    return getattr(value, "_local_tensor", value) if type(value).__name__ == "DTensor" else value
 
 
 def is_plain(value: torch.Tensor) -> bool:

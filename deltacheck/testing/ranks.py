@@ -1,0 +1,59 @@
+"""Ranks that are threads of one process: for tests of what several ranks do together, without starting any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from deltacheck.errors import RankFailed
+from deltacheck.ranks import Channel, Ranks
+
+
+class Threads:
+    """Channels between threads of one process that stand for ranks: for tests and simulations."""
+
+    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+
+    def ranks(self) -> list[Ranks]:
+        begins, ends = self._channels(), self._channels()
+        return [Ranks(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+    def _channels(self) -> list[Channel]:
+        shared = _Shared(self._size, self._timeout_seconds)
+        return [_ThreadChannel(rank, shared) for rank in range(self._size)]
+
+
+class _Shared:
+    def __init__(self, size: int, timeout_seconds: float) -> None:
+        self.size = size
+        self.up: list[bytes] = [b""] * size
+        self.down: list[bytes] = [b""] * size
+        self.barrier = threading.Barrier(size, timeout=timeout_seconds)
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RankFailed("a rank did not come") from None
+
+
+class _ThreadChannel:
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = shared.size
+        self._shared = shared
+
+    def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        self._shared.up[self.rank] = payload
+        self._shared.meet()
+        return list(self._shared.up) if self.rank == 0 else None
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        if payloads is not None:
+            self._shared.down = list(payloads)
+        self._shared.meet()
+        answer = self._shared.down[self.rank]
+        self._shared.meet()  # nobody begins again before all have read
+        return answer
