@@ -1,4 +1,7 @@
-"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the process, the machine or the disk fails."""
+"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the process, the machine or the disk fails.
+
+A kill at any call of it is in ``test_crash_points.py``, a power cut at any call in ``faults/cut.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import crash, scenarios
-from faults.campaign import Campaign, Tally
+from faults import scenarios
 from states import assert_same
 from typer.testing import CliRunner
 
@@ -669,15 +671,3 @@ def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(pl
         Mirror(places.disk, tmp_path / "peer")
     with pytest.raises(errors.ForeignMemory, match="another run"):
         Mirror(places.memory, places.disk)
-
-
-# --- kills and power cuts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.xdist_group("faults")
-def test_a_kill_at_any_call_of_saves_and_drain_leaves_both_roots_whole(campaign: Campaign, seed: int) -> None:
-    calls = {name: campaign.counts(name)[0] for name in scenarios.TIER}
-    tally = Tally("S1, memory tier", seed)
-    problems = crash.attempt_all(campaign, crash.stratified(4, calls, random.Random(seed)), tally)
-    print(tally)
-    assert problems == []
