@@ -487,6 +487,26 @@ def test_tags_and_deletions_are_of_both_roots(places: Places) -> None:
     all_restore(places.disk)
 
 
+def test_an_object_store_gets_the_steps_that_memory_holds(s3: object, tmp_path: Path) -> None:
+    address = "s3://bucket/memory-tier/run"
+    with Engine(address, memory=MemoryTier(tmp_path / "memory", persist_every=2, keep=1)) as engine:
+        save(engine, 0, 1, 2, 3)
+        idle(engine)
+        assert deltacheck.open(address).steps() == [0, 2]
+        assert_same(engine.restore(0), state_at(0))
+        assert_same(engine.restore(), state_at(3))
+    shutil.rmtree(tmp_path / "memory")
+    with Engine(address, memory=tmp_path / "memory") as engine:
+        assert_same(engine.restore(), state_at(3))
+    assert deltacheck.open(address).verify(deep=True) == []
+
+
+def test_ranks_that_save_together_have_no_memory_tier(places: Places) -> None:
+    with pytest.raises(ValueError, match="memory tier is of one process"):
+        Engine(places.disk, memory=places.memory, process_group=object())  # type: ignore[arg-type]
+    assert not places.disk.exists()
+
+
 def test_a_gradient_log_saves_through_memory(places: Places) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 30)

@@ -14,6 +14,7 @@ from deltacheck.cli import (
     check,
     compare,
     demo,
+    evaluate,
     export,
     ingest,
     listing,
@@ -64,6 +65,7 @@ for name, command in (
     ("profile", profile.profile),
     ("report", report.report),
     ("plan", plan.plan),
+    ("eval", evaluate.evaluate),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)

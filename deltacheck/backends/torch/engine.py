@@ -216,7 +216,8 @@ class Engine:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        commit, abandon = self._commit, None
+        commit: Callable[[Manifest], Written] = self._commit
+        abandon: Callable[[BaseException], None] | None = None
         if self._together is not None:
             if more or replay is not None:
                 raise ValueError("a gradient log is of one process; it cannot be kept by a process group")
@@ -226,24 +227,29 @@ class Engine:
                 handle._advance("skipped")
                 return handle
             flat = mine
-            commit, abandon = partial(self._together.commit, self._commit), self._together.joint.abandon
-        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
-        if not self._has_room(step, sources.values()):
-            skipped = SaveHandle(step)
-            skipped._advance("skipped")
-            return skipped
-        planned = time.perf_counter() - begin
-        handle = self._saver.save(
-            step,
-            flat.skeleton,
-            {path: sources[path] for path in sorted(sources)},
-            commit,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
-            on_busy=self._on_busy,
-            replay=replay,
-            note=note,
-            abandon=abandon,
-        )
+            commit, abandon = self._together.attempt(self._commit)
+        try:
+            sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+            if not self._has_room(step, sources.values()):
+                skipped = SaveHandle(step)
+                skipped._advance("skipped")
+                return skipped
+            planned = time.perf_counter() - begin
+            handle = self._saver.save(
+                step,
+                flat.skeleton,
+                {path: sources[path] for path in sorted(sources)},
+                commit,
+                metrics={name: float(value) for name, value in (metrics or {}).items()},
+                on_busy=self._on_busy,
+                replay=replay,
+                note=note,
+                abandon=abandon,
+            )
+        except BaseException as error:
+            if abandon is not None:
+                abandon(error)
+            raise
         handle._add_blocking(planned)
         return handle
 
@@ -363,12 +369,12 @@ class Engine:
                 raise ValueError("a process group restores without fallback= and optimizer=")
             if into is not None:
                 self.before_update()
-            target = None if into is None else self._together.flatten(into)
+            target = None if into is None else self._together.flatten(into, target=True)
             manifest, state = self._together.restore(
                 self._root, self._saver, step, target, contract, max_bytes, expected_digest
             )
             self.restored_step = manifest.step
-            return state
+            return state if into is None else self._together.given(into, state)
 
         def give(root: Root, manifest: Manifest) -> Any:
             own = None if root is self._root or expected_digest is None else durable_digest(self._root, manifest)
@@ -521,6 +527,8 @@ class Engine:
         """Give the root back; both, where there are two."""
         if self._tier is not None:
             self._tier.lease.release()
+        if self._together is not None:
+            self._together.close()
         if self._lease is not None:
             self._lease.release()
 
