@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from deltacheck.backends.torch.dropin import release, save
@@ -20,8 +21,6 @@ _LATER = {"DeltaStorageReader": "dcp", "DeltaStorageWriter": "dcp", "Shard": "sh
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
