@@ -525,10 +525,10 @@ class Engine:
 
     def _release(self) -> None:
         """Give the root back; both, where there are two."""
-        if self._tier is not None:
-            self._tier.lease.release()
         if self._together is not None:
             self._together.close()
+        if self._tier is not None:
+            self._tier.lease.release()
         if self._lease is not None:
             self._lease.release()
 
