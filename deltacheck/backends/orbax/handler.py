@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from orbax import checkpoint as ocp
 
-from deltacheck import receipt, tree
-from deltacheck.backends.orbax import leaves
+from deltacheck import receipt
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
 from deltacheck.backends.orbax.load import abstract_tree, restore_tree
-from deltacheck.backends.orbax.writer import has_store
+from deltacheck.backends.orbax.ranks import join
+from deltacheck.backends.orbax.writer import Writer, has_store
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
+from deltacheck.joint import Joint
 from deltacheck.policy import Policy
 from deltacheck.store.durability import Durability
 from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
@@ -73,6 +75,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
+        self._restoring: Joint | None = None  # of several processes
 
     # --- what Orbax calls --------------------------------------------------------------------------------------------------
 
@@ -98,6 +101,16 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
         """Restore an item of a step, verified bit for bit; the next save goes on from there. See ``DeltaRestoreArgs``."""
         args = args or DeltaRestoreArgs()
+        if jax.process_count() == 1:
+            return self._restore(directory, args)[1]
+        from deltacheck.backends.orbax.together import restored_by_all
+
+        if self._restoring is None:
+            self._restoring = Joint(join(f"{self._root or ''}:restore", self._io_timeout_seconds))
+        return restored_by_all(self._restoring, lambda: self._restore(directory, args))
+
+    def _restore(self, directory: Any, args: DeltaRestoreArgs) -> tuple[str, Any]:
+        """What was restored (the digest of its manifest), and its tree."""
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
         root.require_digest(manifest, args.expected_digest)
@@ -113,7 +126,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         )
         if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
             self._item(place).adopt(restored, manifest)
-        return restored.tree
+        return root.digest_of(manifest), restored.tree
 
     def metadata(self, directory: Any) -> Any:
         """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore target.
@@ -129,7 +142,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         So deletions take effect one save late: Orbax deletes old steps after the renames.
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
-        if item is not None and item.writer is not None:
+        if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._grace_seconds, self._io_timeout_seconds)
 
     def close(self) -> None:
@@ -157,15 +170,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _begin(self, directory: Any, args: DeltaSaveArgs) -> Commit:
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
-        flat = tree.flatten(args.item, leaves.describe, leaves.expand)
-        metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-        return self._item(place).begin(place, args.item, flat, metrics, begin, args.log)
+        item = self._item(place)
+        with item.telling():
+            flat = item.flatten(args.item)
+            metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
+        return item.begin(place, args.item, flat, metrics, begin, args.log)
 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
             self._items[key] = Item(
-                key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability, self._verify
+                *key, self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability, self._verify
             )
         return self._items[key]
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from orbax import checkpoint as ocp
 
 from deltacheck import exits
@@ -62,6 +63,15 @@ def manager(
     Orbax's threads would keep it. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
     path = place.local(root, "a CheckpointManager with our handler").absolute()
+    together = None if options is None else options.multiprocessing_options
+    if (
+        together is not None
+        and jax.process_count() > 1
+        and (together.primary_host != 0 or together.active_processes is not None)
+    ):
+        raise ValueError(
+            "all processes of a run save together, and process 0 commits: give MultiprocessingOptions(primary_host=0) without active_processes"
+        )
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,
