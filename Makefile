@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -39,7 +39,7 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 	$(BIN)/python -m deltacheck.demo $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks $(ARGS)
 
 # Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
 CRASH_POINTS ?= 300
@@ -56,6 +56,9 @@ FUZZ_RUNS ?=
 
 fuzz: $(VENV)/.stamp-install  ## feed readers, encoder and decoders mutated input, the native ones under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 a target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
+
+rank-test: $(VENV)/.stamp-install  ## save and restore with several processes: FSDP2, meshes, failures, kills (minutes)
+	$(BIN)/pytest -n 0 tests/ranks $(ARGS)
 
 # Trials of `make damage-test`.
 TRIALS ?= 20000

@@ -1,0 +1,50 @@
+"""Start a function in several processes, as the ranks of a run, and gather what each gives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def launch(target: Callable[..., Any], size: int, *args: Any, seconds: float = 120.0, lost: set[int] = frozenset()) -> list[Any]:  # type: ignore[assignment]
+    """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None`` for the ``lost``, which kill themselves.
+
+    Fails with the traceback of the first rank that raised, or where one takes longer than ``seconds``.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    processes = [context.Process(target=_run, args=(results, target, rank, size, port, args), daemon=True) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < size - len(lost):
+            try:
+                rank, value, failure = results.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"only ranks {sorted(found)} of {size} came back within {seconds:g} s") from None
+            assert not failure, f"rank {rank}:\n{failure}"
+            found[rank] = value
+        return [found.get(rank) for rank in range(size)]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+
+
+def _run(results: Any, target: Callable[..., Any], rank: int, size: int, port: int, args: tuple[Any, ...]) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        results.put((rank, target(rank, size, port, *args), ""))
+    except BaseException:  # noqa: BLE001 - the test tells it
+        results.put((rank, None, traceback.format_exc()))
