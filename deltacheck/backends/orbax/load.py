@@ -151,8 +151,13 @@ def _restore_tree(
     return Restored(leaves.map_leaves(fill, asked), read.chains, read.stored)
 
 
-def _made(root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], max_bytes: int | None) -> tuple[dict[str, Any], Read]:
-    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other processes too only what lies here."""
+def _made(
+    root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], is_all: bool, max_bytes: int | None
+) -> tuple[dict[str, Any], Read]:
+    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other processes too only what lies here.
+
+    ``is_all``: these are all of the step.
+    """
     across = {path: one for path, one in wanted.items() if one.tag not in _NUMPY and pieces.spans_processes(one.sharding)}
     here = {path: one for path, one in wanted.items() if path not in across}
     bases: dict[str, U8] = {}
