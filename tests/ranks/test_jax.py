@@ -100,14 +100,15 @@ def test_the_step_before_restores_where_one_process_was_killed_in_a_save(tmp_pat
     for process in processes:
         process.join(60)
         process.kill()
-    assert processes[victim].exitcode == -signal.SIGKILL
     died = float((tmp_path / "died").read_text())
+    assert processes[victim].exitcode == -signal.SIGKILL
+    assert (
+        processes[1 - victim].exitcode == -signal.SIGABRT
+    )  # JAX ends it: at once where process 0 died, else after its own timeout
     if victim == 1:
         when, _, text = (tmp_path / "told").read_text().partition(" ")
         assert "rank 1 was lost, or did not answer in time" in text
-        assert float(when) - died < 20  # io_timeout_seconds=3
-    else:  # JAX ends the others itself as soon as process 0 is gone
-        assert processes[1].exitcode in (-signal.SIGABRT, 7)
+        assert float(when) - died < 10  # io_timeout_seconds=3
     assert deltacheck.open(root).steps() == [0]
     values = jax_run.numbers(0)
     assert all(np.asarray(load(root)["arrays"][name]).tobytes() == array.tobytes() for name, array in values.items())
