@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -25,6 +29,12 @@ from deltacheck.backends.torch import Engine
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each process that a test starts."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def test_two_processes_save_deltas_and_restore_them_under_another_mesh(tmp_path: Path) -> None:
@@ -88,9 +98,7 @@ def test_what_fails_in_one_process_is_told_by_all_within_seconds_with_its_cause(
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_step_before_restores_where_one_process_was_killed_in_a_save(tmp_path: Path, victim: int) -> None:
     root = tmp_path / "root"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=jax_run.die_in_save, args=(rank, 2, port, str(root), victim), daemon=True) for rank in range(2)
@@ -131,6 +139,17 @@ def test_each_process_reads_of_a_torch_root_what_its_devices_need(tmp_path: Path
     for read, needed in launch(jax_run.read_foreign, 2, str(root)):
         assert needed == weight.nbytes // 2
         assert needed <= read <= 1.1 * needed
+
+
+def test_the_program_of_the_page_runs_in_two_processes(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "orbax.md").read_text()
+    (program,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(program.replace("9531", str(free_port())))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "train.py"]
+    running = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=environment) for rank in range(2)]
+    assert [one.wait(100) for one in running] == [0, 0]
+    assert deltacheck.open(tmp_path / "orbax-ranks").steps() == [1, 2]
 
 
 def test_processes_talk_over_the_store_and_leave_nothing_there(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     async def async_save(self, directory: Any, args: DeltaSaveArgs) -> list[Any]:
         """Capture and encode ``args.item``; returns the future of its manifest.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``. What goes
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``, ``RankFailed`` where
+        another process has raised one of these, or has another state. What goes
         wrong later is raised by the manager's next ``save`` or ``wait_until_finished``; that step then does not exist, and the
         save after it writes whole leaves.
         """
@@ -241,6 +242,9 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
+
+    In a run of several processes all of them restore, each what its devices need; without a target or ``shardings`` each gets whole arrays of
+    its own. What fails in one is raised in all.
 
     Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
     ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is kept as gradients where there is no ``log``,

@@ -34,7 +34,7 @@ def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
         raise UnsupportedLeaf("its buffer was deleted or donated before it was saved; save the array that took its place")
     if not value.is_fully_addressable and not of_all:
         raise UnsupportedLeaf(
-            f"its shards lie in several processes ({value.sharding}); only manager() saves and follows such arrays, in all of them together"
+            f"its shards lie in several processes ({value.sharding}); only manager() saves such arrays, in all processes together"
         )
     # The same array at two places is stored once. It comes back as two: JAX arrays cannot change, and one buffer cannot be
     # donated twice.

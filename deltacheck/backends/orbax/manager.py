@@ -50,6 +50,10 @@ def manager(
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
 
+    In a run of several processes each of them makes a manager and the same calls. Each writes what lies on its devices, what they have alike is
+    written once, and process 0 commits one step for all; a failure of one is raised in all. The policy must be exact; arrays must be of all
+    processes, and NumPy arrays and numbers alike in each.
+
     ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
     of an object store.
 
