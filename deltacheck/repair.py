@@ -15,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck import chain, derive, verify
+from deltacheck import chain, derive, tiles, verify
 from deltacheck import survey as surveying
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8, U64
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
-from deltacheck.records import LeafSpec
 from deltacheck.rewrite import WholeLeaves, renewed
 from deltacheck.store import arrays, collect, layout, place
 from deltacheck.store.durability import sync_directory
@@ -35,7 +34,7 @@ _FLOATS = ("float32", "float64")  # that others may be a cast of
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A leaf of a step that was written again, from ``source``."""
+    """A leaf of a step, or the tile of one that ``source`` begins with, that was written again, from ``source``."""
 
     step: int
     leaf: str
@@ -44,7 +43,9 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known), or, without a leaf, a whole step."""
+    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known; of a leaf in tiles, those of the tile that ``problem``
+    begins with), or, without a leaf, a whole step.
+    """
 
     step: int | None
     leaf: str | None
@@ -131,7 +132,7 @@ def repair(
             if isinstance(result, Lost):
                 lost.append(result)
             else:
-                healed.append(Healed(manifest.step, leaf, result.source))
+                healed.append(Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + result.source))
         if lost:
             done.lost += lost
             if lossy:
@@ -267,7 +268,7 @@ class _Healer:
             if missing
             else "its tables cannot be read, and no other leaf of this root has its digest"
         )
-        return Lost(manifest.step, leaf, tuple(missing), problem)
+        return Lost(manifest.step, tiles.leaf_of(leaf), tuple(missing), tiles.about(leaf) + problem)
 
     def needed(self, manifest: Manifest, healed: list[str]) -> set[str]:
         """The segments that a step's other leaves stand on."""
@@ -315,7 +316,7 @@ class _Healer:
                     )
                 except Damaged:
                     return None, missing
-                if _digest_of(spec, content.data) == entry.digest:
+                if digest_of(spec, content.data) == entry.digest:
                     return content, []
         if missing:
             return None, missing
@@ -356,10 +357,6 @@ def _chunk(at: _At, wanted: U64, digests: U64) -> U8 | None:
     except Damaged:
         return None
     return data if (digests[at.chunk] == wanted).all() else None
-
-
-def _digest_of(spec: LeafSpec, data: U8) -> str:
-    return leaf_digest(chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,22 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import blame, branch, check, compare, demo, export, ingest, listing, plan, profile, report, retention
+from deltacheck.cli import (
+    blame,
+    branch,
+    check,
+    compare,
+    demo,
+    evaluate,
+    export,
+    ingest,
+    listing,
+    mirror,
+    plan,
+    profile,
+    report,
+    retention,
+)
 
 app = typer.Typer(
     name="deltacheck",
@@ -43,12 +58,14 @@ for name, command in (
     ("prune", retention.prune),
     ("delete", retention.delete),
     ("branch", branch.branch),
+    ("mirror", mirror.mirror),
     ("repair", check.repair),
     ("gc", check.gc),
     ("compact", check.compact),
     ("profile", profile.profile),
     ("report", report.report),
     ("plan", plan.plan),
+    ("eval", evaluate.evaluate),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)

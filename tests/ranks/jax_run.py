@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 from deltacheck import chain
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, load, manager, restore_whole
+from deltacheck.backends.orbax._jax import coordination_client
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
-from deltacheck.backends.orbax.ranks import StoreChannel
+from deltacheck.backends.orbax.ranks import join
 from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
 from deltacheck.ranks import consult
@@ -319,13 +320,14 @@ def talk(rank: int, size: int, port: int) -> list[str]:
     """Conversations over the store: large ones, failures, one that is late."""
     start(rank, size, port)
     told = []
-    channel = StoreChannel("talk", 20.0)
+    channel = join("talk", 20.0).begin
+    store = coordination_client()
     large = bytes(range(256)) * (5 << 12) + b"end"
     assert consult(channel, large, lambda got: [got[1], got[0]]) == large
     with pytest.raises(RankFailed) as info:
         consult(channel, ValueError("mine") if rank == 1 else b"", lambda got: [b"", b""])
     told.append(str(info.value))
-    hasty = StoreChannel("hasty", 1.0)
+    hasty = join("hasty", 1.0).begin
     if rank == 1:
         time.sleep(2)
     with pytest.raises(RankFailed) as info:
@@ -333,6 +335,6 @@ def talk(rank: int, size: int, port: int) -> list[str]:
     told.append(str(info.value))
     consult(channel, b"", lambda got: [b"", b""])
     deadline = time.monotonic() + 20
-    while channel._store.key_value_dir_get("deltacheck/") and time.monotonic() < deadline:  # each deletes its own
+    while store.key_value_dir_get("deltacheck/") and time.monotonic() < deadline:  # each deletes its own
         time.sleep(0.01)
-    return [*told, *(key for key, _ in channel._store.key_value_dir_get("deltacheck/"))]
+    return [*told, *(key for key, _ in store.key_value_dir_get("deltacheck/"))]

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def launch(
-    target: Callable[..., Any], size: int, *args: Any, seconds: float = 120.0, lost: set[int] = frozenset()
+    target: Callable[..., Any], size: int, *args: Any, seconds: float = 100.0, lost: set[int] = frozenset()
 ) -> list[Any]:  # type: ignore[assignment]
     """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None`` for the ``lost``, which kill themselves.
 

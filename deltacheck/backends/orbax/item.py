@@ -24,6 +24,7 @@ from deltacheck.backends.orbax.writer import Guest, Writer, holders, writer_of
 from deltacheck.deadline import Deadline
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.handle import SaveHandle
+from deltacheck.joint import Attempt
 from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
@@ -67,10 +68,12 @@ class Item:
         io_timeout_seconds: float,
         durability: Durability = Durability.POWER,
         verify: str = "none",
+        capture: str = "eager",
     ) -> None:
         self.root = root
         self._name = name
         self._verify = verify
+        self._lazy = capture == "lazy"
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
@@ -109,7 +112,7 @@ class Item:
         began: float,
         log: Log | None = None,
     ) -> Commit:
-        """Begin to save ``state``; returns when everything is captured.
+        """Begin to save ``state``; returns when everything that is not read later is captured.
 
         ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this save (``perf_counter``).
         """
@@ -122,10 +125,10 @@ class Item:
         epoch = saver.standing()[0]
         # Not by our own rules: a log calls the training's update.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        sources = _sources(plan.rest) | dict(plan.sources)
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._io_timeout_seconds, self._durability)
         with leaves.own_rules():
+            sources = _sources(plan.rest, self._lazy) | dict(plan.sources)
             handle = saver.save(
                 step,
                 plan.rest.skeleton,
@@ -177,20 +180,20 @@ class Item:
                 self._go_on(saver, (adopted[0].of(names_of(begun)), adopted[1]))
             saver.number_from(opened.seq)
             gate = Gate(place.directory, self._io_timeout_seconds, self._durability) if together.joint.is_first else None
-            make = _nothing_to_make if gate is None else gate.commit
+            make = _nothing_to_make if gate is None else together.maker(gate.commit)
+            attempt = Attempt(together.joint)
             try:
                 handle = saver.save(
                     place.step,
                     begun.tree,
-                    pieces.sources(flat, begun.tiles),
-                    partial(together.commit, make=make),
+                    pieces.sources(flat, begun.tiles, self._lazy),
+                    partial(attempt.commit, make),
                     metrics=metrics,
-                    abandon=together.joint.abandon,
+                    abandon=attempt.abandon,
                 )
             except Exception as error:
-                Background(1, "deltacheck-abandon").start(
-                    partial(together.joint.abandon, error)
-                )  # the others wait for a report
+                # The others wait for what this process reports.
+                Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
                 raise
         try:
             self._last = Commit(handle, gate, place)
@@ -304,8 +307,15 @@ class Item:
         return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
 
 
-def _sources(flat: Flat) -> dict[str, LeafSource]:
-    return {path: LeafSource(spec, partial(_itself, flat.arrays[path])) for path, spec in specs_of(flat).items()}
+def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
+    """``lazy``: read what lies whole in host memory behind the training. JAX neither changes nor frees it while it is viewed."""
+    views = {path: leaves.view_of(value) if lazy else None for path, value in flat.arrays.items()}
+    return {
+        path: LeafSource(
+            spec, partial(_itself, flat.arrays[path] if views[path] is None else views[path]), views[path] is not None
+        )
+        for path, spec in specs_of(flat).items()
+    }
 
 
 def _itself(value: object) -> object:

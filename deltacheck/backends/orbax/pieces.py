@@ -77,8 +77,10 @@ def alike(flat: Flat) -> dict[str, str]:
     }
 
 
-def sources(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]]) -> dict[str, LeafSource]:
-    """The tiles that this process writes, as leaves. ``own``: leaf path -> its cuts, and the numbers of these tiles."""
+def sources(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], lazy: bool) -> dict[str, LeafSource]:
+    """The tiles that this process writes, as leaves. ``own``: leaf path -> its cuts, and the numbers of these tiles. ``lazy``: read shards
+    that lie whole in host memory, and are a tile, behind the training.
+    """
     made: dict[str, LeafSource] = {}
     for path, (cuts, numbers) in own.items():
         leaf = flat.leaves[path]
@@ -89,7 +91,8 @@ def sources(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]]) -> dic
             number = sharding.find(box, (part.box for part in parts))
             # None: it has no elements, or else it would not be this process's.
             piece = Piece(box, np.empty(spec.shape, spec.element.numpy)) if number is None else parts[number]
-            made[name] = LeafSource(spec, partial(_cut, piece, box))
+            view = leaves.view_of(piece.values) if lazy and piece.box == box else None
+            made[name] = LeafSource(spec, partial(_cut, piece if view is None else Piece(box, view), box), view is not None)
     return dict(sorted(made.items()))
 
 

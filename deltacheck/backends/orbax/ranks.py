@@ -27,23 +27,26 @@ def join(name: str, timeout_seconds: float) -> Ranks:
 
     ``timeout_seconds``: longest wait for another process. Raises ``RuntimeError`` without a coordination service.
     """
-    begin, end = (StoreChannel(f"{name}/{end}", timeout_seconds) for end in ("begin", "end"))
+    with _lock:
+        prefix = f"deltacheck/{name}/{next(_names[name])}"
+    rank, size, store = jax.process_index(), jax.process_count(), coordination_client()
+    begin, end = (StoreChannel(f"{prefix}/{which}", rank, size, store, timeout_seconds) for which in ("begin", "end"))
     return Ranks(begin, end)
 
 
 class StoreChannel:
     """A ``deltacheck.ranks.Channel`` over the store. Every conversation has keys of its own, which go when it is over.
 
-    A process that comes late finds what the others made of it, so that the next conversation can go on with all.
+    A process that comes late finds what the others made of it, so that the next conversation can go on with all. ``store``: as JAX's
+    ``DistributedRuntimeClient``; ``prefix``: of the keys, which nobody else uses.
     """
 
-    def __init__(self, name: str, timeout_seconds: float) -> None:
-        self.rank = jax.process_index()
-        self.size = jax.process_count()
+    def __init__(self, prefix: str, rank: int, size: int, store: Any, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._prefix = prefix
+        self._store = store
         self._timeout_seconds = timeout_seconds
-        self._store = coordination_client()
-        with _lock:
-            self._prefix = f"deltacheck/{name}/{next(_names[name])}"
         self._number = 0
 
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:

@@ -78,15 +78,15 @@ class Together:
         assert begun is not None  # nobody is busy: Orbax has waited for the save before
         return begun
 
-    def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
-        """Commit with all processes; ``make`` is called on process 0. Behind the training."""
+    def maker(self, make: Callable[[Manifest], Written]) -> Callable[[Manifest], Written]:
+        """``make``, which makes a step exist, and remember what it needs."""
 
         def make_all(every: Manifest) -> Written:
             written = make(every)
             self.segments = frozenset(ref.id for ref in every.segments)
             return written
 
-        return self.joint.commit(manifest, make_all)
+        return make_all
 
 
 def names_of(begun: Begun) -> list[str]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
-from deltacheck.backends.torch import leaves, ranks, shards
+from deltacheck.backends.torch import descriptors, leaves, ranks, shards
+from deltacheck.digest import digest_of
 from deltacheck.errors import RankFailed, TreeMismatch
-from deltacheck.joint import Joint
+from deltacheck.joint import Attempt, Joint
+from deltacheck.records import LeafSpec
 from deltacheck.save import Saver
 from deltacheck.store.durability import Durability
 from deltacheck.store.opened import Opened, open_alone
@@ -24,7 +28,9 @@ from deltacheck.store.schema import Manifest
 from deltacheck.tiles import Box
 from deltacheck.tree import Flat
 
-_Given = TypeVar("_Given")
+# Leaves up to this size are compared between the ranks that have copies of them, when these first save. Larger: finds more that differs; a
+# longer first save.
+_COMPARED_BYTES = 1 << 20
 
 
 class Together:
@@ -55,10 +61,10 @@ class Together:
             raise
         return mine
 
-    def flatten(self, state: object) -> Flat:
-        """Take a state with sharded leaves apart."""
+    def flatten(self, state: object, *, target: bool = False) -> Flat:
+        """Take a state with sharded leaves apart. ``target``: of a restore."""
         with self._telling():
-            return tree.flatten(state, shards.describe)
+            return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat, on_busy: str) -> Flat | None:
         """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them is busy and all skip it.
@@ -71,18 +77,24 @@ class Together:
             busy = bool(saver.pending())
             saver.raise_unseen()
             held = shards.held(flat)
-        begun = self.joint.begin(step, saver.standing()[1], held, flat.skeleton, busy)
-        return None if begun is None else shards.local_flat(flat, begun.tiles, begun.tree)
+        begun = self.joint.begin(step, saver.standing()[1], held, flat.skeleton, busy, lambda: _copies(flat))
+        if begun is None:
+            return None
+        saver.number_from(begun.seq)
+        return shards.local_flat(flat, begun.tiles, begun.tree)
 
-    def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
-        """Commit with all ranks; ``make`` is called on rank 0."""
+    def attempt(
+        self, make: Callable[[Manifest], Written]
+    ) -> tuple[Callable[[Manifest], Written], Callable[[BaseException], None]]:
+        """How a save that has begun ends: with a commit of all, for which rank 0 calls ``make``, or by telling the others of a failure."""
 
         def make_all(every: Manifest) -> Written:
             written = make(every)
             self.segments = frozenset(ref.id for ref in every.segments)
             return written
 
-        return self.joint.commit(manifest, make_all)
+        attempt = Attempt(self.joint)
+        return partial(attempt.commit, make_all), attempt.abandon
 
     def first(self, action: Callable[[], object]) -> None:
         """Let rank 0 do something; every rank waits for it, and raises ``RankFailed`` where it fails."""
@@ -130,6 +142,10 @@ class Together:
         saver.adopt(adopted, {name: stored[name] for name in adopted}, manifest)
         return manifest, state
 
+    def given(self, into: object, restored: object) -> object:
+        """What a restore into a state gives its caller."""
+        return descriptors.filled(into, restored)
+
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """A failure of this rank, before the ranks agree, is one of all."""
@@ -144,8 +160,25 @@ class Together:
             self.joint.fail(error)
 
     def close(self) -> None:
+        """Give the groups back; REQUIRES: no save is under way."""
         for group in self._groups:
-            dist.destroy_process_group(group)
+            if dist.is_initialized():  # else the job has ended them already
+                dist.destroy_process_group(group)
+        self._groups = []
+
+
+def _copies(flat: Flat) -> dict[str, str]:
+    """The digests of small leaves that are whole on this rank."""
+    small = {
+        path: LeafSpec.of(path, leaf.shape, leaf.dtype)
+        for path, leaf in flat.leaves.items()
+        if not isinstance(flat.arrays[path], DTensor | shards.Shard | shards.Shards)
+    }
+    return {
+        path: digest_of(spec, leaves.bytes_of(flat.arrays[path]))
+        for path, spec in small.items()
+        if spec.raw_bytes <= _COMPARED_BYTES
+    }
 
 
 def _fill(
@@ -153,20 +186,27 @@ def _fill(
 ) -> tuple[Any, dict[str, restore.Leaf], dict[str, NDArray[np.uint8]]]:
     """Fill a target with what it holds of a step: the state, where it came from, and the bytes of chains that were read whole."""
     chosen = match_targets(manifest, target, partly=True)
-    parts = {path: piece for path, value in target.arrays.items() for piece in shards.pieces(value)}
-    boxes = {path: piece.box for path, piece in parts.items()}
+    parts = {
+        (path, number): piece for path, value in target.arrays.items() for number, piece in enumerate(shards.pieces(value))
+    }
     asked: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-    for path, box in boxes.items():
-        asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in box))
-    alone: dict[str, Box] = {chosen[path]: box for path, box in boxes.items() if len(asked[chosen[path]]) == 1}
+    for (path, _), piece in parts.items():
+        asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in piece.box))
+    alone: dict[str, Box] = {chosen[path]: piece.box for (path, _), piece in parts.items() if len(asked[chosen[path]]) == 1}
     found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked)
     stored: dict[str, NDArray[np.uint8]] = {}
-    arrays = restore.load_boxes({path: found[chosen[path]] for path in boxes}, boxes, max_bytes=max_bytes, stored=stored)
-    filled = {path: shards.fill(piece, found[chosen[path]].spec, arrays[path]) for path, piece in parts.items()}
-    values = {
-        path: filled[path] if path in filled and leaves.local_of(value) is value else value
-        for path, value in target.arrays.items()
-    }
+    named = {str(number): (path, piece) for number, ((path, _), piece) in enumerate(parts.items())}
+    arrays = restore.load_boxes(
+        {name: found[chosen[path]] for name, (path, _) in named.items()},
+        {name: piece.box for name, (_, piece) in named.items()},
+        max_bytes=max_bytes,
+        stored=stored,
+    )
+    values = dict(target.arrays)
+    for name, (path, piece) in named.items():
+        filled = shards.fill(piece, found[chosen[path]].spec, arrays[name])
+        if values[path] is piece.values:
+            values[path] = filled
     owners = tree.array_paths(target.skeleton)
     skeleton = tree.pruned(manifest.tree, target.skeleton)
     missing = tree.array_paths(skeleton).keys() - owners.keys()
