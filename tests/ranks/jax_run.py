@@ -140,7 +140,7 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
             told.setdefault("stored", []).append(report(m).stored_bytes)
         assert m.all_steps() == [3, 4]
     target = like(mesh(2, 2), GRID)
-    with manager(root, grace_seconds=0) as m:
+    with manager(root, grace_seconds=0, capture="lazy") as m:
         for step in (3, 4):
             with counted() as read:
                 state = m.restore(step, args=DeltaRestoreArgs(target))
