@@ -98,7 +98,7 @@ power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded
 	$(BIN)/python tests/faults/image.py --cuts $(POWER_CUTS)
 	$(BIN)/python tests/faults/image.py --cuts 5 --program torch.save-replaced
 
-planted-bugs: $(VENV)/.stamp-install  ## break the product in 21 ways and see the tests catch each
+planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python tests/planted.py $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing

@@ -49,7 +49,7 @@ class Case:
 
 CPU = Case(Plan(seed=1, threads=1), "cpu", steps=3, rounds=5)
 CUDA = Case(Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8), "cuda", steps=20, rounds=5)
-QUICK = Case(tiny(seed=1), "cpu", steps=2, rounds=2)
+QUICK = Case(tiny(seed=1), "cpu", steps=1, rounds=1)
 
 
 class Loop:

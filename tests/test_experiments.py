@@ -196,7 +196,7 @@ def test_a_pair_longer_than_a_row_goes_on_in_the_next_and_each_token_of_the_answ
 
 def test_data_is_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> None:
     lines = tmp_path / "some.jsonl"
-    lines.write_text('{"prompt": "a", "completion": "b\\u2028c"}\n\n{"text": "d", "more": 1}\n', encoding="utf-8")
+    lines.write_text('{"prompt": "a", "completion": "b\u2028c"}\n\n{"text": "d", "more": 1}\n', encoding="utf-8")
     assert pairs.read(lines) == [Pair("a", "b\u2028c"), Pair("", "d")]
     plain = tmp_path / "some.txt"
     plain.write_text("one\nline\n\n\n\nanother")

@@ -1,4 +1,7 @@
-"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the process, the machine or the disk fails."""
+"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the process, the machine or the disk fails.
+
+A kill at any call of it is in ``test_crash_points.py``, a power cut at any call in ``faults/cut.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import crash, scenarios
-from faults.campaign import Campaign, Tally
+from faults import scenarios
 from states import assert_same
 from typer.testing import CliRunner
 
@@ -485,6 +487,26 @@ def test_tags_and_deletions_are_of_both_roots(places: Places) -> None:
     all_restore(places.disk)
 
 
+def test_an_object_store_gets_the_steps_that_memory_holds(s3: object, tmp_path: Path) -> None:
+    address = "s3://bucket/memory-tier/run"
+    with Engine(address, memory=MemoryTier(tmp_path / "memory", persist_every=2, keep=1)) as engine:
+        save(engine, 0, 1, 2, 3)
+        idle(engine)
+        assert deltacheck.open(address).steps() == [0, 2]
+        assert_same(engine.restore(0), state_at(0))
+        assert_same(engine.restore(), state_at(3))
+    shutil.rmtree(tmp_path / "memory")
+    with Engine(address, memory=tmp_path / "memory") as engine:
+        assert_same(engine.restore(), state_at(3))
+    assert deltacheck.open(address).verify(deep=True) == []
+
+
+def test_ranks_that_save_together_have_no_memory_tier(places: Places) -> None:
+    with pytest.raises(ValueError, match="memory tier is of one process"):
+        Engine(places.disk, memory=places.memory, process_group=object())  # type: ignore[arg-type]
+    assert not places.disk.exists()
+
+
 def test_a_gradient_log_saves_through_memory(places: Places) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 30)
@@ -669,15 +691,3 @@ def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(pl
         Mirror(places.disk, tmp_path / "peer")
     with pytest.raises(errors.ForeignMemory, match="another run"):
         Mirror(places.memory, places.disk)
-
-
-# --- kills and power cuts -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.xdist_group("faults")
-def test_a_kill_at_any_call_of_saves_and_drain_leaves_both_roots_whole(campaign: Campaign, seed: int) -> None:
-    calls = {name: campaign.counts(name)[0] for name in scenarios.TIER}
-    tally = Tally("S1, memory tier", seed)
-    problems = crash.attempt_all(campaign, crash.stratified(4, calls, random.Random(seed)), tally)
-    print(tally)
-    assert problems == []

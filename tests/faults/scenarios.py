@@ -330,6 +330,43 @@ def _repair() -> Scenario:
     return Scenario("repair", TorchEngine(), prepare, act, (0, 1, 2, 3), sick=(1,))
 
 
+class Ranks(TorchEngine):
+    """Two ranks that are threads of the process that dies; what comes after them is one process."""
+
+    @staticmethod
+    def run(root: Path) -> Any:
+        from ranked_run import RankedRun
+
+        from deltacheck.store.durability import Durability
+
+        return RankedRun(root, 2, depth=4, durability=Durability.POWER, io_timeout_seconds=20)
+
+
+def _ranks() -> Scenario:
+    """Ranks write their tiles at the same time; the first of them commits when both have said that theirs are durable."""
+
+    def prepare(root: Path) -> None:
+        with Ranks.run(root) as run:
+            for step in range(2):
+                _saved(run.save(step, state_at(step)))
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with Ranks.run(root) as run:
+            run.resume(state_at(1))
+            for step in (2, 3):
+                _saved(run.save(step, state_at(step)))
+                acknowledge(step)
+
+    return Scenario("ranks", Ranks(), prepare, act, (0, 1))
+
+
+def _saved(reports: list[Any]) -> None:
+    """Raise what a rank has raised."""
+    for report in reports:
+        if isinstance(report, BaseException):
+            raise report
+
+
 def _collection() -> Scenario:
     """Explicit deletion of old steps and collection, as ``deltacheck gc`` does it."""
 
@@ -633,6 +670,7 @@ TORCH = {
         # Goes on from a step that is not the newest: the run was set back.
         _torch("restore-then-save", prepared=3, saves=2, restore=1),
         _repair(),
+        _ranks(),
     )
 }
 ORBAX = {
