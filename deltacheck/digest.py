@@ -8,6 +8,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacheck.records import LeafSpec
+
 
 def chunk_digests(
     host: NDArray[np.uint8], bounds: NDArray[np.uint64], word_bytes: int, chunks: Iterable[int]
@@ -22,3 +24,8 @@ def chunk_digests(
 def leaf_digest(digests: NDArray[np.uint64]) -> str:
     """The digest of a leaf: xxh3_128 of its chunks' digests in order, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(digests.astype(">u8").tobytes()))
+
+
+def digest_of(spec: LeafSpec, host: NDArray[np.uint8]) -> str:
+    """The digest of a leaf whose bytes these are."""
+    return leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))

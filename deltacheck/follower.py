@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck import chain, restore, tree
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.records import LeafSpec, batches
 from deltacheck.store.place import ObjectStore, Place
@@ -48,7 +48,7 @@ class LeafChange:
 
     def check(self, array: NDArray[Any]) -> None:
         """Compare a copy of the leaf with the digest of the step. Raises ``Damaged`` where a bit of it is another."""
-        found = _digest(self.spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        found = digest_of(self.spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if found != self.digest:
             raise Damaged(
                 f"leaf {self.spec.path!r}: this copy has digest {found}, the step has {self.digest}. Take the whole state again: "
@@ -177,7 +177,7 @@ class Follower:
         changes = {}
         for path, (spec, _, data) in loaded.items():
             before = self._leaves.get(path)
-            digest = manifest.digest_of(path) or _digest(spec, data)
+            digest = manifest.digest_of(path) or digest_of(spec, data)
             self._leaves[path] = _Leaf(spec, data, digest)
             positions = None if before is None else _changed_elements(spec, before.data, data)
             values = data.view(spec.element.numpy)
@@ -206,10 +206,6 @@ def _changed_elements(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np
         differs = differs.reshape(-1, width // word.itemsize).any(axis=1)
     positions = np.flatnonzero(differs)
     return None if positions.size * _SPARSE_BELOW > differs.size else positions.astype(np.int64, copy=False)
-
-
-def _digest(spec: LeafSpec, data: NDArray[np.uint8]) -> str:
-    return leaf_digest(chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
 
 
 def follow(

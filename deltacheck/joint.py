@@ -7,6 +7,8 @@ also the barrier: the step exists only after every rank's report, and every rank
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,18 +43,20 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Go(msgspec.Struct, frozen=True):
-    """What rank 0 answers: what the save still needs to be told."""
+    """What rank 0 answers: the number of the checkpoint, which none of them has used, and what the save still needs to be told."""
 
+    seq: int
     skip: bool
     holdings: bool
     trees: bool
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a rank then tells."""
+    """What a rank then tells. ``copies``: digests of leaves of which every rank that has them has all."""
 
     holdings: Holdings | None
     tree: dict[str, Any] | None
+    copies: dict[str, str] = {}
 
 
 class Assigned(msgspec.Struct, frozen=True):
@@ -72,9 +76,10 @@ class Report(msgspec.Struct, frozen=True):
 
 class Begun(NamedTuple):
     """A save that the ranks have agreed on. ``tiles``: what this rank writes: leaf path -> cuts (``None``: whole), numbers of its tiles.
-    ``tree``: of all ranks.
+    ``tree``: of all ranks. ``seq``: of the checkpoint.
     """
 
+    seq: int
     tiles: Mapping[str, tuple[Cuts | None, list[int]]]
     tree: Node
 
@@ -86,6 +91,31 @@ class _Known:
     holdings: Holdings
     share: Share
     plan: Plan | None
+
+
+class Attempt:
+    """A save that the ranks have begun: exactly one of its methods tells them how it ended here."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint = joint
+        self._lock = threading.Lock()
+        self._told = False
+
+    def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
+        """``Joint.commit``."""
+        self._tell()
+        return self._joint.commit(manifest, make)
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank's part has failed: no step will exist. Waits for the other ranks; once the end was told does nothing."""
+        if self._tell():
+            with contextlib.suppress(RankFailed):  # what all ranks are told
+                consult(self._joint.ranks.end, error, lambda reports: [])
+
+    def _tell(self) -> bool:
+        with self._lock:
+            first, self._told = not self._told, True
+            return first
 
 
 class Joint:
@@ -102,10 +132,19 @@ class Joint:
         """Whether this is rank 0, which commits."""
         return self.ranks.rank == 0
 
-    def begin(self, step: int, seq: int, held: Mapping[str, Held], skeleton: Node, busy: bool) -> Begun | None:
+    def begin(
+        self,
+        step: int,
+        seq: int,
+        held: Mapping[str, Held],
+        skeleton: Node,
+        busy: bool,
+        copies: Callable[[], dict[str, str]] = dict,
+    ) -> Begun | None:
         """Agree on a save: ``None`` where one of the ranks is busy, and all skip it.
 
         ``held``: what this rank holds of each leaf; ``skeleton``: of its tree, whose leaves may be other ones than those of other ranks.
+        ``copies``: digests of leaves that must be the same on every rank that has them, asked for where the ranks plan anew.
         Raises ``RankFailed`` on every rank, naming the rank and the cause, where they disagree.
         """
         holdings = Holdings.of(held)
@@ -117,13 +156,14 @@ class Joint:
             return None
         merged = skeleton
         if go.holdings or go.trees:
-            told = Told(holdings if go.holdings else None, skeleton if go.trees else None)
+            told = Told(holdings, None, copies()) if go.holdings else Told(None, None)
+            told = msgspec.structs.replace(told, tree=skeleton if go.trees else None)
             answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
             if answer.share is not None:
                 self._known = _Known(holdings, answer.share, self._planned)
             merged = answer.tree or skeleton
         assert self._known is not None
-        return Begun(self._known.share.tiles(), merged)
+        return Begun(go.seq, self._known.share.tiles(), merged)
 
     def fail(self, error: BaseException) -> None:
         """Let all ranks know that this one cannot begin; raises ``RankFailed`` as they do."""
@@ -174,13 +214,6 @@ class Joint:
 
         return Written(*_decoded(consult(self.ranks.end, _encoded(report), decide), tuple[int, str]))
 
-    def abandon(self, error: BaseException) -> None:
-        """Report that this rank's part has failed: no step will exist."""
-        try:
-            consult(self.ranks.end, error, lambda reports: [])
-        except RankFailed:  # what all ranks are told
-            return
-
     def _plan(self, told: list[bytes]) -> Sequence[bytes]:
         """On rank 0."""
         every = [_decoded(one, Told) for one in told]
@@ -192,6 +225,7 @@ class Joint:
             if self._known is not None and self._known.plan is not None:
                 before = {path: Before(one.cuts, one.owners) for path, one in self._known.plan.items()}
             self._planned = sharding.plan(holdings, before)
+            _check_copies([one.copies for one in every])
             shares = sharding.shares(self._planned, len(every))
         one_tree = tree.merged(trees) if trees else None
         # Only rank 0 writes it.
@@ -203,13 +237,27 @@ def _agree(hellos: list[bytes]) -> Sequence[bytes]:
     every = [_decoded(one, Hello) for one in hellos]
     first = every[0]
     for rank, one in enumerate(every):
-        if (one.step, one.seq) != (first.step, first.seq):
+        if one.step != first.step:
             raise RankFailed(
-                f"rank {rank} saves step {one.step} as checkpoint {one.seq}, rank 0 step {first.step} as {first.seq}: every rank has to make "
-                "the same calls. Start the run again from its newest step"
+                f"rank {rank} saves step {one.step}, rank 0 step {first.step}: every rank has to make the same calls"
             )
-    go = Go(any(one.busy for one in every), not all(one.known for one in every), any(one.tree != first.tree for one in every))
+    seq = max(one.seq for one in every)
+    go = Go(
+        seq, any(one.busy for one in every), not all(one.known for one in every), any(one.tree != first.tree for one in every)
+    )
     return [_encoded(go)] * len(every)
+
+
+def _check_copies(every: Sequence[Mapping[str, str]]) -> None:
+    known: dict[str, tuple[int, str]] = {}
+    for rank, copies in enumerate(every):
+        for path, digest in copies.items():
+            first, expected = known.setdefault(path, (rank, digest))
+            if digest != expected:
+                raise RankFailed(
+                    f"the copies of leaf {path!r} on rank {first} and on rank {rank} differ: {expected} and {digest}. One of them would be lost; "
+                    "save what each rank has for itself under a key of its own, such as f'rank {rank}'"
+                )
 
 
 def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest:

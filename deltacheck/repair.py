@@ -19,9 +19,8 @@ from deltacheck import chain, derive, verify
 from deltacheck import survey as surveying
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8, U64
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
-from deltacheck.records import LeafSpec
 from deltacheck.rewrite import WholeLeaves, renewed
 from deltacheck.store import arrays, collect, layout, place
 from deltacheck.store.durability import sync_directory
@@ -315,7 +314,7 @@ class _Healer:
                     )
                 except Damaged:
                     return None, missing
-                if _digest_of(spec, content.data) == entry.digest:
+                if digest_of(spec, content.data) == entry.digest:
                     return content, []
         if missing:
             return None, missing
@@ -356,10 +355,6 @@ def _chunk(at: _At, wanted: U64, digests: U64) -> U8 | None:
     except Damaged:
         return None
     return data if (digests[at.chunk] == wanted).all() else None
-
-
-def _digest_of(spec: LeafSpec, data: U8) -> str:
-    return leaf_digest(chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
 
 
 # --- writing --------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from deltacheck import chain, derive, grid, replay, tiles
 from deltacheck.chain import Chain, Held
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import BudgetExceeded, ContractNotMet, Damaged, StepNotFound
 from deltacheck.records import LeafSpec
 from deltacheck.store.root import Root
@@ -379,7 +379,7 @@ class _Values:
 
 def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
     spec = leaf.spec
-    found = leaf_digest(chunk_digests(values, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+    found = digest_of(spec, values)
     if found != recorded:
         raise Damaged(
             f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "

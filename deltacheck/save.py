@@ -154,7 +154,7 @@ class Saver:
         """Begin to save. Returns once everything not lazy is captured.
 
         ``commit(manifest)`` makes the step exist; it runs on the committer thread. ``abandon(error)``: called once, behind the training, where
-        the save fails before ``commit`` was called. ``on_busy``:
+        the save fails, also in ``commit``. ``on_busy``:
         what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
         ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored (REQUIRES: an
         exact policy). ``note``: for the report.
@@ -453,7 +453,6 @@ class Saver:
                     with self._lock:
                         self._unchecked[work.seq] = manifest
                     work.handle._awaits_receipt = True
-                work.abandon = None
                 written = self._on_disk(work, partial(work.commit, manifest))
                 before, self._newest = self._newest, manifest
                 plan = self._plans.pop(work.seq, None)
@@ -529,9 +528,9 @@ class Saver:
             if not work.handle.done():  # else this was told when it was given up
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
+            if work.abandon is not None:
+                Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
             if not work.may_be_committed:
-                if work.abandon is not None:
-                    Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
                 removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them

@@ -20,7 +20,7 @@ from deltacheck import derive
 from deltacheck.codec import lattice, octaves
 from deltacheck.codec.base import U8
 from deltacheck.contracts import Bounded, Promise, Reused
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.policy import Policy, adam, roles
 from deltacheck.policy.chain import staggered
 from deltacheck.policy.decide import Decision, Situation, betas, decide
@@ -440,7 +440,7 @@ class _Group:
 
 
 def _digest(spec: LeafSpec, values: Array) -> str:
-    return leaf_digest(chunk_digests(values.view(np.uint8), spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+    return digest_of(spec, values.view(np.uint8))
 
 
 def octaves_apart(one: Array, other: Array) -> float | None:

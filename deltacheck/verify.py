@@ -22,7 +22,7 @@ import xxhash
 from deltacheck import chain, derive, restore
 from deltacheck import survey as surveying
 from deltacheck.codec.base import U8
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
 from deltacheck.records import LeafSpec
 from deltacheck.store import arrays, schema
@@ -284,7 +284,7 @@ class _Derived:
             spec = LeafSpec.of(path, derived.shape, derived.dtype)
             elements = data.view(source.element.numpy)
             values = derive.compute(derived, None, {source.path: elements}, 0, elements.size).view(np.uint8)
-            found = leaf_digest(chunk_digests(values, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+            found = digest_of(spec, values)
             if found != recorded:
                 problem = f"it follows from leaf {source.path!r} by {derived.how}, but that gives digest {found} where {recorded} was saved"
                 self.findings += [Finding(step, path, problem) for _, step in of]

@@ -17,7 +17,7 @@ import numpy as np
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import CHUNK, METHOD, U8, U32, U64, Codec, Encoded, GroupCodec, GroupJob
 from deltacheck.contracts import RANK, Promise, name_of
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.errors import SaveFailed, StorageTimeout
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import Policy
@@ -228,7 +228,7 @@ class Work:
                 raise SaveFailed(f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took it along")
             if current is not None and self.setup.verify != "none":
                 host = codec.host(current)
-                self.live[spec.path] = leaf_digest(chunk_digests(host, spec.bounds(), spec.word_bytes, range(spec.chunk_count)))
+                self.live[spec.path] = digest_of(spec, host)
             if source.whole and spec.raw_bytes:
                 self._encode_whole(spec, current)
                 continue

@@ -18,10 +18,10 @@ class NoLease(Lease):
 
 
 def main(root: str, writer: int, rounds: int) -> None:
-    import deltacheck.backends.torch.engine as engine_module
+    from deltacheck.store import opened
 
     torch.set_num_threads(1)
-    engine_module.Lease = NoLease  # type: ignore[misc]
+    opened.Lease = NoLease  # type: ignore[misc]
     engine, state = None, {}
     print("ready", flush=True)
     sys.stdin.readline()

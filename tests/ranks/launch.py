@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def launch(target: Callable[..., Any], size: int, *args: Any, seconds: float = 120.0, lost: set[int] = frozenset()) -> list[Any]:  # type: ignore[assignment]
+def launch(
+    target: Callable[..., Any], size: int, *args: Any, seconds: float = 100.0, lost: set[int] = frozenset()
+) -> list[Any]:  # type: ignore[assignment]
     """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None`` for the ``lost``, which kill themselves.
 
     Fails with the traceback of the first rank that raised, or where one takes longer than ``seconds``.
@@ -22,7 +24,9 @@ def launch(target: Callable[..., Any], size: int, *args: Any, seconds: float = 1
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    processes = [context.Process(target=_run, args=(results, target, rank, size, port, args), daemon=True) for rank in range(size)]
+    processes = [
+        context.Process(target=_run, args=(results, target, rank, size, port, args), daemon=True) for rank in range(size)
+    ]
     for process in processes:
         process.start()
     try:

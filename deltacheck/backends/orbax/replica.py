@@ -17,7 +17,7 @@ from deltacheck import replay, restore, tree
 from deltacheck.backends.orbax import leaves
 from deltacheck.backends.orbax.load import Read, Wanted, make, places_of, sharding_of
 from deltacheck.codec.base import U8
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import ReplayDiffers, TreeMismatch
 from deltacheck.records import LeafSpec
 from deltacheck.restore import Loaded
@@ -116,7 +116,7 @@ def loaded(value: Any) -> Loaded:
 
 def _digests(content: Mapping[str, Loaded]) -> dict[str, str]:
     def one(item: Loaded) -> str:
-        return leaf_digest(chunk_digests(item.data, item.spec.bounds(), item.spec.word_bytes, range(item.spec.chunk_count)))
+        return digest_of(item.spec, item.data)
 
     with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(content, pool.map(one, content.values()), strict=True))

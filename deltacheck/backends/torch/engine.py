@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -191,7 +190,8 @@ class Engine:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        commit, abandon = self._commit, None
+        commit: Callable[[Manifest], Written] = self._commit
+        abandon: Callable[[BaseException], None] | None = None
         if self._together is not None:
             if more or replay is not None:
                 raise ValueError("a gradient log is of one process; it cannot be kept by a process group")
@@ -201,20 +201,25 @@ class Engine:
                 handle._advance("skipped")
                 return handle
             flat = mine
-            commit, abandon = partial(self._together.commit, self._commit), self._together.joint.abandon
-        sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
-        planned = time.perf_counter() - begin
-        handle = self._saver.save(
-            step,
-            flat.skeleton,
-            {path: sources[path] for path in sorted(sources)},
-            commit,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
-            on_busy=self._on_busy,
-            replay=replay,
-            note=note,
-            abandon=abandon,
-        )
+            commit, abandon = self._together.attempt(self._commit)
+        try:
+            sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+            planned = time.perf_counter() - begin
+            handle = self._saver.save(
+                step,
+                flat.skeleton,
+                {path: sources[path] for path in sorted(sources)},
+                commit,
+                metrics={name: float(value) for name, value in (metrics or {}).items()},
+                on_busy=self._on_busy,
+                replay=replay,
+                note=note,
+                abandon=abandon,
+            )
+        except BaseException as error:
+            if abandon is not None:
+                abandon(error)
+            raise
         handle._add_blocking(planned)
         return handle
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deltacheck import replay, tree
 from deltacheck.backends.torch import leaves
 from deltacheck.codec.base import U8
-from deltacheck.digest import chunk_digests, leaf_digest
+from deltacheck.digest import digest_of
 from deltacheck.errors import ReplayDiffers, TreeMismatch, UnsupportedLeaf
 from deltacheck.records import LeafSpec
 from deltacheck.restore import Loaded
@@ -157,8 +157,7 @@ def digests(flat: Flat) -> dict[str, str]:
     def one(path: str, host: U8) -> str:
         leaf = flat.leaves[path]
         spec = LeafSpec.of(path, leaf.shape, leaf.dtype)
-        bounds = spec.bounds()
-        return leaf_digest(chunk_digests(host, bounds, spec.word_bytes, range(bounds.size - 1)))
+        return digest_of(spec, host)
 
     here = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, ranks, shards
+from deltacheck.digest import digest_of
 from deltacheck.errors import RankFailed, TreeMismatch
-from deltacheck.joint import Joint
+from deltacheck.joint import Attempt, Joint
+from deltacheck.records import LeafSpec
 from deltacheck.save import Saver
 from deltacheck.store.durability import Durability
 from deltacheck.store.opened import Opened, open_alone
@@ -24,7 +28,9 @@ from deltacheck.store.schema import Manifest
 from deltacheck.tiles import Box
 from deltacheck.tree import Flat
 
-_Given = TypeVar("_Given")
+# Leaves up to this size are compared between the ranks that have copies of them, when these first save. Larger: finds more that differs; a
+# longer first save.
+_COMPARED_BYTES = 1 << 20
 
 
 class Together:
@@ -71,18 +77,24 @@ class Together:
             busy = bool(saver.pending())
             saver.raise_unseen()
             held = shards.held(flat)
-        begun = self.joint.begin(step, saver.standing()[1], held, flat.skeleton, busy)
-        return None if begun is None else shards.local_flat(flat, begun.tiles, begun.tree)
+        begun = self.joint.begin(step, saver.standing()[1], held, flat.skeleton, busy, lambda: _copies(flat))
+        if begun is None:
+            return None
+        saver.number_from(begun.seq)
+        return shards.local_flat(flat, begun.tiles, begun.tree)
 
-    def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
-        """Commit with all ranks; ``make`` is called on rank 0."""
+    def attempt(
+        self, make: Callable[[Manifest], Written]
+    ) -> tuple[Callable[[Manifest], Written], Callable[[BaseException], None]]:
+        """How a save that has begun ends: with a commit of all, for which rank 0 calls ``make``, or by telling the others of a failure."""
 
         def make_all(every: Manifest) -> Written:
             written = make(every)
             self.segments = frozenset(ref.id for ref in every.segments)
             return written
 
-        return self.joint.commit(manifest, make_all)
+        attempt = Attempt(self.joint)
+        return partial(attempt.commit, make_all), attempt.abandon
 
     def first(self, action: Callable[[], object]) -> None:
         """Let rank 0 do something; every rank waits for it, and raises ``RankFailed`` where it fails."""
@@ -159,6 +171,20 @@ class Together:
     def close(self) -> None:
         for group in self._groups:
             dist.destroy_process_group(group)
+
+
+def _copies(flat: Flat) -> dict[str, str]:
+    """The digests of small leaves that are whole on this rank."""
+    small = {
+        path: LeafSpec.of(path, leaf.shape, leaf.dtype)
+        for path, leaf in flat.leaves.items()
+        if not isinstance(flat.arrays[path], DTensor | shards.Shard)
+    }
+    return {
+        path: digest_of(spec, leaves.bytes_of(flat.arrays[path]))
+        for path, spec in small.items()
+        if spec.raw_bytes <= _COMPARED_BYTES
+    }
 
 
 def _fill(

@@ -1,0 +1,334 @@
+"""What the torch ranks of the tests do: one model in several layouts, its training, and saves of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from deltacheck import chain
+from deltacheck.backends.torch import Engine
+from deltacheck.errors import SaveFailed
+
+WIDTH = 517  # of the hidden layers: no number of ranks divides it
+
+
+@contextmanager
+def world(rank: int, size: int) -> Iterator[dist.ProcessGroup]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def model(layout: str, size: int) -> torch.nn.Module:
+    """The same weights in every layout: ``plain`` (each rank has all), ``fsdp``, ``tp_fsdp`` (2 x size / 2)."""
+    torch.manual_seed(0)
+    width = WIDTH + 3 if "tp" in layout else WIDTH
+    made = torch.nn.Sequential(
+        torch.nn.Linear(67, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 5)
+    )
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+    elif layout == "tp_fsdp":
+        grid = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "model"))
+        parallelize_module(made, grid["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = grid["data"]
+    if layout != "plain":
+        for layer in (0, 2, 4):
+            fully_shard(made[layer], mesh=mesh)
+        fully_shard(made, mesh=mesh)
+    return made
+
+
+class Run:
+    """A training whose gradients depend on the step alone, so that every layout goes the same way."""
+
+    def __init__(self, layout: str, size: int) -> None:
+        self.model = model(layout, size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def update(self, number: int) -> None:
+        for position, parameter in enumerate(self.model.parameters()):
+            generator = torch.Generator().manual_seed(1000 * number + position)
+            whole = torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                from torch.distributed.tensor import distribute_tensor
+
+                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            else:
+                parameter.grad = whole
+        self.optimizer.step()
+
+    def state(self, step: int) -> dict[str, Any]:
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": moments, "step": step}
+
+
+def whole(tree: Any) -> dict[str, np.ndarray]:
+    """Every array of a state, put together, by its path."""
+    found = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(item, f"{path}/{key}" if path else str(key))
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                visit(item, f"{path}/{number}")
+        elif isinstance(value, torch.Tensor):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[path] = value.detach().numpy().copy()
+        elif isinstance(value, np.ndarray):
+            found[path] = value
+
+    visit(tree, "")
+    return found
+
+
+def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
+    """The paths at which two states differ in a bit."""
+    return sorted(one.keys() ^ other.keys()) + [
+        p for p in sorted(one.keys() & other.keys()) if one[p].tobytes() != other[p].tobytes()
+    ]
+
+
+def reads(counted: list[int]) -> None:
+    """Count from now on the bytes of the chunks that restores read."""
+    load = chain.load
+
+    def counting(chains: Any, chunks: Any, codec: Any = None) -> Any:
+        counted.append(sum(chain.bytes_of(chains[path].spec, chunks[path]) for path in chains))
+        return load(chains, chunks, codec)
+
+    chain.load = counting
+
+
+def save(rank: int, size: int, port: int, root: Path, layout: str, steps: int) -> Any:
+    """Train and save; the state of the last step, put together, and the reports of each save on this rank."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        run = Run(layout, size)
+        reports = []
+        for step in range(steps):
+            run.update(step)
+            handle = engine.save(step, run.state(step), metrics={"loss": 1.0 / (step + 1)})
+            handle.wait("committed")
+            reports.append(handle.report)
+        return whole(run.state(steps - 1)), reports
+
+
+def resume(rank: int, size: int, port: int, root: Path, layout: str, step: int) -> Any:
+    """Restore a step into another training, save it again, then one step later: its content, what was read, the reports."""
+    counted: list[int] = []
+    reads(counted)
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        run = Run(layout, size)
+        run.update(99)
+        target = run.state(0)
+        restored = engine.restore(step, into=target)
+        read = sum(counted)
+        held = sum((v.to_local() if isinstance(v, DTensor) else v).nbytes for v in _tensors(target))
+        content = whole(restored)
+        again = engine.save(100, restored)
+        again.wait("committed")
+        run.optimizer.zero_grad()
+        run.update(100)
+        later = engine.save(101, run.state(101))
+        later.wait("committed")
+        return content, read, held, [again.report, later.report], whole(run.state(101)), engine.restored_step
+
+
+def large(rank: int, size: int, port: int, root: Path, first: bool) -> Any:
+    """Save a leaf of 80 MB, or restore it: what was read, what this rank holds, and whether it is right."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    counted: list[int] = []
+    reads(counted)
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        mesh = init_device_mesh("cpu", (size,))
+        content = torch.arange(20_001 * 1024, dtype=torch.float32).reshape(20_001, 1024)
+        if first:
+            engine.save(0, {"w": distribute_tensor(content, mesh, [Shard(0)])}).wait("committed")
+            return None
+        target = {"w": distribute_tensor(torch.zeros_like(content), mesh, [Shard(0)])}
+        engine.restore(into=target)
+        own = distribute_tensor(content, mesh, [Shard(0)]).to_local()
+        return sum(counted), own.nbytes, torch.equal(target["w"].to_local(), own)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, Mapping):
+        return [tensor for item in tree.values() for tensor in _tensors(item)]
+    return [tree] if isinstance(tree, torch.Tensor) else []
+
+
+def fail(rank: int, size: int, port: int, root: Path, where: str) -> Any:
+    """Save twice; in the second save rank 1 fails. What each rank was told, after how long, and whether a third save works."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        run = Run("fsdp", size)
+        run.update(0)
+        engine.save(0, run.state(0)).wait("committed")
+        run.update(1)
+        state = run.state(1)
+        if rank == 1:
+            break_it(engine, where, state)
+        began = time.monotonic()
+        told = ""
+        try:
+            engine.save(1, state).wait("committed")
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            told = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
+        with_second = engine.steps()
+        with suppress(SaveFailed):
+            engine.wait()
+        run.update(2)
+        handle = engine.save(2, run.state(2))
+        handle.wait("committed")
+        return told, seconds, with_second, whole(run.state(2)), handle.report
+
+
+def break_it(engine: Engine, where: str, state: dict[str, Any]) -> None:
+    saver = engine._saver
+    if where == "describe":
+        state["function"] = print
+    elif where == "shape":
+        state["model"]["0.weight"] = torch.zeros(3)
+    elif where == "encode":
+        once(saver.codec, "encode", OSError("the encoder of rank 1 broke"))
+    elif where == "write":
+        once(saver._setup.store, "writer", OSError("No space left on device"))
+    elif where == "durable":
+        from deltacheck.work import Work
+
+        real = Work.finish_segment
+
+        def broken(work: Work) -> Any:
+            Work.finish_segment = real  # type: ignore[method-assign]
+            raise OSError("Input/output error")
+
+        Work.finish_segment = broken  # type: ignore[method-assign]
+
+
+def once(owner: Any, name: str, error: Exception) -> None:
+    real = getattr(owner, name)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        setattr(owner, name, real)
+        raise error
+
+    setattr(owner, name, broken)
+
+
+def killed(rank: int, size: int, port: int, root: Path) -> Any:
+    """Rank 1 dies between its durable part and the commit. What the others are told, and when."""
+    with world(rank, size) as group:
+        engine = Engine(root, process_group=group)
+        run = Run("fsdp", size)
+        run.update(0)
+        engine.save(0, run.state(0)).wait("committed")
+        run.update(1)
+        if rank == 1:
+            from deltacheck.work import Work
+
+            def die(work: Work) -> Any:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            Work.finish_segment = die  # type: ignore[method-assign]
+        began = time.monotonic()
+        told = []
+        for step in (1, 2):
+            try:
+                engine.save(step, run.state(step)).wait("committed", timeout=60)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                told.append(f"{type(error).__name__}: {error}")
+        return told, time.monotonic() - began
+
+
+def stages(rank: int, size: int, port: int, root: Path) -> Any:
+    """Pipeline parallel: each rank has other leaves, and a key of its own."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        state = {
+            "layers": {str(rank): {"w": torch.full((300, 500), float(rank)), "b": torch.arange(7) + rank}},
+            "shared": torch.arange(6_000_000, dtype=torch.float32),
+            "rng": {f"rank {rank}": torch.get_rng_state() + rank},
+            "step": 5,
+        }
+        handle = engine.save(5, state)
+        handle.wait("committed")
+        target = {
+            "layers": {str(rank): {"w": torch.zeros(300, 500), "b": torch.zeros(7, dtype=torch.int64)}},
+            "rng": {f"rank {rank}": torch.zeros_like(torch.get_rng_state())},
+            "step": 0,
+        }
+        restored = engine.restore(into=target)
+        return whole(restored), whole(state), restored["step"], {leaf.path: leaf.raw_bytes for leaf in handle.report.leaves}
+
+
+def disagree(rank: int, size: int, port: int, root: Path) -> Any:
+    """Numbers and shapes that differ between ranks, another step, and a rank that is asked for another."""
+    told = []
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        for step, state in (
+            (1, {"w": torch.zeros(4), "lr": 0.1 * rank}),
+            (1, {"w": torch.zeros(4 + rank)}),
+            (1 + rank, {"w": torch.zeros(4)}),
+            (1, {"w": torch.full((4,), float(rank))}),
+        ):
+            try:
+                engine.save(step, state).wait("committed")
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                told.append(f"{type(error).__name__}: {error}")
+            else:
+                told.append("")
+        return told, engine.steps()
+
+
+def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
+    """How often and how long rank 0's save waits for the others beside its own work, and how long training is held up at the beginning."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        state = {"w": torch.arange(1000.0)}
+        engine.save(0, state).wait("committed")
+        joint = engine._together.joint  # type: ignore[union-attr]
+        spent: dict[str, list[float]] = {"begin": [], "commit": [], "make": []}
+
+        def clock(owner: Any, name: str, into: str) -> None:
+            real = getattr(owner, name)
+
+            def measured(*args: Any, **options: Any) -> Any:
+                began = time.perf_counter()
+                try:
+                    return real(*args, **options)
+                finally:
+                    spent[into].append(time.perf_counter() - began)
+
+            setattr(owner, name, measured)
+
+        exchanges: list[int] = []
+        for channel in (joint.ranks.begin, joint.ranks.end):
+            gather = channel.gather
+            channel.gather = lambda payload, gather=gather: (exchanges.append(1), gather(payload))[1]
+        clock(joint, "begin", "begin")
+        clock(joint, "commit", "commit")
+        clock(engine, "_commit", "make")
+        for step in range(1, saves + 1):
+            state["w"] += 1
+            dist.barrier()
+            engine.save(step, state).wait("committed")
+        return spent | {"exchanges": len(exchanges)}

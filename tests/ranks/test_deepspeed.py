@@ -1,0 +1,452 @@
+"""DeepSpeed through deltacheck, on 2 gloo processes and on 1: resumes, any number of ranks, export, failures. With the real package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from ranks.launch import launch
+from safetensors.numpy import load_file
+
+import deltacheck
+from deltacheck.backends.torch import pointer
+from deltacheck.cli import main
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+# ZeRO stage and whether the model computes in bfloat16: 0 keeps all on one rank, 1 flattens, with bfloat16 in another class than 2.
+CASES = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+FLAT = [case for case in CASES if case[0]]
+LAST = 6
+
+Parameters = dict[str, dict[str, np.ndarray]]  # by key (master, exp_avg, exp_avg_sq) and name, flat
+
+
+class Saved(NamedTuple):
+    stored_bytes: int
+    deltas: int
+    leaves: int
+    raw_bytes: int
+
+
+def name(case: tuple[int, bool]) -> str:
+    return f"zero{case[0]}{'-bf16' if case[1] else ''}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks found: rank -> what was asked."""
+    return launch(on_two, 2, folder, seconds=600)
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, two: object) -> dict[str, Any]:
+    """What one rank found that loaded what two had saved, and saved it again."""
+    return launch(on_one, 1, folder, seconds=600)[0]
+
+
+@pytest.fixture(scope="module")
+def again(folder: Path, one: object) -> list[dict[str, Any]]:
+    """What two ranks found that loaded what one had saved."""
+    return launch(on_two_again, 2, folder, seconds=600)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_a_resumed_run_goes_on_bit_for_bit(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+    for rank in two:
+        found = rank[name(case)]
+        assert found["resumed losses"] == found["losses"][3:]
+        assert found["client state"] == {"seen": 3}
+        same(found["resumed parameters"], found["parameters"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_second_save_is_a_delta_also_after_a_resume(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+    for rank in two:
+        first, second, resumed = (rank[name(case)][key] for key in ("first save", "second save", "save after the resume"))
+        assert first.deltas == 0
+        if case[0]:  # else rank 1 has nothing
+            assert second.deltas > 0
+            assert resumed.deltas > 0
+    if not case[0]:
+        assert two[0][name(case)]["save after the resume"].deltas > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_saving_the_same_tag_again_writes_next_to_nothing(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+    sizes = [sum(rank[name(case)][key].stored_bytes for rank in two) for key in ("first save", "same save again")]
+    assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.parametrize("case", FLAT, ids=name)
+def test_what_is_flat_in_deepspeed_is_stored_once_by_parameter(folder: Path, two: object, case: tuple[int, bool]) -> None:
+    tree = deltacheck.open(folder / name(case) / "deltacheck").restore(4)
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    kept = [leaf for key in ("exp_avg", "exp_avg_sq") for leaf in tree["optimizer"][key].values()]
+    assert sum(leaf.size for leaf in kept) == 2 * elements
+    assert {name: leaf.shape for name, leaf in tree["master"].items()} == SHAPES
+    large = [leaf.size for file in tree["files"].values() for leaf in arrays(file)]
+    assert max(large) <= 61  # buffers and counters of the ranks
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", FLAT, ids=name)
+def test_one_rank_restores_what_two_have_saved(two: list[dict[str, Any]], one: dict[str, Any], case: tuple[int, bool]) -> None:
+    same(one[name(case)], joined([rank[name(case)]["parts"] for rank in two]))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", FLAT, ids=name)
+def test_two_ranks_restore_what_one_has_saved(one: dict[str, Any], again: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+    same(joined([rank[name(case)] for rank in again]), one[name(case)])
+
+
+@pytest.mark.parametrize("case", FLAT, ids=name)
+def test_export_gives_the_weights_by_name_and_shape(
+    folder: Path, two: list[dict[str, Any]], case: tuple[int, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / f"{name(case)}.safetensors"
+    root = folder / name(case) / "deltacheck"
+    assert main(["export", f"{root}", "4", "--leaves", "master/*", "--strip", "master/", "--out", str(out), "--force"]) == 0
+    weights = load_file(out)
+    assert {key: array.shape for key, array in weights.items()} == SHAPES
+    expected = joined([rank[name(case)]["parts"] for rank in two])["master"]
+    for key, array in weights.items():
+        np.testing.assert_array_equal(array.reshape(-1).view(np.uint32), expected[key].view(np.uint32))
+
+
+def test_nothing_of_a_save_is_found_before_it_is_committed(two: list[dict[str, Any]]) -> None:
+    assert two[0]["latest before the commit"] is None
+    assert two[0]["pointers before the commit"] == []
+    assert two[0]["latest after the commit"] == "slow"
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_published(two: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(two):
+        assert "rank 1: OSError: [Errno 28] the disk of rank 1 is full" in rank["failed save"] or number == 1
+        assert "the disk of rank 1 is full" in rank["failed save"]
+        assert rank["latest after the failure"] == "slow"
+        assert rank["pointers after the failure"] == []
+    assert all(rank["save after the failure"] == "good" for rank in two)
+
+
+def test_what_cannot_be_kept_is_refused_on_all_ranks_with_its_path(two: list[dict[str, Any]]) -> None:
+    assert "rank 1: UnsupportedLeaf: leaf 'files/zero_pp_rank_1_mp_rank_00_model_states.pt/what'" in two[0]["refused save"]
+    assert "register(Unknown)" in two[1]["refused save"]
+    assert two[0]["latest after the refusal"] == "good"
+
+
+def test_a_load_reads_no_pickle(two: list[dict[str, Any]]) -> None:
+    assert all(rank["pickles read"] == 0 for rank in two)
+
+
+def test_files_of_two_saves_are_not_mixed(two: list[dict[str, Any]]) -> None:
+    assert "stands for another save" in two[0]["mixed files"]
+
+
+def test_options_come_from_either_section_of_the_configuration(two: list[dict[str, Any]]) -> None:
+    assert two[0]["options"] == {"host_cache_bytes": 3 << 30, "keep_last": 7}
+    assert "'keep_lots', which is not one of" in two[0]["wrong option"]
+
+
+def test_another_stage_is_refused_with_the_way_out(two: list[dict[str, Any]]) -> None:
+    assert "was saved under ZeRO 2, this engine has ZeRO 3; load it under ZeRO 2" in two[0]["another stage"]
+
+
+def test_other_files_of_weights_are_written_as_before(two: list[dict[str, Any]], folder: Path) -> None:
+    weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    assert weights["0.weight"].shape == (61, 17)
+
+
+# What runs in the processes.
+
+SHAPES = {"0.weight": (61, 17), "0.bias": (61,), "2.weight": (61,), "2.bias": (61,), "3.weight": (33, 61), "3.bias": (33,)}
+SHAPES |= {"5.weight": (1, 33), "5.bias": (1,)}
+
+
+def start(rank: int, size: int) -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    warnings.simplefilter("ignore")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    from deltacheck.backends.torch.deepspeed import install
+
+    logger.setLevel(logging.CRITICAL)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled here
+    install()
+    deepspeed.init_distributed("gloo")
+
+
+def made(case: tuple[int, bool], **more: Any) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    first = [torch.nn.Linear(17, 61), torch.nn.ReLU(), torch.nn.BatchNorm1d(61)]
+    model = torch.nn.Sequential(*first, torch.nn.Linear(61, 33), torch.nn.ReLU(), torch.nn.Linear(33, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "zero_optimization": {"stage": case[0], "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": case[1]},
+        **more,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: Any, bf16: bool, until: int) -> list[str]:
+    losses = []
+    while engine.global_steps < until:
+        random = torch.Generator().manual_seed(1000 * engine.global_steps + engine.global_rank)
+        given = torch.randn(4, 17, generator=random)
+        wanted = given.sum(1, keepdim=True)
+        loss = ((engine(given.bfloat16() if bf16 else given).float() - wanted) ** 2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def parts(engine: Any) -> list[tuple[str, str, int, int, np.ndarray]]:
+    """What this rank has: key, name, first element, elements of the parameter, values."""
+    from deltacheck.backends.torch import zero
+
+    found = []
+    for partition in zero.partitions(engine):
+        for key, flat in {"master": partition.master, **partition.states}.items():
+            for part in partition.parts:
+                piece = part.of(flat)
+                values = piece.data.clone().float().numpy()
+                found.append((key, part.name, piece.global_offset[0], piece.global_shape[0], values))
+    if not found:
+        state = engine.optimizer.state_dict()["state"] if hasattr(engine.optimizer, "state_dict") else {}
+        found = [
+            (key, str(number), 0, value.numel(), value.clone().float().reshape(-1).numpy())
+            for number, of in state.items()
+            for key, value in of.items()
+        ]
+    return found
+
+
+def joined(ranks: list[Any]) -> Parameters:
+    found: Parameters = {}
+    for rank in ranks:
+        for key, name, first, elements, values in rank:
+            whole = found.setdefault(key, {}).setdefault(name, np.full(elements, np.nan, np.float32))
+            whole[first : first + values.size] = values
+    assert not any(np.isnan(array).any() for of in found.values() for array in of.values())
+    return found
+
+
+def same(one: Any, other: Any) -> None:
+    if isinstance(one, list):
+        one, other = ({(key, name): values for key, name, _, _, values in of} for of in (one, other))
+    assert one.keys() == other.keys()
+    for key in one:
+        if isinstance(one[key], dict):
+            same(one[key], other[key])
+        else:
+            np.testing.assert_array_equal(one[key].view(np.uint32), other[key].view(np.uint32), err_msg=str(key))
+
+
+def arrays(value: Any) -> list[np.ndarray]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in arrays(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in arrays(item)]
+    return [value] if isinstance(value, np.ndarray) else []
+
+
+def save(engine: Any, folder: Path, tag: str | None = None, **client: Any) -> Saved:
+    """Save, wait, and say what this rank has written."""
+    handles: list[Any] = []
+    checkpoints = engine.checkpoint_engine
+    real = checkpoints._opened
+
+    def opened(root: Path) -> Any:
+        found = real(root)
+        if "save" not in vars(found):
+            keep = found.save
+            found.save = lambda *args, **kwargs: handles.append(keep(*args, **kwargs)) or handles[-1]
+        return found
+
+    checkpoints._opened = opened
+    try:
+        assert engine.save_checkpoint(str(folder), tag, client_state=client)
+        checkpoints.wait()
+    finally:
+        del checkpoints._opened
+        if checkpoints._engine is not None:
+            vars(checkpoints._engine).pop("save", None)
+    report = handles[0].report
+    deltas = sum(leaf.kind == "delta" for leaf in report.leaves)
+    return Saved(report.stored_bytes, deltas, len(report.leaves), report.raw_bytes)
+
+
+def text_of(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return str(error)
+    return ""
+
+
+def on_two(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
+    start(rank, size)
+    pickles = count_pickles()
+    found: dict[str, Any] = {name(case): resume(case, folder / name(case)) for case in CASES}
+    found["pickles read"] = len(pickles)
+    found |= troubles(rank, folder)
+    return found
+
+
+def resume(case: tuple[int, bool], folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    engine = made(case)
+    losses = train(engine, case[1], 3)
+    found["first save"] = save(engine, folder, seen=3)
+    losses += train(engine, case[1], 4)
+    found["second save"] = save(engine, folder, seen=4)
+    found["same save again"] = save(engine, folder, seen=4)
+    found["parts"] = parts(engine)
+    found["losses"] = losses + train(engine, case[1], LAST)
+    found["parameters"] = parts(engine)
+    engine.destroy()
+    engine = made(case)
+    path, client = engine.load_checkpoint(str(folder), "global_step3")
+    assert path is not None
+    found["client state"] = {key: value for key, value in client.items() if key == "seen"}
+    resumed = train(engine, case[1], 4)
+    found["save after the resume"] = save(engine, folder, seen=4)
+    found["resumed losses"] = resumed + train(engine, case[1], LAST)
+    found["resumed parameters"] = parts(engine)
+    engine.destroy()
+    return found
+
+
+def count_pickles() -> list[object]:
+    """What ``torch.load`` and ``pickle`` are asked to read from now on."""
+    seen: list[object] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        raise AssertionError("a pickle was read")
+
+    torch.load = load
+    pickle.load = load
+    return seen
+
+
+class Unknown:
+    pass
+
+
+def troubles(rank: int, folder: Path) -> dict[str, Any]:
+    from deltacheck import work
+    from deltacheck.backends.torch import deepspeed
+
+    found: dict[str, Any] = {}
+    engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
+    found["options"] = dict(engine.checkpoint_engine._options)
+    found["wrong option"] = message_of(lambda: deepspeed._options({"deltacheck": {"keep_lots": 1}}, {}))
+    train(engine, False, 1)
+    run = folder / "troubles"
+    gate, real = threading.Event(), deepspeed._Publishing._commit
+    deepspeed._Publishing._commit = lambda self, manifest: (gate.wait(60), real(self, manifest))[1]
+    engine.save_checkpoint(str(run), "slow")
+    found["latest before the commit"] = text_of(run / "latest")
+    found["pointers before the commit"] = [path.name for path in (run / "slow").iterdir()]
+    gate.set()
+    engine.checkpoint_engine.wait()
+    deepspeed._Publishing._commit = real
+    torch.distributed.barrier()
+    found["latest after the commit"] = text_of(run / "latest")
+
+    train(engine, False, 2)
+    finish = work.Work.finish_segment
+    if rank == 1:
+        work.Work.finish_segment = failing
+    engine.save_checkpoint(str(run), "bad")
+    found["failed save"] = message_of(engine.checkpoint_engine.wait)
+    work.Work.finish_segment = finish
+    found["latest after the failure"] = text_of(run / "latest")
+    found["pointers after the failure"] = [path.name for path in (run / "bad").iterdir()]
+    train(engine, False, 3)
+    engine.save_checkpoint(str(run), "good")
+    engine.checkpoint_engine.wait()
+    torch.distributed.barrier()
+    found["save after the failure"] = text_of(run / "latest")
+
+    client = {"what": Unknown()} if rank == 1 else {}
+    found["refused save"] = message_of(lambda: engine.save_checkpoint(str(run), "odd", client_state=client))
+    found["latest after the refusal"] = text_of(run / "latest")
+
+    if rank == 0:
+        path = run / "good" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        target = pointer.read(run / "slow" / path.name)
+        pointer.write(path, target)
+        checkpoints = engine.checkpoint_engine
+        checkpoints._reading = deepspeed._Reading()
+        checkpoints.load(str(run / "good" / "zero_pp_rank_0_mp_rank_00_model_states.pt"))
+        found["mixed files"] = message_of(lambda: checkpoints.load(str(path)))
+        checkpoints._reading = None
+        two = folder / "zero2" / "global_step4" / "mp_rank_00_model_states.pt"
+        found["another stage"] = message_of(lambda: checkpoints.load(str(two)))
+    engine.destroy()
+    engine = made((1, False))
+    engine.save_16bit_model(str(folder), "pytorch_model.bin")
+    torch.distributed.barrier()
+    engine.destroy()
+    return found
+
+
+def failing(self: object) -> None:
+    raise OSError(28, "the disk of rank 1 is full")
+
+
+def on_one(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
+    start(rank, size)
+    found = {}
+    for case in FLAT:
+        engine = made(case)
+        path, _ = engine.load_checkpoint(str(folder / name(case)), "global_step4")
+        assert path is not None
+        found[name(case)] = joined([parts(engine)])
+        save(engine, folder / name(case), "by one")
+        engine.destroy()
+    return found
+
+
+def on_two_again(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
+    start(rank, size)
+    found = {}
+    for case in FLAT:
+        engine = made(case)
+        path, _ = engine.load_checkpoint(str(folder / name(case)))
+        assert path is not None
+        assert json.loads(Path(path if os.path.isfile(path) else path[0]).read_text())["step"] == 4
+        found[name(case)] = parts(engine)
+        engine.destroy()
+    return found

@@ -1,0 +1,156 @@
+"""Several torch ranks save one step, and any number of them restores it: ``Engine(process_group=...)``."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import jobs
+from launch import launch
+
+import deltacheck
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A run of four ranks."""
+    root = tmp_path_factory.mktemp("four") / "run"
+    contents = launch(jobs.save, 4, root, "fsdp", 3)
+    return root, contents[0][0]
+
+
+def copy_of(root: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(root, to / "copy"))
+
+
+def test_a_step_of_four_ranks_opens_whole_without_torch_and_verifies_deep(saved: tuple[Path, dict]) -> None:
+    root, content = saved
+    run = deltacheck.open(root)
+    assert run.steps() == [0, 1, 2]
+    restored = run.restore()
+    assert jobs.same(jobs.whole(restored), content) == []
+    assert restored["step"] == 2
+    assert run.verify(deep=True) == []
+    assert run.manifest().metrics["loss"] == pytest.approx(1 / 3)
+
+
+def test_a_leaf_of_four_ranks_is_read_by_three_with_a_tenth_to_spare_at_most(tmp_path: Path) -> None:
+    launch(jobs.large, 4, tmp_path / "run", True)
+    for read, held, equal in launch(jobs.large, 3, tmp_path / "run", False):
+        assert equal
+        assert held <= read <= 1.1 * held
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_four_ranks_saved_any_number_restores_bit_for_bit_reading_what_it_holds(
+    saved: tuple[Path, dict], tmp_path: Path, size: int
+) -> None:
+    root, content = copy_of(saved[0], tmp_path), saved[1]
+    came = launch(jobs.resume, size, root, "fsdp", 2)
+    for restored, read, held, _, _, step in came:
+        assert jobs.same(restored, content) == []
+        assert step == 2
+        assert read == held or size in (2, 3)
+    kinds = [leaf.kind for of in came for leaf in of[3][0].leaves]
+    assert "unchanged" in kinds  # tiles of before that lie whole in a shard of now
+    assert set(kinds) == {"unchanged"} or size in (2, 3)
+    assert all(leaf.kind != "keyframe" for of in came for leaf in of[3][1].leaves)
+    after = deltacheck.open(root)
+    assert jobs.same(jobs.whole(after.restore(101)), came[0][4]) == []
+    assert jobs.same(jobs.whole(after.restore(2)), content) == []
+    assert after.verify(deep=True) == []
+
+
+def test_tensor_parallel_with_fsdp_restores_as_itself_and_in_one_process(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    content = launch(jobs.save, 4, root, "tp_fsdp", 2)[0][0]
+    assert jobs.same(jobs.whole(deltacheck.open(root).restore()), content) == []
+    for restored, read, held, reports, _, _ in launch(jobs.resume, 4, root, "tp_fsdp", 1):
+        assert jobs.same(restored, content) == []
+        assert read == held
+        assert all(leaf.kind == "unchanged" for leaf in reports[0].leaves)
+    assert deltacheck.open(root).verify(deep=True) == []
+
+
+def test_what_every_rank_has_alike_is_written_once_and_the_work_is_shared(tmp_path: Path) -> None:
+    came = launch(jobs.save, 2, tmp_path / "run", "plain", 2)
+    written = [{leaf.path: leaf.raw_bytes for leaf in reports[0].leaves} for _, reports in came]
+    assert not written[0].keys() & written[1].keys()
+    assert written[0]
+    assert written[1]
+    sizes = [sum(of.values()) for of in written]
+    assert max(sizes) <= 1.5 * min(sizes)
+    assert jobs.same(jobs.whole(deltacheck.open(tmp_path / "run").restore()), came[0][0]) == []
+
+
+def test_ranks_with_leaves_of_their_own_make_one_tree_and_get_their_part_back(tmp_path: Path) -> None:
+    came = launch(jobs.stages, 3, tmp_path / "run")
+    for restored, state, step, _ in came:
+        assert jobs.same(restored, {path: value for path, value in state.items() if path != "shared"}) == []
+        assert step == 5
+    whole = deltacheck.open(tmp_path / "run").restore()
+    assert sorted(whole["layers"]) == ["0", "1", "2"]
+    assert sorted(whole["rng"]) == ["rank 0", "rank 1", "rank 2"]
+    large = [sum(size for path, size in written.items() if path.startswith("shared")) for _, _, _, written in came]
+    assert sum(large) == 24_000_000
+    assert max(large) < 24_000_000
+
+
+@pytest.mark.parametrize("where", ["describe", "shape", "encode", "write", "durable"])
+def test_a_failure_of_one_rank_is_everyones_within_seconds_and_the_next_save_is_whole(tmp_path: Path, where: str) -> None:
+    came = launch(jobs.fail, 2, tmp_path / "run", where)
+    causes = {
+        "describe": "builtin_function_or_method",
+        "shape": "leaf 'model/0.weight'",
+        "encode": "the encoder of rank 1 broke",
+        "write": "No space left",
+        "durable": "Input/output error",
+    }
+    for told, seconds, steps, _, report in came:
+        assert causes[where] in told
+        assert seconds < 10
+        assert steps == [0]
+        assert report is not None
+    assert "rank 1" in came[0][0]
+    run = deltacheck.open(tmp_path / "run")
+    assert run.steps() == [0, 2]
+    assert jobs.same(jobs.whole(run.restore()), came[0][3]) == []
+    assert run.verify(deep=True) == []
+
+
+def test_a_killed_rank_leaves_the_newest_step_and_the_others_are_told_which_it_was(tmp_path: Path) -> None:
+    came = launch(jobs.killed, 3, tmp_path / "run", lost={1})
+    for told, seconds in (came[0], came[2]):
+        assert len(told) == 2
+        assert all("rank 1 was lost" in one for one in told)
+        assert seconds < 20
+    run = deltacheck.open(tmp_path / "run")
+    assert run.steps() == [0]
+    assert run.verify(deep=True) == []
+
+
+def test_what_ranks_cannot_agree_on_is_refused_on_all_naming_it(tmp_path: Path) -> None:
+    (first, steps), (second, _) = launch(jobs.disagree, 2, tmp_path / "run")
+    for told in (first, second):
+        assert "leaf 'lr' is float" in told[0]
+        assert "process 1" in told[0]
+        assert "leaf 'w' is float32[4] on rank 0, float32[5] on rank 1" in told[1]
+        assert "rank 1 saves step 2" in told[2]
+        assert "leaf 'w'" in told[3]
+        assert "differ" in told[3]
+    assert steps == []
+
+
+def test_a_save_that_goes_on_costs_the_ranks_two_exchanges(tmp_path: Path) -> None:
+    came = launch(jobs.timed, 4, tmp_path / "run", 15)
+    assert all(of["exchanges"] == 2 * 15 for of in came)
+    made = came[0]["make"]
+    added = statistics.median(commit - make for commit, make in zip(came[0]["commit"], made, strict=True))
+    print(f"commit of 4 ranks: {added * 1e3:.1f} ms beside {statistics.median(made) * 1e3:.1f} ms of rank 0's own; begin "
+          f"{statistics.median(came[0]['begin']) * 1e3:.1f} ms")  # fmt: skip
