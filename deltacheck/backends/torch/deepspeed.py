@@ -26,12 +26,12 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from numpy.typing import NDArray
 
-from deltacheck import damage, restore, tree
+from deltacheck import damage, restore, tiles, tree
 from deltacheck.backends.torch import leaves, plain, pointer, zero
 from deltacheck.backends.torch.datastates import SECTION, datastates_options
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.load import MapLocation, _moved
-from deltacheck.errors import StepNotFound, TreeMismatch
+from deltacheck.errors import Damaged, StepNotFound, TreeMismatch
 from deltacheck.export import new_file
 from deltacheck.sharding import whole
 from deltacheck.store.root import Root, Written
@@ -270,13 +270,39 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.wait()
         self._add_pointers(Path(load_dir), tag)
         self._reading = reading = _Reading()
+        runtime = deepspeed.runtime.engine
+        consolidate = runtime.get_fp32_state_dict_from_zero_checkpoint  # unpickles the ranks' files: called where only weights are loaded
+        runtime.get_fp32_state_dict_from_zero_checkpoint = lambda *_, **__: self._weights(reading)
         try:
             found = original(self._deepspeed, load_dir, tag, *args, **kwargs)
         finally:
             self._reading = None
+            runtime.get_fp32_state_dict_from_zero_checkpoint = consolidate
         reading.files.clear()
-        self._read, self._is_fresh = reading, True
+        self._is_fresh, self._read = True, None
+        if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
+            self._read = reading
+            reading.keep(self._own(), bool(self._deepspeed.save_non_zero_checkpoint))
         return found
+
+    def _weights(self, reading: _Reading) -> dict[str, torch.Tensor]:
+        """The whole model in the precision that the optimizer keeps, as ZeRO 3 loads it where it takes no optimizer states."""
+        (model,) = reading.files.values()
+        found = reading.tree({zero.MASTER: None, zero.MODULE: None}, lambda tensor: tensor)
+        weights = {name: value for name, value in model["module"].items() if value.numel()} | found[zero.MODULE] | found[zero.MASTER]
+        owners = {alias: self._deepspeed.param_names.get(parameter, alias) for alias, parameter in self._named()}
+        return {name: weights[owners.get(name, name)] for name in model["module"] if owners.get(name, name) in weights}
+
+    def _own(self) -> dict[str, range]:
+        """Which elements of the leaves that are stored flat this rank has, by path."""
+        partitions = zero.partitions(self._deepspeed)
+        found = zero.fragments(self._deepspeed, partitions)
+        below = {zero.MASTER: found[zero.MASTER], zero.MODULE: found[zero.MODULE]} | found[zero.OPTIMIZER]
+        return {
+            _prefix(key) + tree.escape_key(name): range(one.global_offset[0], one.global_offset[0] + one.data.numel())
+            for key, of in below.items()
+            for name, one in of.items()
+        }
 
     def _add_pointers(self, folder: Path, tag: str | None) -> None:
         """Give this rank the files that DeepSpeed looks for, where fewer ranks have saved."""
@@ -311,6 +337,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
             def fill(place: list[Any]) -> torch.Tensor:
                 key, number = place
+                if type(number) is not int or not 0 <= number < len(partitions) or not isinstance(key, str):
+                    raise Damaged(f"{path}: step {manifest.step} has no flat group {number!r}")
                 if (key, number) not in holes:
                     holes[key, number] = torch.zeros_like(
                         partitions[number].master, dtype=reading.dtype(_prefix(key)), device="cpu", requires_grad=False
@@ -343,10 +371,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         saved = set(_keys(_child(manifest.tree, zero.MASTER)))
         mine = {part.name for partition in zero.partitions(self._deepspeed) for part in partition.parts}
-        if saved != mine:
-            raise TreeMismatch(
-                f"parameter {min(saved ^ mine)!r} is in {'the step' if min(saved ^ mine) in saved else 'this engine'} alone ({path})"
-            )
+        if alone := sorted(saved ^ mine):
+            holder = f"step {manifest.step}" if alone[0] in saved else "this engine"
+            raise TreeMismatch(f"{path}: parameter {alone[0]!r} is trained in {holder} alone; load it into the model that was saved")
         return about
 
     def _complete_model(
@@ -466,6 +493,16 @@ class _Reading:
         root, manifest = self._step
         return root.digest_of(manifest)
 
+    def keep(self, own: Mapping[str, range], others: bool) -> None:
+        """Forget the bytes that another rank goes on from. ``own``: elements of leaves that are cut; ``others``: whether leaves beside them are
+        this rank's.
+        """
+        self.stored = {
+            name: data
+            for name, data in self.stored.items()
+            if (tiles.origin(name)[0] in own[leaf] if (leaf := tiles.leaf_of(name)) in own else others)
+        }
+
     def dtype(self, prefix: str) -> torch.dtype:
         """Of the leaves below a path, which all have the same."""
         _, manifest = self._step
@@ -530,8 +567,8 @@ def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _prefix(key: str) -> str:
-    """The path of the leaves that a flat partition consists of, without their names."""
-    return f"{zero.MASTER}/" if key == zero.MASTER else f"{zero.OPTIMIZER}/{tree.escape_key(key)}/"
+    """The path of the leaves that hold the parts of flat partitions, without their names."""
+    return f"{key}/" if key in (zero.MASTER, zero.MODULE) else f"{zero.OPTIMIZER}/{tree.escape_key(key)}/"
 
 
 def _like(wanted: Mapping[str, Any]) -> Node:
