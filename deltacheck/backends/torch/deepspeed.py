@@ -14,10 +14,10 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -391,7 +391,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             names = [*_keys(_child(manifest.tree, zero.MASTER)), *_keys(_child(manifest.tree, zero.MODULE))]
             found["module"] = OrderedDict(found["module"]) | {name: torch.empty(0) for name in names}
             if frozen is not None:
-                found[_FROZEN] = reading.frozen(parts)
+                flats = {name: torch.zeros_like(part.parameter.ds_tensor, device="cpu") for name, part in parts.items()}
+                reading.put((f"{zero.MODULE}/{tree.escape_key(name)}", flats[name], part) for name, part in parts.items())
+                found[_FROZEN] = OrderedDict(flats)
         for name, owner in tied.items():
             found["module"][name] = found["module"][owner]
         if self._deepspeed.optimizer and self._deepspeed.zero_optimization():
@@ -452,12 +454,6 @@ def publish(root: Path, manifest: Manifest) -> None:
 def _place(flat: torch.Tensor) -> tuple[int, int, torch.dtype]:
     """Where a flat tensor begins: a part of it without its padding, even an empty one, does at the same place."""
     return flat.untyped_storage().data_ptr(), flat.storage_offset(), flat.dtype
-
-
-class _Wanted(NamedTuple):
-    box: Box
-    flat: torch.Tensor
-    at: int
 
 
 @dataclass(slots=True)
@@ -528,24 +524,17 @@ class _Reading:
 
     def fill(self, holes: Mapping[tuple[str, int], tuple[torch.Tensor, tuple[zero.Part, ...]]]) -> None:
         """Put flat partitions together from the parameters; only what this rank has of each is read."""
-        wanted = {
-            _prefix(key) + tree.escape_key(part.name): _Wanted((slice(part.begin, part.begin + part.count),), flat, part.at)
-            for (key, _), (flat, parts) in holes.items()
-            for part in parts
-            if part.count
-        }
-        for path, array in self._boxes({path: one.box for path, one in wanted.items()}).items():
-            one = wanted[path]
-            one.flat.narrow(0, one.at, array.numel()).copy_(array)
+        self.put(
+            (_prefix(key) + tree.escape_key(part.name), flat, part) for (key, _), (flat, parts) in holes.items() for part in parts
+        )
 
-    def frozen(self, parts: Mapping[str, Any]) -> OrderedDict[str, torch.Tensor]:
-        """What this rank has of parameters that are not trained, each as long as its partition."""
-        boxes = {
-            f"{zero.MODULE}/{tree.escape_key(name)}": (slice(start := part.global_offset[0], start + part.data.numel()),)
-            for name, part in parts.items()
-        }
-        found = self._boxes({path: box for path, box in boxes.items() if box[0].stop > box[0].start})
-        return OrderedDict((name, found.get(path, torch.empty(0))) for name, path in zip(parts, boxes, strict=True))
+    def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
+        """Read what parts say of leaves (by path) to where they say of flat tensors."""
+        places = {path: (flat, part) for path, flat, part in wanted if part.count}
+        boxes = {path: (slice(part.begin, part.begin + part.count),) for path, (_, part) in places.items()}
+        for path, values in self._boxes(boxes).items():
+            flat, part = places[path]
+            flat.narrow(0, part.at, part.count).copy_(values)
 
     def _boxes(self, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
         root, manifest = self._step

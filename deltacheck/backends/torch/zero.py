@@ -115,15 +115,14 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
     return parts
 
 
-def frozen(engine: Any, of: list[Partition]) -> dict[str, Fragment]:
+def frozen(engine: Any, of: list[Partition]) -> dict[str, Part]:
     """What this rank has, under ZeRO 3, of the parameters that no optimizer updates."""
     trained = {id(part.parameter) for partition in of for part in partition.parts}
     found = {}
     for parameter, name in engine.param_names.items():
         if id(parameter) not in trained and hasattr(parameter, "ds_tensor"):
             begin, count = _own(engine.optimizer, parameter)
-            part = Part(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
-            found[name] = part.of(parameter.ds_tensor.reshape(-1))
+            found[name] = Part(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
     return found
 
 
@@ -141,5 +140,5 @@ def fragments(engine: Any, of: list[Partition]) -> dict[str, Any]:
         for key, flat in partition.states.items():
             found[OPTIMIZER].setdefault(key, {}).update({part.name: part.of(flat) for part in partition.parts})
     if engine.zero_optimization_stage() == 3:
-        found[MODULE] = frozen(engine, of)
+        found[MODULE] = {name: part.of(part.parameter.ds_tensor) for name, part in frozen(engine, of).items()}
     return found
