@@ -149,7 +149,9 @@ class Checkpoints:
         boxes = {p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
         budget = max_bytes
         for path, item in restore.load(whole, max_bytes=budget).items():
-            loaded |= {p: _shaped(restore.as_array(item), flat.get(p), path) for p in wanted if owners[p] == path and p not in boxes}
+            loaded |= {
+                p: _shaped(restore.as_array(item), flat.get(p), path) for p in wanted if owners[p] == path and p not in boxes
+            }
         for path, box in boxes.items():
             leaf = found[owners[path]]
             if budget is not None:

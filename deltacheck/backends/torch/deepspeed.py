@@ -7,6 +7,7 @@ is written; pointers and ``latest`` appear after its commit, so that nothing eve
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -205,7 +206,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_fresh, self._read = False, None
         mine = None if read is None or read.root is None or read.root.path != engine.root else read.digest
         if together.joint.agree(mine, lambda every: every[0] is not None and all(one == every[0] for one in every)):
-            assert read is not None and read.manifest is not None
+            assert read is not None
+            assert read.manifest is not None
             together.resume(engine._saver, read.manifest, together.flatten(state), read.leaves.values(), read.stored)
 
     def _state(self, save: _Save, root: Path) -> dict[str, Any]:
@@ -217,7 +219,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for key, flat in {zero.MASTER: partition.master, **partition.states}.items()
         }
 
-        def hole(tensor: torch.Tensor) -> list[Any] | None:
+        def place_of(tensor: torch.Tensor) -> list[Any] | None:
             return flats.get(_place(tensor)) if tensor.dim() == 1 else None
 
         about = {
@@ -231,7 +233,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         state: dict[str, Any] = {_ABOUT: about, **zero.fragments(self._deepspeed, partitions), _FILES: {}}
         for name, content in save.files.items():
             kept = self._without_what_is_known(dict(content), state)
-            state[_FILES][name] = plain.encoded(kept, (_FILES, name), hole)
+            state[_FILES][name] = plain.encoded(kept, (_FILES, name), place_of)
         return state
 
     def _without_what_is_known(self, content: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -266,12 +268,16 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     # Loading.
 
-    def _load_checkpoint(self, original: Callable[..., Any], load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _load_checkpoint(
+        self, original: Callable[..., Any], load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         self.wait()
         self._add_pointers(Path(load_dir), tag)
         self._reading = reading = _Reading()
         runtime = deepspeed.runtime.engine
-        consolidate = runtime.get_fp32_state_dict_from_zero_checkpoint  # unpickles the ranks' files: called where only weights are loaded
+        consolidate = (
+            runtime.get_fp32_state_dict_from_zero_checkpoint
+        )  # unpickles the ranks' files: called where only weights are loaded
         runtime.get_fp32_state_dict_from_zero_checkpoint = lambda *_, **__: self._weights(reading)
         try:
             found = original(self._deepspeed, load_dir, tag, *args, **kwargs)
@@ -289,7 +295,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The whole model in the precision that the optimizer keeps, as ZeRO 3 loads it where it takes no optimizer states."""
         (model,) = reading.files.values()
         found = reading.tree({zero.MASTER: None, zero.MODULE: None}, lambda tensor: tensor)
-        weights = {name: value for name, value in model["module"].items() if value.numel()} | found[zero.MODULE] | found[zero.MASTER]
+        weights = (
+            {name: value for name, value in model["module"].items() if value.numel()} | found[zero.MODULE] | found[zero.MASTER]
+        )
         owners = {alias: self._deepspeed.param_names.get(parameter, alias) for alias, parameter in self._named()}
         return {name: weights[owners.get(name, name)] for name in model["module"] if owners.get(name, name) in weights}
 
@@ -325,7 +333,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if name not in _keys(files):
             name = _RANK_IN_NAME.sub("zero_pp_rank_0", name)  # saved by fewer ranks
         if name not in _keys(files):
-            raise StepNotFound(f"step {manifest.step} of {root.path} has no file {path.name!r}; it has {', '.join(_keys(files))}")
+            raise StepNotFound(
+                f"step {manifest.step} of {root.path} has no file {path.name!r}; it has {', '.join(_keys(files))}"
+            )
         wanted: dict[str, Any] = {_FILES: {name: None}}
         is_model = _OPTIMIZER not in _keys(_child(files, name))
         if is_model and about["zero_stage"] < 3:
@@ -345,40 +355,69 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     )
                 return holes[key, number]
 
-            found = plain.decoded(content[_FILES][name], fill)
-            reading.fill({place: (flat, partitions[place[1]].parts) for place, flat in holes.items()})
             if is_model:
-                self._complete_model(found, about, content.get(zero.MODULE), manifest, reading)
+                found = plain.decoded(content[_FILES][name])
+                self._complete_model(found, content.get(zero.MODULE), manifest, reading)
             else:
+                saved = content[_FILES][name]
+                if about["zero_stage"] == 3:
+                    saved[_OPTIMIZER] = self._regrouped(saved[_OPTIMIZER])
+                found = plain.decoded(saved, fill)
+                reading.fill({place: (flat, partitions[place[1]].parts) for place, flat in holes.items()})
                 self._complete_optimizer(found)
         return found
+
+    def _regrouped(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state with a flat group for each that this engine has: ZeRO 3 makes them by ``sub_group_size`` and the number of ranks."""
+        group_of = self._deepspeed.optimizer.sub_group_to_group_id
+        inner = saved["optimizer_state_dict"]
+        groups, state = inner["param_groups"], {}
+        if len(groups) != 1 + max(group_of.values()):
+            raise TreeMismatch(
+                f"the optimizer was saved with {len(groups)} parameter groups, this engine has {1 + max(group_of.values())}; load it with the "
+                "groups that it was saved with"
+            )
+        for number, group in sorted(group_of.items()):
+            for key, value in inner["state"].get(groups[group]["params"][0], {}).items():
+                place = plain.place_in(value)
+                state.setdefault(number, {})[key] = copy.deepcopy(value) if place is None else plain.hole([place[0], number])
+        params = [[number for number, of in sorted(group_of.items()) if of == group] for group in range(len(groups))]
+        inner = {
+            "state": state,
+            "param_groups": [{**group, "params": numbers} for group, numbers in zip(groups, params, strict=True)],
+        }
+        flat = [plain.hole([zero.MASTER, number]) for number in sorted(group_of)]
+        return {**saved, "optimizer_state_dict": inner, "fp32_flat_groups": flat}
 
     def _about(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """What a step was saved from. Raises ``TreeMismatch`` where that is no DeepSpeed engine, or one of another kind."""
         if _ABOUT not in _keys(manifest.tree):
-            raise TreeMismatch(f"{path} is step {manifest.step} of a root that no DeepSpeed engine has saved to; read it with load()")
+            raise TreeMismatch(
+                f"{path} is step {manifest.step} of a root that no DeepSpeed engine has saved to; read it with load()"
+            )
         about = _scalars(_child(manifest.tree, _ABOUT))
-        stage, groups = int(self._deepspeed.zero_optimization_stage()), len(zero.partitions(self._deepspeed))
+        partitions = zero.partitions(self._deepspeed)
+        stage = int(self._deepspeed.zero_optimization_stage())
         if about["zero_stage"] != stage:
             raise TreeMismatch(
                 f"{path} was saved under ZeRO {about['zero_stage']}, this engine has ZeRO {stage}; load it under ZeRO {about['zero_stage']}, "
                 "or take the parameters alone: deltacheck.open(root).restore(leaves=['master/<name>', ...])"
             )
-        if about["groups"] != groups:
+        if stage < 3 and about["groups"] != len(partitions):
             raise TreeMismatch(
-                f"{path} was saved from {about['groups']} flat groups, this engine has {groups}; their number follows from the optimizer's "
-                "parameter groups and, under ZeRO 3, from sub_group_size and the number of ranks: make sub_group_size larger"
+                f"{path} was saved with {about['groups']} parameter groups, this engine has {len(partitions)}; load it with the groups that it "
+                "was saved with"
             )
         saved = set(_keys(_child(manifest.tree, zero.MASTER)))
-        mine = {part.name for partition in zero.partitions(self._deepspeed) for part in partition.parts}
+        mine = {part.name for partition in partitions for part in partition.parts}
         if alone := sorted(saved ^ mine):
             holder = f"step {manifest.step}" if alone[0] in saved else "this engine"
-            raise TreeMismatch(f"{path}: parameter {alone[0]!r} is trained in {holder} alone; load it into the model that was saved")
+            raise TreeMismatch(
+                f"{path}: parameter {alone[0]!r} is trained in {holder} alone; load it into the model that was saved"
+            )
         return about
 
-    def _complete_model(
-        self, found: dict[str, Any], about: Mapping[str, Any], module: Any, manifest: Manifest, reading: _Reading
-    ) -> None:
+    def _complete_model(self, found: dict[str, Any], module: Any, manifest: Manifest, reading: _Reading) -> None:
         found["dp_world_size"] = self._deepspeed.seq_dp_world_size  # any number of ranks may load it
         tied = found.pop(_TIED, {})
         frozen = found.get(_FROZEN)
@@ -426,7 +465,7 @@ class _Publishing(Engine):
         written = super()._commit(manifest)
         try:
             publish(Path(self.root), manifest)
-        except Exception as error:  # noqa: BLE001 - the step is there, and later ones may stand on it
+        except Exception as error:  # the step is there, and later ones may stand on it
             log.exception("step %d is committed, but DeepSpeed cannot find it", manifest.step)
             self._unpublished = error
         return written
@@ -481,7 +520,8 @@ class _Reading:
 
     @property
     def _step(self) -> tuple[Root, Manifest]:
-        assert self.root is not None and self.manifest is not None
+        assert self.root is not None
+        assert self.manifest is not None
         return self.root, self.manifest
 
     @property
@@ -525,7 +565,9 @@ class _Reading:
     def fill(self, holes: Mapping[tuple[str, int], tuple[torch.Tensor, tuple[zero.Part, ...]]]) -> None:
         """Put flat partitions together from the parameters; only what this rank has of each is read."""
         self.put(
-            (_prefix(key) + tree.escape_key(part.name), flat, part) for (key, _), (flat, parts) in holes.items() for part in parts
+            (_prefix(key) + tree.escape_key(part.name), flat, part)
+            for (key, _), (flat, parts) in holes.items()
+            for part in parts
         )
 
     def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
@@ -541,7 +583,9 @@ class _Reading:
         specs = manifest.specs
         for path, box in boxes.items():
             if path in specs and box[0].stop > specs[path].shape[0]:
-                raise TreeMismatch(f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step}, more in this engine")
+                raise TreeMismatch(
+                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step}, more in this engine"
+                )
         found = restore.resolve(root, manifest, list(boxes), boxes=boxes)
         self.leaves |= found
         arrays = restore.load_boxes(found, boxes, stored=self.stored)
@@ -587,7 +631,9 @@ def _options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     known = {"root", *inspect.signature(Engine).parameters} - {"process_group", "max_pending", "compact_after", "storage"}
     for name in found:
         if name not in known:
-            raise ValueError(f"{_SECTION} has the option {name!r}, which is not one of {', '.join(sorted(known))}; leave it out")
+            raise ValueError(
+                f"{_SECTION} has the option {name!r}, which is not one of {', '.join(sorted(known))}; leave it out"
+            )
     return found
 
 
@@ -599,7 +645,8 @@ def _refuse(engine: Any) -> None:
         "MoE layers": engine.has_moe_layers,
         "storage of the nodes (use_node_local_storage)": engine.use_node_local_storage(),
         "an optimizer on NVMe": bool(engine.zero_nvme_offload_optimizer()),
-        "elastic_checkpoint (any number of ranks loads without it)": engine.zero_optimization() and engine.zero_elastic_checkpoint(),
+        "elastic_checkpoint (any number of ranks loads without it)": engine.zero_optimization()
+        and engine.zero_elastic_checkpoint(),
     }
     for reason, found in reasons.items():
         if found:

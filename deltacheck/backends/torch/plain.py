@@ -79,32 +79,43 @@ def register(kind: type[Any]) -> type[Any]:
 _kinds: dict[str, type[Any]] = {}  # registered ones, which need not be found by their module
 
 
-def encoded(value: Any, keys: Iterable[str], hole: Callable[[torch.Tensor], list[Any] | None] = lambda tensor: None) -> Any:
+def encoded(value: Any, keys: Iterable[str], place_of: Callable[[torch.Tensor], list[Any] | None] = lambda tensor: None) -> Any:
     """A state as dicts, lists, tuples, arrays and plain values alone. ``keys``: its path.
 
-    ``hole(tensor)``: plain values that stand for a tensor which is stored elsewhere; ``None`` for any other. Raises ``UnsupportedLeaf`` naming
+    ``place_of(tensor)``: plain values that stand for a tensor which is stored elsewhere; ``None`` for any other. Raises ``UnsupportedLeaf`` naming
     path, type and way out.
     """
-    return _encoded(value, tuple(keys), hole)
+    return _encoded(value, tuple(keys), place_of)
 
 
-def _encoded(value: Any, keys: tuple[str, ...], hole: Callable[[torch.Tensor], list[Any] | None]) -> Any:
+def hole(place: list[Any]) -> dict[str, Any]:
+    """What stands for a tensor that is stored elsewhere. ``place``: plain values."""
+    return {_CLASS: _HOLE, _IS: place}
+
+
+def place_in(value: Any) -> list[Any] | None:
+    """What a hole was made of; ``None`` of anything else."""
+    is_hole = isinstance(value, dict) and value.get(_CLASS) == _HOLE and isinstance(value.get(_IS), list)
+    return value[_IS] if is_hole else None
+
+
+def _encoded(value: Any, keys: tuple[str, ...], place_of: Callable[[torch.Tensor], list[Any] | None]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        instead = hole(value)
-        return value if instead is None else {_CLASS: _HOLE, _IS: instead}
+        instead = place_of(value)
+        return value if instead is None else hole(instead)
     if kind in _PLAIN or isinstance(value, np.ndarray | np.generic):
         return value
     if kind in (dict, OrderedDict):
         if _CLASS in value:
             raise UnsupportedLeaf(f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here; rename it")
-        return kind((key, _encoded(item, (*keys, escape_key(key)), hole)) for key, item in value.items())
+        return kind((key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in value.items())
     if kind in (list, tuple):
-        return kind(_encoded(item, (*keys, str(number)), hole) for number, item in enumerate(value))
+        return kind(_encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value))
     name = f"{kind.__module__}.{kind.__qualname__}"
     for stored, known in _known.items():
         if _kinds.get(stored) is kind or (known.module, known.name) == (kind.__module__, kind.__qualname__):
-            return {_CLASS: stored, _IS: _encoded(known.take(value), keys, hole)}
+            return {_CLASS: stored, _IS: _encoded(known.take(value), keys, place_of)}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into arrays, numbers, text, bytes, dicts, lists or "
         f"None, leave it out, or allow it with deltacheck.backends.torch.plain.register({kind.__qualname__}), in whoever reads it, too"
@@ -118,8 +129,9 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
     """
     if isinstance(value, dict) and _CLASS in value:
         name, content = value[_CLASS], value.get(_IS)
-        if name == _HOLE and fill is not None and isinstance(content, list):
-            return fill(content)
+        place = place_in(value)
+        if place is not None and fill is not None:
+            return fill(place)
         known = _known.get(name)
         if known is None:
             raise UnsupportedLeaf(
