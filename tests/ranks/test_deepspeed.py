@@ -456,7 +456,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
         target = pointer.read(run / "slow" / path.name)
         pointer.write(path, target)
         checkpoints = engine.checkpoint_engine
-        checkpoints._reading = deepspeed._Reading()
+        checkpoints._reading = deepspeed.Reading()
         checkpoints.load(str(run / "good" / "zero_pp_rank_0_mp_rank_00_model_states.pt"))
         found["mixed files"] = message_of(lambda: checkpoints.load(str(path)))
         checkpoints._reading = None

@@ -8,37 +8,32 @@ is written; pointers and ``latest`` appear after its commit, so that nothing eve
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from numpy.typing import NDArray
 
-from deltacheck import damage, restore, tiles, tree
-from deltacheck.backends.torch import leaves, plain, pointer, zero
+from deltacheck import damage, tree
+from deltacheck.backends.torch import plain, pointer, zero
 from deltacheck.backends.torch.datastates import SECTION, datastates_options
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.backends.torch.load import MapLocation, _moved
+from deltacheck.backends.torch.load import MapLocation, moved
+from deltacheck.backends.torch.reading import Reading, child, keys_of
 from deltacheck.errors import Damaged, StepNotFound, TreeMismatch
 from deltacheck.export import new_file
-from deltacheck.sharding import whole
-from deltacheck.store.root import Root, Written
+from deltacheck.store.root import Written
 from deltacheck.store.schema import Manifest
-from deltacheck.tiles import Box
-from deltacheck.tree import Node
 
 log = logging.getLogger("deltacheck")
 
@@ -103,8 +98,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._root: Path | None = None
         self._engine: _Publishing | None = None
         self._saving: _Save | None = None  # while save_checkpoint runs
-        self._reading: _Reading | None = None  # while load_checkpoint runs
-        self._read: _Reading | None = None  # what the next save goes on from
+        self._reading: Reading | None = None  # while load_checkpoint runs
+        self._read: Reading | None = None  # what the next save goes on from
         self._is_fresh = False  # whether the ranks have to agree on that
 
     def bind(self, engine: Any, options: Mapping[str, Any]) -> None:
@@ -130,7 +125,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._saving.files[Path(path).name] = state_dict
 
     def load(self, path: str, map_location: MapLocation | None = None) -> Any:
-        reading = self._reading or _Reading()
+        reading = self._reading or Reading()
         name = os.path.abspath(path)
         if name not in reading.files:  # DeepSpeed reads the model's file twice
             reading.files[name] = self._load(Path(name), reading, map_location)
@@ -179,7 +174,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             engine.raise_unpublished()
             if hasattr(self._deepspeed.optimizer, "optimizer"):
                 engine.guard(self._deepspeed.optimizer.optimizer)
-            state = self._state(save, Path(engine.root))
+            state = self._state(save, engine.folder)
         if self._is_fresh:
             engine.wait()
             self._go_on(engine, state)
@@ -273,7 +268,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         self.wait()
         self._add_pointers(Path(load_dir), tag)
-        self._reading = reading = _Reading()
+        self._reading = reading = Reading()
         runtime = deepspeed.runtime.engine
         consolidate = (
             runtime.get_fp32_state_dict_from_zero_checkpoint
@@ -291,7 +286,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             reading.keep(self._own(), bool(self._deepspeed.save_non_zero_checkpoint))
         return found
 
-    def _weights(self, reading: _Reading) -> dict[str, torch.Tensor]:
+    def _weights(self, reading: Reading) -> dict[str, torch.Tensor]:
         """The whole model in the precision that the optimizer keeps, as ZeRO 3 loads it where it takes no optimizer states."""
         (model,) = reading.files.values()
         found = reading.tree({zero.MASTER: None, zero.MODULE: None}, lambda tensor: tensor)
@@ -307,7 +302,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         found = zero.fragments(self._deepspeed, partitions)
         below = {zero.MASTER: found[zero.MASTER], zero.MODULE: found[zero.MODULE]} | found[zero.OPTIMIZER]
         return {
-            _prefix(key) + tree.escape_key(name): range(one.global_offset[0], one.global_offset[0] + one.data.numel())
+            zero.prefix(key) + tree.escape_key(name): range(one.global_offset[0], one.global_offset[0] + one.data.numel())
             for key, of in below.items()
             for name, one in of.items()
         }
@@ -325,23 +320,23 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if not path.exists() and first.exists() and pointer.is_pointer(first):
                 pointer.write(path, pointer.read(first))
 
-    def _load(self, path: Path, reading: _Reading, map_location: MapLocation | None) -> Any:
+    def _load(self, path: Path, reading: Reading, map_location: MapLocation | None) -> Any:
         root, manifest = reading.opened(path)
         about = self._about(path, manifest)
-        files = _child(manifest.tree, _FILES)
+        files = child(manifest.tree, _FILES)
         name = path.name
-        if name not in _keys(files):
+        if name not in keys_of(files):
             name = _RANK_IN_NAME.sub("zero_pp_rank_0", name)  # saved by fewer ranks
-        if name not in _keys(files):
+        if name not in keys_of(files):
             raise StepNotFound(
-                f"step {manifest.step} of {root.path} has no file {path.name!r}; it has {', '.join(_keys(files))}"
+                f"step {manifest.step} of {root.path} has no file {path.name!r}; it has {', '.join(keys_of(files))}"
             )
         wanted: dict[str, Any] = {_FILES: {name: None}}
-        is_model = _OPTIMIZER not in _keys(_child(files, name))
+        is_model = _OPTIMIZER not in keys_of(child(files, name))
         if is_model and about["zero_stage"] < 3:
             wanted[zero.MODULE] = None
         with damage.named(root, manifest):
-            content = reading.tree(wanted, lambda tensor: _moved(tensor, map_location))
+            content = reading.tree(wanted, lambda tensor: moved(tensor, map_location))
             holes: dict[tuple[str, int], torch.Tensor] = {}
             partitions = zero.partitions(self._deepspeed)
 
@@ -351,7 +346,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     raise Damaged(f"{path}: step {manifest.step} has no flat group {number!r}")
                 if (key, number) not in holes:
                     holes[key, number] = torch.zeros_like(
-                        partitions[number].master, dtype=reading.dtype(_prefix(key)), device="cpu", requires_grad=False
+                        partitions[number].master, dtype=reading.dtype(zero.prefix(key)), device="cpu", requires_grad=False
                     )
                 return holes[key, number]
 
@@ -363,7 +358,11 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 if about["zero_stage"] == 3:
                     saved[_OPTIMIZER] = self._regrouped(saved[_OPTIMIZER])
                 found = plain.decoded(saved, fill)
-                reading.fill({place: (flat, partitions[place[1]].parts) for place, flat in holes.items()})
+                reading.put(
+                    (zero.prefix(key) + tree.escape_key(part.name), flat, part)
+                    for (key, number), flat in holes.items()
+                    for part in partitions[number].parts
+                )
                 self._complete_optimizer(found)
         return found
 
@@ -371,7 +370,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The optimizer's state with a flat group for each that this engine has: ZeRO 3 makes them by ``sub_group_size`` and the number of ranks."""
         group_of = self._deepspeed.optimizer.sub_group_to_group_id
         inner = saved["optimizer_state_dict"]
-        groups, state = inner["param_groups"], {}
+        groups = inner["param_groups"]
+        state: dict[int, dict[str, Any]] = {}
         if len(groups) != 1 + max(group_of.values()):
             raise TreeMismatch(
                 f"the optimizer was saved with {len(groups)} parameter groups, this engine has {1 + max(group_of.values())}; load it with the "
@@ -391,11 +391,11 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _about(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """What a step was saved from. Raises ``TreeMismatch`` where that is no DeepSpeed engine, or one of another kind."""
-        if _ABOUT not in _keys(manifest.tree):
+        if _ABOUT not in keys_of(manifest.tree):
             raise TreeMismatch(
                 f"{path} is step {manifest.step} of a root that no DeepSpeed engine has saved to; read it with load()"
             )
-        about = _scalars(_child(manifest.tree, _ABOUT))
+        about = tree.scalars(child(manifest.tree, _ABOUT))
         partitions = zero.partitions(self._deepspeed)
         stage = int(self._deepspeed.zero_optimization_stage())
         if about["zero_stage"] != stage:
@@ -408,7 +408,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"{path} was saved with {about['groups']} parameter groups, this engine has {len(partitions)}; load it with the groups that it "
                 "was saved with"
             )
-        saved = set(_keys(_child(manifest.tree, zero.MASTER)))
+        saved = set(keys_of(child(manifest.tree, zero.MASTER)))
         mine = {part.name for partition in partitions for part in partition.parts}
         if alone := sorted(saved ^ mine):
             holder = f"step {manifest.step}" if alone[0] in saved else "this engine"
@@ -417,7 +417,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
         return about
 
-    def _complete_model(self, found: dict[str, Any], module: Any, manifest: Manifest, reading: _Reading) -> None:
+    def _complete_model(self, found: dict[str, Any], module: Any, manifest: Manifest, reading: Reading) -> None:
         found["dp_world_size"] = self._deepspeed.seq_dp_world_size  # any number of ranks may load it
         tied = found.pop(_TIED, {})
         frozen = found.get(_FROZEN)
@@ -427,7 +427,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 found[_FROZEN] = OrderedDict((name, found["module"][name]) for name in frozen)
         else:
             parts = zero.frozen(self._deepspeed, zero.partitions(self._deepspeed))
-            names = [*_keys(_child(manifest.tree, zero.MASTER)), *_keys(_child(manifest.tree, zero.MODULE))]
+            names = [*keys_of(child(manifest.tree, zero.MASTER)), *keys_of(child(manifest.tree, zero.MODULE))]
             found["module"] = OrderedDict(found["module"]) | {name: torch.empty(0) for name in names}
             if frozen is not None:
                 flats = {name: torch.zeros_like(part.parameter.ds_tensor, device="cpu") for name, part in parts.items()}
@@ -464,11 +464,16 @@ class _Publishing(Engine):
     def _commit(self, manifest: Manifest) -> Written:
         written = super()._commit(manifest)
         try:
-            publish(Path(self.root), manifest)
+            publish(self.folder, manifest)
         except Exception as error:  # the step is there, and later ones may stand on it
             log.exception("step %d is committed, but DeepSpeed cannot find it", manifest.step)
             self._unpublished = error
         return written
+
+    @property
+    def folder(self) -> Path:
+        assert isinstance(self.root, Path)  # options may name a folder only
+        return self.root
 
     def raise_unpublished(self) -> None:
         """Raise why an earlier step could not be published, once."""
@@ -479,9 +484,9 @@ class _Publishing(Engine):
 
 def publish(root: Path, manifest: Manifest) -> None:
     """Write the pointers, and ``latest`` where it was asked for, of a step that a DeepSpeed engine has saved: again, if they were lost."""
-    about = _scalars(_child(manifest.tree, _ABOUT))
+    about: dict[str, Any] = {**tree.scalars(child(manifest.tree, _ABOUT))}
     folder = Path(os.path.normpath(root / about["folder"]))
-    for name in _keys(_child(manifest.tree, _FILES)):
+    for name in keys_of(child(manifest.tree, _FILES)):
         path = folder / about["tag"] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         pointer.write(path, pointer.Pointer(root, manifest.step, manifest.seq))
@@ -492,133 +497,7 @@ def publish(root: Path, manifest: Manifest) -> None:
 
 def _place(flat: torch.Tensor) -> tuple[int, int, torch.dtype]:
     """Where a flat tensor begins: a part of it without its padding, even an empty one, does at the same place."""
-    return flat.untyped_storage().data_ptr(), flat.storage_offset(), flat.dtype
-
-
-@dataclass(slots=True)
-class _Reading:
-    """One ``load_checkpoint``. ``files``: what was loaded, by path; ``leaves``, ``stored``: where it came from, and the bytes of chains that
-    were read whole: what a save that goes on from here compares with.
-    """
-
-    files: dict[str, Any] = field(default_factory=dict)
-    root: Root | None = None
-    manifest: Manifest | None = None
-    leaves: dict[str, restore.Leaf] = field(default_factory=dict)
-    stored: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-
-    def opened(self, path: Path) -> tuple[Root, Manifest]:
-        root, manifest = pointer.opened(path)
-        if self.manifest is not None and (root.path, manifest.seq) != (self._step[0].path, self._step[1].seq):
-            raise TreeMismatch(
-                f"{path} stands for another save (seq {manifest.seq}) than the file before it (seq {self.manifest.seq}); a save was not "
-                "finished, or files of two were mixed. Load another tag"
-            )
-        if self.manifest is None:
-            self.root, self.manifest = root, manifest
-        return self._step
-
-    @property
-    def _step(self) -> tuple[Root, Manifest]:
-        assert self.root is not None
-        assert self.manifest is not None
-        return self.root, self.manifest
-
-    @property
-    def digest(self) -> str:
-        root, manifest = self._step
-        return root.digest_of(manifest)
-
-    def keep(self, own: Mapping[str, range], others: bool) -> None:
-        """Forget the bytes that another rank goes on from. ``own``: elements of leaves that are cut; ``others``: whether leaves beside them are
-        this rank's.
-        """
-        self.stored = {
-            name: data
-            for name, data in self.stored.items()
-            if (tiles.origin(name)[0] in own[leaf] if (leaf := tiles.leaf_of(name)) in own else others)
-        }
-
-    def dtype(self, prefix: str) -> torch.dtype:
-        """Of the leaves below a path, which all have the same."""
-        _, manifest = self._step
-        name = next(spec.dtype for path, spec in manifest.specs.items() if path.startswith(prefix))
-        found = getattr(torch, name)
-        assert isinstance(found, torch.dtype)
-        return found
-
-    def tree(self, wanted: Mapping[str, Any], move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Some branches of the step's tree."""
-        root, manifest = self._step
-        part = tree.pruned(manifest.tree, _like(wanted))
-        owners = sorted(set(tree.array_paths(part).values()))
-        found = restore.resolve(root, manifest, owners)
-        self.leaves |= found
-        boxes = {path: whole(leaf.spec.shape) for path, leaf in found.items()}
-        arrays = restore.load_boxes(found, boxes, stored=self.stored)
-        loaded = {
-            path: restore.Loaded(found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array))
-            for path, array in arrays.items()
-        }
-        return leaves.tree_of(part, loaded, move)
-
-    def fill(self, holes: Mapping[tuple[str, int], tuple[torch.Tensor, tuple[zero.Part, ...]]]) -> None:
-        """Put flat partitions together from the parameters; only what this rank has of each is read."""
-        self.put(
-            (_prefix(key) + tree.escape_key(part.name), flat, part)
-            for (key, _), (flat, parts) in holes.items()
-            for part in parts
-        )
-
-    def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
-        """Read what parts say of leaves (by path) to where they say of flat tensors."""
-        places = {path: (flat, part) for path, flat, part in wanted if part.count}
-        boxes = {path: (slice(part.begin, part.begin + part.count),) for path, (_, part) in places.items()}
-        for path, values in self._boxes(boxes).items():
-            flat, part = places[path]
-            flat.narrow(0, part.at, part.count).copy_(values)
-
-    def _boxes(self, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        root, manifest = self._step
-        specs = manifest.specs
-        for path, box in boxes.items():
-            if path in specs and box[0].stop > specs[path].shape[0]:
-                raise TreeMismatch(
-                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step}, more in this engine"
-                )
-        found = restore.resolve(root, manifest, list(boxes), boxes=boxes)
-        self.leaves |= found
-        arrays = restore.load_boxes(found, boxes, stored=self.stored)
-        return {
-            path: leaves.tensor_of(restore.Loaded(dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array)))
-            for path, array in arrays.items()
-        }
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _prefix(key: str) -> str:
-    """The path of the leaves that hold the parts of flat partitions, without their names."""
-    return f"{key}/" if key in (zero.MASTER, zero.MODULE) else f"{zero.OPTIMIZER}/{tree.escape_key(key)}/"
-
-
-def _like(wanted: Mapping[str, Any]) -> Node:
-    """A skeleton with these keys, to prune another by."""
-    return {"t": "dict", "k": [[key, {"t": "none"} if below is None else _like(below)] for key, below in wanted.items()]}
-
-
-def _child(node: Node, key: str) -> Node:
-    return next(child for name, child in node["k"] if name == key)  # type: ignore[union-attr,misc,return-value]
-
-
-def _keys(node: Node) -> list[str]:
-    return [key for key, _ in node["k"]] if node["t"] in ("dict", "odict") else []  # type: ignore[union-attr,misc]
-
-
-def _scalars(node: Node) -> dict[str, Any]:
-    return tree.scalars(node)
+    return flat.untyped_storage().data_ptr(), int(flat.storage_offset()), flat.dtype
 
 
 def _options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

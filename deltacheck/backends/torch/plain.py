@@ -32,7 +32,7 @@ class _Known(NamedTuple):
 
 
 def _from_attributes(kind: type[Any], attributes: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     made.__dict__.update(attributes)
     return made
 

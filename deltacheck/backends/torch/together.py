@@ -19,6 +19,7 @@ from deltacheck.digest import digest_of
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.joint import Attempt, Joint
 from deltacheck.records import LeafSpec
+from deltacheck.restore import Leaf
 from deltacheck.save import Saver
 from deltacheck.store.durability import Durability
 from deltacheck.store.opened import Opened, open_alone
@@ -144,7 +145,7 @@ class Together:
         saver: Saver,
         manifest: Manifest,
         state: Flat | None,
-        found: Iterable[restore.Leaf],
+        found: Iterable[Leaf],
         stored: Mapping[str, NDArray[np.uint8]],
     ) -> None:
         """Go on from a step that every rank has read. ``state``: as the next save has it, where that is known; ``found``: the leaves that

@@ -13,18 +13,24 @@ import torch
 import torch.distributed as dist
 
 from deltacheck.backends.torch.shards import Fragment
+from deltacheck.tree import escape_key
 
 MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"  # keys of the saved tree, permanent
 
 
+def prefix(key: str) -> str:
+    """The path of the leaves that hold the parts of flat partitions, without their names."""
+    return f"{key}/" if key in (MASTER, MODULE) else f"{OPTIMIZER}/{escape_key(key)}/"
+
+
 class Part(NamedTuple):
-    """Elements ``begin`` to ``begin + count`` of a parameter, which lie at ``at`` in a partition; ``count`` is 0 where this rank has none."""
+    """Elements ``begin`` to ``begin + size`` of a parameter, which lie at ``at`` in a partition; ``size`` is 0 where this rank has none."""
 
     name: str
     shape: tuple[int, ...]
-    parameter: torch.nn.Parameter
+    parameter: Any  # what DeepSpeed has made of a Parameter
     begin: int
-    count: int
+    size: int
     at: int
 
     def of(self, flat: torch.Tensor) -> Fragment:
@@ -36,9 +42,8 @@ class Part(NamedTuple):
         return self._cut(self.parameter.detach().reshape(-1), self.begin)
 
     def _cut(self, flat: torch.Tensor, at: int) -> Fragment:
-        data = flat.detach().narrow(0, at if self.count else 0, self.count)
-        size = torch.Size(self.shape).numel()
-        return Fragment(data, (size,), (self.begin if self.count else 0,), self.shape)
+        data = flat.detach().narrow(0, at if self.size else 0, self.size)
+        return Fragment(data, (torch.Size(self.shape).numel(),), (self.begin if self.size else 0,), self.shape)
 
 
 class Partition(NamedTuple):
