@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks import machine
 from benchmarks.record import Result, Settings, written
+from deltacheck.evaluate import machine
 
 # Name -> module, in the order in which they run; each is `run(settings) -> Result`.
 BENCHMARKS = {
@@ -31,6 +32,8 @@ BENCHMARKS = {
     "profiling": "benchmarks.profiling",
     "stability": "benchmarks.stability",
     "device": "benchmarks.device",
+    "scale": "benchmarks.scale",
+    "compare": "benchmarks.compare",
 }
 
 
@@ -46,6 +49,8 @@ def main(
     folder: Annotated[
         Path | None, typer.Option("--folder", help="On the disk to measure (default: where temporary files go).")
     ] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=8, help="Of scale: most ranks (default: 1024).")] = None,
+    leaves: Annotated[int | None, typer.Option("--leaves", min=1, help="Of scale (default: 1000).")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the benchmarks.")] = False,
 ) -> None:
     """Measure what saving and restoring costs."""
@@ -65,7 +70,7 @@ def main(
         for chosen in names or BENCHMARKS:
             began = time.perf_counter()
             with tempfile.TemporaryDirectory(dir=name) as own:
-                results.append(importlib.import_module(BENCHMARKS[chosen]).run(Settings(quick, Path(own))))
+                results.append(importlib.import_module(BENCHMARKS[chosen]).run(Settings(quick, Path(own), ranks, leaves)))
             results[-1].show(console)
             console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
     if json_file is not None:
@@ -88,4 +93,10 @@ def show_machine(place: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["compare"]:  # it has options of its own
+        from benchmarks import compare
+
+        del sys.argv[1]
+        typer.run(compare.main)
+    else:
+        typer.run(main)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from benchmarks.record import Cell, Unit
 from benchmarks.ways import Chain, Run, Way
+from deltacheck.demo.workloads.recipe import Recipe
 from deltacheck.profile.sensitivity import distance, largest_change, lost_steps
-from examples.workloads.recipe import Recipe
 
 Weights = dict[str, NDArray[np.float32]]
 

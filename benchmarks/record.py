@@ -16,10 +16,14 @@ Cell = str | int | float | None  # None: does not apply
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a benchmark runs. ``quick``: tiny states, figures without meaning. ``folder``: on the disk to measure, empty."""
+    """How a benchmark runs. ``quick``: tiny states, figures without meaning. ``folder``: on the disk to measure, empty. ``ranks``, ``leaves``: of
+    those that have such; ``None``: as many as it is documented with.
+    """
 
     quick: bool
     folder: Path
+    ranks: int | None = None
+    leaves: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

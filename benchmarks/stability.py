@@ -17,8 +17,8 @@ from benchmarks import candidates, entropy, quality
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
 from deltacheck import Policy
+from deltacheck.demo.workloads.recipe import Recipe, recipe, small, tiny
 from deltacheck.policy.chain import needs_keyframe
-from examples.workloads.recipe import Recipe, recipe, small, tiny
 
 DEPTH = 32  # of chains, in the amortised figures: the default of the presets
 EXACT_OVER_BOUND = 1.10  # of the order-0 entropy

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 import deltacheck
 from benchmarks import entropy, states
 from deltacheck import Policy, tree
+from deltacheck.demo.workloads.recipe import Recipe
 from deltacheck.profile import AdamRule
 from deltacheck.store.arrays import bytes_on_disk
-from examples.workloads.recipe import Recipe
 
 State = dict[str, Any]
 
@@ -62,12 +62,15 @@ def class_of(path: str) -> str:
 
 
 class Run:
-    """A workload of one framework, and how its states are taken apart, saved and put back."""
+    """A workload of one framework, and how its states are taken apart, saved and put back.
 
-    def __init__(self, framework: str, recipe: Recipe) -> None:
+    ``pretrained``: with the weights that post-training starts from; ``False``: its state is loaded before the first step.
+    """
+
+    def __init__(self, framework: str, recipe: Recipe, *, pretrained: bool = True) -> None:
         self.framework, self.recipe = framework, recipe
-        self._module = importlib.import_module(f"examples.workloads.{framework}_workloads")
-        self.workload = self._module.Workload(recipe, self._module.pretrained(recipe))
+        self._module = importlib.import_module(f"deltacheck.demo.workloads.{framework}_workloads")
+        self.workload = self._module.Workload(recipe, self._module.pretrained(recipe) if pretrained else None)
         self.rule = AdamRule(*recipe.betas, recipe.eps)
 
     def train(self, steps: int) -> float:

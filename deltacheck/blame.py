@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import chain
+from deltacheck import chain, grid, tiles
 from deltacheck.records import LeafSpec
 from deltacheck.store.root import Root
 from deltacheck.store.schema import Manifest
+from deltacheck.tiles import Box, Cuts
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
     """``steps``: int64, per chunk of the leaf the oldest step since which it has had the same bytes. ``is_known``: bool, per chunk whether the step
-    before that one is there and had others; else the content is as old as the oldest step that can be compared, or older.
+    before that one is there and had others; else the content is as old as the oldest step that can be compared, or older. ``cuts``: of a leaf that is
+    stored in tiles: the chunks are then those of its tiles, one tile after the other. ``spec``: of what is stored.
     """
 
     spec: LeafSpec
     steps: NDArray[np.int64]
     is_known: NDArray[np.bool_]
+    cuts: Cuts | None = None
+
+    def box(self, chunk: int) -> Box:
+        """Where a chunk lies in the leaf. ``IndexError`` where there is none of that number."""
+        tile_specs = [self.spec] if self.cuts is None else _tile_specs(self.spec, self.cuts)
+        for number, spec in enumerate(tile_specs):
+            if 0 <= chunk < spec.chunk_count:
+                inner = grid.box(spec.shape, spec.chunk, chunk)
+                at = [0] * len(inner) if self.cuts is None else [s.start for s in tiles.box(self.cuts, number)]
+                return tuple(slice(first + s.start, first + s.stop) for first, s in zip(at, inner, strict=True))
+            chunk -= spec.chunk_count
+        raise IndexError(f"leaf {self.spec.path!r} has no such chunk")
+
+
+def _tile_specs(leaf: LeafSpec, cuts: Cuts) -> Iterator[LeafSpec]:
+    for number in range(tiles.count(cuts)):
+        yield LeafSpec.of(leaf.path, tuple(s.stop - s.start for s in tiles.box(cuts, number)), leaf.dtype)
 
 
 def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
     """For stored leaves of a step: since when each of their chunks has its content, among the steps that are there.
 
-    Of a leaf that a policy keeps as codes, the codes are what is compared. Reads segment tables and chunk digests, back to the step where nothing is
-    left to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the way is not whole, ``KeyError`` for a path that is not stored.
+    Of a leaf that a policy keeps as codes, the codes are what is compared; one that was cut into other tiles before counts as new. Reads
+    segment tables and chunk digests, back to the step where nothing is left to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the
+    way is not whole, ``KeyError`` for a path that is not stored.
     """
+    paths = list(dict.fromkeys(paths))
+    names = {path: manifest.names_of(path) or [path] for path in paths}
+    parts = _blamed(root, manifest, [name for of in names.values() for name in of])
+    return {path: _joined(manifest, path, [parts[name] for name in of]) for path, of in names.items()}
+
+
+def _joined(manifest: Manifest, path: str, parts: list[Blame]) -> Blame:
+    if path not in manifest.tiles:
+        return parts[0]
+    steps, known = np.concatenate([part.steps for part in parts]), np.concatenate([part.is_known for part in parts])
+    return Blame(manifest.spec(path), steps, known, manifest.tiles[path].cuts)
+
+
+def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
+    """As ``blame``, of leaves and tiles by what they are stored as."""
     found: dict[str, Blame] = {}
     now: dict[str, NDArray[np.uint64]] = {}
     for path, link in chain.resolve(root, manifest, paths).items():
@@ -44,7 +79,7 @@ def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Bla
             break
         before = root.read(ref.manifest_path)
         comparable = {
-            path for path in open_paths if path in before.leaves and before.leaves[path].spec(path) == found[path].spec
+            path for path in open_paths if path in before.stored and before.stored[path].spec(path) == found[path].spec
         }
         links = chain.resolve(root, before, sorted(comparable))
         for path in sorted(open_paths):

@@ -28,7 +28,7 @@ from deltacheck.store.arrays import Reading
 from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest
-from deltacheck.store.segment import Segment
+from deltacheck.store.segment import Segment, entries_by_path
 
 _HASH_THREADS = 4
 # Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small leaf keeps its whole block.
@@ -124,7 +124,8 @@ def resolve(
     paths = list(paths)
     segments = open_segments(root, manifest, paths)
     _refuse_large_tables(manifest, paths, segments, max_bytes)
-    links = [_links(path, manifest.stored[path], segments, manifest) for path in paths]
+    every = entries_by_path(segments, set(paths))
+    links = [_links(path, manifest.stored[path], every.get(path, []), segments, manifest) for path in paths]
     chains: dict[str, Chain] = {}
     for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
         if leaf_digest(digests) != record.digest:
@@ -166,18 +167,15 @@ def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Seq
         )
 
 
-def _links(path: str, record: LeafRecord, segments: Sequence[Segment], manifest: Manifest) -> _Links:
+def _links(
+    path: str, record: LeafRecord, every: list[tuple[int, LeafEntry]], segments: Sequence[Segment], manifest: Manifest
+) -> _Links:
+    """``every``: what the segments hold of the leaf, oldest first."""
     at = f"step {manifest.step}, leaf {path!r}"
-    entries: list[tuple[int, LeafEntry]] = []
-    for number in range(len(segments) - 1, -1, -1):
-        found = segments[number].table.leaves.get(path)
-        if found is not None:
-            entries.append((number, found))
-            if found.is_whole:
-                break
-    if not entries or not entries[-1][1].is_whole:
+    first = next((at for at in range(len(every) - 1, -1, -1) if every[at][1].is_whole), None)
+    if first is None:
         raise ChainBroken(f"{at}: none of the step's segments holds its keyframe", leaf=path)
-    entries.reverse()
+    entries = every[first:]
     what = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
     fits = (before.dtype, before.shape, before.chunk) == what

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from deltacheck import chain
+from deltacheck import chain, tiles
 from deltacheck.errors import Damaged, DeltacheckError, UnsupportedFormat
 from deltacheck.store import layout
 from deltacheck.store.root import Root, StepRef, way_out, whole_steps
@@ -35,11 +35,12 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
     text = str(error)
     if error.file and error.file not in text:
         text = f"{text} ({error.file})"
-    harmed = [error.leaf] if error.leaf else harmed_leaves(root, manifest, error.file)
-    if harmed and repr(harmed[0]) not in text:
+    leaf = tiles.leaf_of(error.leaf)
+    harmed = [leaf] if leaf else harmed_leaves(root, manifest, error.file)
+    if harmed and repr(harmed[0]) not in text and (not error.leaf or repr(error.leaf) not in text):
         text = f"leaf {harmed[0]!r}{f' and {len(harmed) - 1} others' if len(harmed) > 1 else ''}: {text}"
     found = whole_steps(root, lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file))
-    return type(error)(f"step {manifest.step} of {root.path}: {text}. {way_out(found)}", file=error.file, leaf=error.leaf)
+    return type(error)(f"step {manifest.step} of {root.path}: {text}. {way_out(found)}", file=error.file, leaf=leaf)
 
 
 def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
@@ -55,14 +56,14 @@ def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
 
 
 def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
-    """The leaves of a step that need an array or a file, as far as their tables can be read."""
+    """The leaves of a step that need an array or a file, as far as their tables can be read. Of one in tiles that some tile does."""
     segments: list[Segment] = []
     for ref in manifest.segments:
         try:
             segments.append(root.store.segment(ref))
         except Damaged:
             continue
-    return _leaves_of(manifest, segments, file)
+    return list(dict.fromkeys(map(tiles.leaf_of, _leaves_of(manifest, segments, file))))
 
 
 def _needs(manifest: Manifest, segments: Sequence[Segment], file: str) -> bool:

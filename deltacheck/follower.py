@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck import chain, restore, tree
+from deltacheck import tiles as boxes
 from deltacheck.digest import digest_of
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
 from deltacheck.records import LeafSpec, batches
 from deltacheck.store.place import ObjectStore, Place
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
-from deltacheck.store.schema import Manifest
+from deltacheck.store.schema import Manifest, Tiles
 from deltacheck.store.segment import Segment
 
 # Leaves that are loaded together. Larger: fewer calls; that much more memory beside what is held.
@@ -29,13 +31,15 @@ _SPARSE_BELOW = 4
 @dataclass(frozen=True, slots=True)
 class LeafChange:
     """What became of one leaf. ``positions``: int64, ascending, of the changed elements of the flattened leaf; ``None``: all of them.
-    ``values``: their new content, 1-D, in the leaf's own dtype. ``digest``: of the leaf's bytes with these values in place.
+    ``values``: their new content, 1-D, in the leaf's own dtype. ``digest``: of the leaf's bytes with these values in place; empty where the leaf is
+    stored in ``tiles``, which then has theirs.
     """
 
     spec: LeafSpec
     positions: NDArray[np.int64] | None
     values: NDArray[Any]
     digest: str
+    tiles: Tiles | None = None
 
     def apply(self, array: NDArray[Any]) -> None:
         """Put the values into ``array``, a writable C-contiguous array of the leaf's shape and dtype, in place. Raises ``TreeMismatch``."""
@@ -47,12 +51,21 @@ class LeafChange:
         array.reshape(-1)[slice(None) if self.positions is None else self.positions] = self.values
 
     def check(self, array: NDArray[Any]) -> None:
-        """Compare a copy of the leaf with the digest of the step. Raises ``Damaged`` where a bit of it is another."""
-        found = digest_of(self.spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        if found != self.digest:
+        """Compare a copy of the leaf, of its shape, with the digests of the step. Raises ``Damaged`` where a bit of it is another."""
+        if self.tiles is None:
+            self._check(self.spec, array, self.digest)
+            return
+        for number, record in enumerate(self.tiles.records()):
+            box = boxes.box(self.tiles.cuts, number)
+            self._check(record.spec(boxes.name(self.spec.path, box)), array[box], record.digest)
+
+    def _check(self, spec: LeafSpec, array: NDArray[Any], digest: str) -> None:
+        found = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        if found != digest:
             raise Damaged(
-                f"leaf {self.spec.path!r}: this copy has digest {found}, the step has {self.digest}. Take the whole state again: "
-                "follow(...) anew, or Follower.anchor()"
+                f"leaf {spec.path!r}: this copy has digest {found}, the step has {digest}. Take the whole state again: "
+                "follow(...) anew, or Follower.anchor()",
+                leaf=self.spec.path,
             )
 
 
@@ -162,7 +175,7 @@ class Follower:
             self.anchor()
         since, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
-        stale = [p for p in specs if p not in self._leaves or self._leaves[p].digest != manifest.digest_of(p)]
+        stale = [p for p in specs if p not in self._leaves or self._leaves[p].mark != (manifest.mark_of(p) or "")]
         for paths in batches(stale, lambda path: specs[path].raw_bytes, _BATCH_BYTES):
             changes |= self._changes(manifest, paths)
         self._segments = segments  # kept, so that those which the next step shares are not read again
@@ -170,42 +183,135 @@ class Follower:
         return Update(manifest.step, manifest.seq, since, changes, names, dict(manifest.metrics))
 
     def _changes(self, manifest: Manifest, paths: list[str]) -> dict[str, LeafChange]:
+        known = {path: self._leaves[path] for path in paths if path in self._leaves}
+        # What was cut otherwise is compared whole.
+        recut = {
+            p: self._bytes_of(leaf) for p, leaf in known.items() if _cuts_of(leaf.tiles) != _cuts_of(manifest.tiles.get(p))
+        }
+        changes = self._changes_of_whole(manifest, [path for path in paths if path not in manifest.tiles], recut)
+        changes |= self._changes_of_tiled(manifest, [path for path in paths if path in manifest.tiles], recut)
+        for path in recut:
+            current = set(manifest.names_of(path))
+            for name in [name for name in self._stored if boxes.leaf_of(name) == path and name not in current]:
+                del self._stored[name]
+        return changes
+
+    def _changes_of_whole(
+        self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
+    ) -> dict[str, LeafChange]:
+        """Of leaves that are not stored in tiles. ``recut``: what is held of leaves that were cut otherwise."""
         leaves = restore.resolve(self._root, manifest, paths, held=self._stored)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(leaves, stored=stored)
         self._stored |= {path: chain.Held(data, manifest.stored[path].digest) for path, data in stored.items()}
-        changes = {}
+        changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
-            before = self._leaves.get(path)
+            before = recut[path] if path in recut else self._leaves[path].data if path in self._leaves else None
             digest = manifest.digest_of(path) or digest_of(spec, data)
-            self._leaves[path] = _Leaf(spec, data, digest)
-            positions = None if before is None else _changed_elements(spec, before.data, data)
-            values = data.view(spec.element.numpy)
-            values.flags.writeable = False
-            if positions is None:
-                changes[path] = LeafChange(spec, None, values, digest)
-            elif positions.size:
-                changes[path] = LeafChange(spec, positions, values[positions], digest)
+            self._leaves[path] = _Leaf(spec, data, None, digest)
+            positions = None if before is None else _changed_elements(spec, before, data)
+            _note(changes, spec, positions, data.view(spec.element.numpy), digest, None)
         return changes
+
+    def _changes_of_tiled(
+        self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
+    ) -> dict[str, LeafChange]:
+        """Of leaves that are stored in tiles: only those that are others than before are read."""
+        fresh = [name for path in paths for name in manifest.names_of(path) if not self._holds(manifest, name)]
+        before = {name: self._stored[name].data for name in fresh if name in self._stored}
+        chains = chain.resolve(self._root, manifest, fresh, held=self._stored)
+        loaded = chain.load(chains, {name: list(range(one.spec.chunk_count)) for name, one in chains.items()})
+        self._stored |= {name: chain.Held(data, manifest.stored[name].digest) for name, data in loaded.items()}
+        changes: dict[str, LeafChange] = {}
+        for path in paths:
+            spec, of, known = manifest.spec(path), manifest.tiles[path], self._leaves.get(path)
+            self._leaves[path] = _Leaf(spec, None, of, manifest.mark_of(path))
+            positions = None
+            if path not in recut and known is not None:
+                names = {number: name for number, name in enumerate(of.names(path)) if name in loaded}
+                positions = _changed_in_tiles(spec, of, {n: (before[name], loaded[name]) for n, name in names.items()})
+            values = self._bytes_of(self._leaves[path])
+            if path in recut:
+                positions = _changed_elements(spec, recut[path], values)
+            _note(changes, spec, positions, values.view(spec.element.numpy), "", of)
+        return changes
+
+    def _holds(self, manifest: Manifest, name: str) -> bool:
+        return name in self._stored and self._stored[name].digest == manifest.stored[name].digest
+
+    def _bytes_of(self, leaf: _Leaf) -> NDArray[np.uint8]:
+        """The bytes of a leaf as it is held."""
+        if leaf.data is not None or leaf.tiles is None:
+            assert leaf.data is not None
+            return leaf.data
+        values = np.empty(leaf.spec.shape, leaf.spec.element.numpy)
+        for number, name in enumerate(leaf.tiles.names(leaf.spec.path)):
+            box = boxes.box(leaf.tiles.cuts, number)
+            values[box] = self._stored[name].data.view(values.dtype).reshape(values[box].shape)
+        return values.reshape(-1).view(np.uint8)
+
+
+def _note(
+    changes: dict[str, LeafChange],
+    spec: LeafSpec,
+    positions: NDArray[np.int64] | None,
+    values: NDArray[Any],
+    digest: str,
+    of: Tiles | None,
+) -> None:
+    """Add what became of a leaf, if anything. ``values``: of all of it; they are not written to from here on."""
+    values.flags.writeable = False
+    if positions is None:
+        changes[spec.path] = LeafChange(spec, None, values, digest, of)
+    elif positions.size:
+        changes[spec.path] = LeafChange(spec, positions, values[positions], digest, of)
+
+
+def _cuts_of(of: Tiles | None) -> boxes.Cuts | None:
+    return None if of is None else of.cuts
 
 
 class _Leaf(NamedTuple):
-    """A followed leaf. ``digest``: of its bytes."""
+    """A followed leaf. ``data``: ``None`` of one in ``tiles``, which are held as such. ``mark``: what tells whether a step has other bytes; of a leaf
+    whose digest no manifest has, that of its bytes.
+    """
 
     spec: LeafSpec
-    data: NDArray[np.uint8]
-    digest: str
+    data: NDArray[np.uint8] | None
+    tiles: Tiles | None
+    mark: object
 
 
 def _changed_elements(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.int64] | None:
     """Where two contents of a leaf differ in a bit; ``None`` where in so many elements that telling them one by one takes more memory."""
-    width = spec.element.item_bytes
-    word = np.dtype(f"u{min(width, 8)}")
-    differs = before.view(word) != now.view(word)
-    if width > word.itemsize:
-        differs = differs.reshape(-1, width // word.itemsize).any(axis=1)
+    differs = _differs(spec, before, now)
     positions = np.flatnonzero(differs)
     return None if positions.size * _SPARSE_BELOW > differs.size else positions.astype(np.int64, copy=False)
+
+
+def _changed_in_tiles(
+    spec: LeafSpec, of: Tiles, contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+) -> NDArray[np.int64] | None:
+    """As ``_changed_elements``, in coordinates of the leaf. ``contents``: of the tiles whose digests differ, by number, before and now."""
+    found = [np.zeros(0, np.int64)]
+    for number, (before, now) in contents.items():
+        box = boxes.box(of.cuts, number)
+        inner = np.unravel_index(np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box])
+        found.append(np.ravel_multi_index([at + s.start for at, s in zip(inner, box, strict=True)], spec.shape))
+        if sum(part.size for part in found) * _SPARSE_BELOW > math.prod(spec.shape):
+            return None
+    return np.sort(np.concatenate(found))
+
+
+def _differs(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Per element, whether a bit of it is another."""
+    width = spec.element.item_bytes
+    word = np.dtype(f"u{min(width, 8)}")
+    differs: NDArray[np.bool_] = before.view(word) != now.view(word)
+    if width > word.itemsize:
+        both: NDArray[np.bool_] = differs[::2] | differs[1::2]  # the widest element has 16 bytes
+        return both
+    return differs
 
 
 def follow(

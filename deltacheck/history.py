@@ -16,8 +16,8 @@ from deltacheck.store.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class LeafState:
-    """One leaf at one step. ``chain``: what a restore reads of it, the keyframe and then the deltas in order."""
+class Part:
+    """What is stored of a leaf at one step, or of one of its tiles. ``chain``: what a restore reads, the keyframe and then the deltas in order."""
 
     spec: LeafSpec
     kind: LeafKind
@@ -41,6 +41,34 @@ class LeafState:
             return None
         rows = [segment.part(part).index[first : first + count, columns.CHANGED] for part, first, count in entry.delta]
         return sum(int(row.sum(dtype="uint64")) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafState:
+    """One leaf at one step. ``spec``: of what is stored; ``parts``: by the path that each is stored under, the leaf itself or its tiles."""
+
+    spec: LeafSpec
+    parts: Mapping[str, Part]
+
+    @property
+    def kind(self) -> LeafKind:
+        """As all of its parts were stored; ``DELTA``, too, where they were not stored alike."""
+        kinds = {part.kind for part in self.parts.values()}
+        return kinds.pop() if len(kinds) == 1 else LeafKind.DELTA
+
+    @property
+    def depth(self) -> int:
+        """Most deltas that a restore applies to a part."""
+        return max(part.depth for part in self.parts.values())
+
+    @property
+    def words(self) -> int:
+        return self.spec.raw_bytes // self.spec.word_bytes
+
+    def changed_words(self) -> int | None:
+        """Words that this step's save found changed; ``None`` where it has written a part whole. Reads the indexes of the deltas."""
+        counts = [part.changed_words() for part in self.parts.values()]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +101,24 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
 
     Raises ``ChainBroken`` where a leaf has no keyframe.
     """
-    return {path: _leaf_state(path, manifest, segments) for path in sorted(manifest.stored)}
+    found: dict[str, LeafState] = {}
+    every = columns.entries_by_path(segments)
+    for path in sorted([*manifest.leaves, *manifest.tiles]):
+        spec = manifest.leaves[path].spec(path) if path in manifest.leaves else manifest.spec(path)
+        found[path] = LeafState(
+            spec, {name: _part(name, manifest, every.get(name, ()), segments) for name in manifest.names_of(path)}
+        )
+    return found
 
 
-def _leaf_state(path: str, manifest: Manifest, segments: Sequence[Segment]) -> LeafState:
+def _part(path: str, manifest: Manifest, every: Sequence[tuple[int, LeafEntry]], segments: Sequence[Segment]) -> Part:
     chain: list[tuple[Segment, LeafEntry]] = []
-    for segment in reversed(segments):
-        entry = segment.table.leaves.get(path)
-        if entry is None:
-            continue
-        chain.append((segment, entry))
+    for number, entry in reversed(every):
+        chain.append((segments[number], entry))
         if entry.is_whole:
             own = layout.seq_of(chain[0][0].id) == manifest.seq
             kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if len(chain) > 1 else LeafKind.KEYFRAME
-            return LeafState(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
+            return Part(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
     raise ChainBroken(f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe")
 
 

@@ -9,11 +9,10 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import blame, branch, damage, grid, restore, tree, verify
+from deltacheck import blame, branch, damage, restore, tree, verify
 from deltacheck.blame import Blame
 from deltacheck.branch import Branched
 from deltacheck.errors import StepNotFound
-from deltacheck.restore import Leaf, Loaded
 from deltacheck.store import tags
 from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, open_root
@@ -141,7 +140,13 @@ class Checkpoints:
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
         partly = {owners.get(path, path) for path in slices or {}} - {owners.get(path, path) for path in leaves or ()}
         names = [owners.get(path, path) for path in wanted]
-        found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly)
+        cut = {path: owners.get(path, path) for path in slices or {} if owners.get(path, path) in manifest.tiles}
+        alone = {  # of whose tiles not all are needed
+            owner: restore.bounded(path, manifest.tiles[owner].shape, (slices or {})[path])
+            for path, owner in cut.items()
+            if owner in partly and list(cut.values()).count(owner) == 1
+        }
+        found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone)
         loaded: dict[str, NDArray[Any]] = {}
         flat = tree.flat_tags(manifest.tree)
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
@@ -156,7 +161,7 @@ class Checkpoints:
             leaf = found[owners[path]]
             if budget is not None:
                 budget = max(0, budget - sum(array.nbytes for array in loaded.values()))
-            loaded[path] = restore.cut(_load_box(leaf, box, budget), box)
+            loaded[path] = restore.load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
@@ -176,9 +181,9 @@ class Checkpoints:
         ``ChainBroken`` where a step on the way is not whole.
         """
         manifest = self.manifest(step)
-        wanted = list(manifest.stored if leaves is None else leaves)
+        wanted = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
         for path in wanted:
-            if path not in manifest.stored:
+            if not manifest.names_of(path):
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
         return blame.blame(self._root, manifest, wanted)
 
@@ -207,13 +212,6 @@ class Checkpoints:
         the next one goes on. Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
         """
         return list(verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume).findings)
-
-
-def _load_box(leaf: Leaf, box: tuple[slice, ...], max_bytes: int | None) -> Loaded:
-    restore.refuse_more_than(max_bytes, restore.box_bytes(leaf.spec, box))
-    chunks = grid.chunks_of_slices(leaf.spec.shape, leaf.spec.chunk, box)
-    path = leaf.spec.path
-    return restore.load({path: leaf}, {path: chunks}, max_bytes=max_bytes)[path]
 
 
 def open(

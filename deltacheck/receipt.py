@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltacheck import chain
+from deltacheck import chain, tiles
 from deltacheck.errors import Damaged, ReceiptFailed
 from deltacheck.records import batches
 from deltacheck.store import layout
@@ -48,7 +48,7 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
         if live.get(path, recorded) != recorded:
             raise ReceiptFailed(
                 f"step {manifest.step}, leaf {path!r}: the state had digest {live[path]} when it was captured, what was encoded has {recorded}",
-                leaf=path,
+                leaf=tiles.leaf_of(path),
             )
     fresh = Store(store.path, store.threads)
     forget(store, manifest)
@@ -63,7 +63,7 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
         leaf = error.leaf or _leaf_in(fresh, manifest, error.file)
         named = "" if repr(leaf) in str(error) else f"leaf {leaf!r}: "
         message = f"step {manifest.step} does not come back from disk as it was captured: {named}{error}"
-        raise ReceiptFailed(message, file=error.file, leaf=leaf) from error
+        raise ReceiptFailed(message, file=error.file, leaf=tiles.leaf_of(leaf)) from error
     return Receipt(manifest.step, len(wanted), raw_bytes, time.perf_counter() - begin)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck import chain, derive, verify
+from deltacheck import chain, derive, tiles, verify
 from deltacheck import survey as surveying
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8, U64
@@ -34,7 +34,7 @@ _FLOATS = ("float32", "float64")  # that others may be a cast of
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A leaf of a step that was written again, from ``source``."""
+    """A leaf of a step, or the tile of one that ``source`` begins with, that was written again, from ``source``."""
 
     step: int
     leaf: str
@@ -43,7 +43,9 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known), or, without a leaf, a whole step."""
+    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known; of a leaf in tiles, those of the tile that ``problem``
+    begins with), or, without a leaf, a whole step.
+    """
 
     step: int | None
     leaf: str | None
@@ -130,7 +132,7 @@ def repair(
             if isinstance(result, Lost):
                 lost.append(result)
             else:
-                healed.append(Healed(manifest.step, leaf, result.source))
+                healed.append(Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + result.source))
         if lost:
             done.lost += lost
             if lossy:
@@ -266,7 +268,7 @@ class _Healer:
             if missing
             else "its tables cannot be read, and no other leaf of this root has its digest"
         )
-        return Lost(manifest.step, leaf, tuple(missing), problem)
+        return Lost(manifest.step, tiles.leaf_of(leaf), tuple(missing), tiles.about(leaf) + problem)
 
     def needed(self, manifest: Manifest, healed: list[str]) -> set[str]:
         """The segments that a step's other leaves stand on."""

@@ -85,10 +85,11 @@ def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = Fa
             continue
         names = {segment.id for segment in segments}
         dropped, before = before - names, names
-        newest_first = segments[::-1]
+        every = columns.entries_by_path(segments)
         for path, record in manifest.stored.items():
+            links = [(segments[number], entry) for number, entry in every.get(path, ())]
             try:
-                lineage = _extended(path, record, newest_first, current.get(path), dropped, manifest)
+                lineage = _extended(path, record, links, current.get(path), dropped, manifest)
             except ChainBroken as error:
                 found.broken.append(Broken(manifest, path, error))
                 continue
@@ -110,25 +111,25 @@ def _opened(root: Root, ref: SegmentRef, found: Survey) -> Segment | None:
 def _extended(
     path: str,
     record: LeafRecord,
-    newest_first: Sequence[Segment],
+    links: Sequence[Link],
     known: Lineage | None,
     dropped: set[str],
     manifest: Manifest,
 ) -> Lineage:
-    """The lineage that a step's leaf stands on: the known one, grown where the step has newer links, or another."""
+    """The lineage that a step's leaf stands on: the known one, grown where the step has newer links, or another. ``links``: all that the step has
+    of the leaf, oldest first.
+    """
     if known is not None and dropped and not dropped.isdisjoint(segment.id for segment, _ in known.links):
         known = None
     last = None if known is None else known.links[-1][0].id
     fresh: list[Link] = []
-    for segment in newest_first:
+    for segment, entry in reversed(links):
         if segment.id == last:
             break
-        entry = segment.table.leaves.get(path)
-        if entry is not None:
-            fresh.append((segment, entry))
-            if entry.is_whole:
-                known = None
-                break
+        fresh.append((segment, entry))
+        if entry.is_whole:
+            known = None
+            break
     fresh.reverse()
     lineage = Lineage(path, record, []) if known is None else known
     at = f"step {manifest.step}, leaf {path!r}"

@@ -5,13 +5,13 @@ A leaf is cut along each of its axes; the tiles are the cells between the cuts, 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 Box: TypeAlias = tuple[slice, ...]  # bounded, of step 1, one slice an axis
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]  # per axis, ascending, from 0 to its size
@@ -62,6 +62,31 @@ def origin(stored: str) -> tuple[int, ...]:
     return tuple(int(start) for start in stored.rpartition(_MARK)[2].split(",")) if _MARK in stored else (0,)
 
 
+def is_name(stored: str) -> bool:
+    """Whether a stored path is that of a tile."""
+    return _MARK in stored
+
+
+def about(stored: str) -> str:
+    """Which tile of its leaf a stored path is, for people, before what is said of it; nothing for a leaf that is stored whole."""
+    return f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
+
+
+def numbered(cuts: Cuts, stored: str) -> int:
+    """The number of the tile that is stored under a path. ``LookupError`` where there is none of that origin."""
+    number = 0
+    origin = stored.rpartition(_MARK)[2].split(",")
+    if len(origin) != len(cuts):
+        raise LookupError(stored)
+    for along, text in zip(cuts, origin, strict=True):
+        at = int(text) if text.isdecimal() and len(text) < 20 else -1
+        i = bisect.bisect_left(along, at, 0, len(along) - 1)
+        if str(along[i]) != text or i == len(along) - 1:
+            raise LookupError(stored)
+        number = number * (len(along) - 1) + i
+    return number
+
+
 def is_possible(cuts: Cuts) -> bool:
     """Whether a leaf can be cut so: at least one axis, and along each from 0 upwards."""
     return bool(cuts) and all(
@@ -73,8 +98,7 @@ def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
     """The tiles that a box touches, ascending."""
     spans = []
     for along, s in zip(cuts, of, strict=True):
-        edges: NDArray[np.int64] = np.asarray(along)
-        first, stop = int(np.searchsorted(edges, s.start, "right")) - 1, int(np.searchsorted(edges, s.stop, "left"))
+        first, stop = bisect.bisect_right(along, s.start) - 1, bisect.bisect_left(along, s.stop)
         spans.append(range(first, stop if s.stop > s.start else first))
     grid = grid_of(cuts)
     for at in itertools.product(*spans):

@@ -140,7 +140,7 @@ class Treatment:
 
     def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
         """Whether a weight is its master, rounded; told from a sample, since every value is checked again when it is captured."""
-        one, other = (_sample(self._live(sources[path])) for path in (weight, master))
+        one, other = (sample(self._live(sources[path])) for path in (weight, master))
         return bool(np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8)))
 
     def _scale(self, master: str | None, sources: Mapping[str, LeafSource]) -> float:
@@ -148,7 +148,7 @@ class Treatment:
         if self._stage.name != STABLE or master is None or master not in sources:
             return 0.0
         if master not in self._scales:
-            values = _sample(self._live(sources[master])).astype(np.float64)
+            values = sample(self._live(sources[master])).astype(np.float64)
             self._scales[master] = float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
         return self._scales[master]
 
@@ -225,7 +225,7 @@ class _Save:
         spec = self._live[path].spec
         before = self.stored(path, spec)
         if before is not None and spec.dtype == "float32":
-            drift = octaves_apart(_sample(self.live(path)), _sample(before) * np.float32(scale))
+            drift = octaves_apart(sample(self.live(path)), sample(before) * np.float32(scale))
             if drift is not None:
                 self._treatment._drifts.append(drift)
         return self.exactly(path)
@@ -350,7 +350,7 @@ class _Group:
             made[path] = Coded(spec, found.codes.view(np.uint8))
             measured, from_step = found.largest_error_octaves, None
             if isinstance(decision.terms, Reused):
-                live, codes = (_sample(values) for values in (self._save.live(path), found.codes))
+                live, codes = (sample(values) for values in (self._save.live(path), found.codes))
                 given = octaves.values(codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
                 measured = octaves_apart(np.abs(live), np.abs(given) * np.float32(self._scale(decision))) or 0.0
                 from_step = self._save._step
@@ -384,7 +384,7 @@ class _Group:
         limit = next((d.limit for d in self._decisions.values() if d.limit), None)
         if limit is None or first is None or second is None:
             return False
-        return adam.law_violations(_sample(self._save.live(first)), _sample(self._save.live(second)), limit) > 0
+        return adam.law_violations(sample(self._save.live(first)), sample(self._save.live(second)), limit) > 0
 
     def _keep(self, coded: Mapping[str, Decision]) -> dict[str, Any] | None:
         """The pair as it was stored, where it may still be reused; the drift guard."""
@@ -406,8 +406,8 @@ class _Group:
         live = save.live(second)
         if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
             return None
-        given = self._given(coded, {path: _sample(found) for path, found in old.items()})
-        now = {path: _sample(save.live(path)) for path in (first, second)}
+        given = self._given(coded, {path: sample(found) for path, found in old.items()})
+        now = {path: sample(save.live(path)) for path in (first, second)}
         drift = octaves_apart(now[second], given[second])
         own = self._situation.hyperparameters
         change = adam.update_change(now[first], now[second], given[second], own.eps or 1e-8)
@@ -459,7 +459,7 @@ def relative_l2(live: Array, given: Array) -> float:
     return error / size if size else (0.0 if error == 0 else math.inf)
 
 
-def _sample(values: Array) -> Array:
+def sample(values: Array) -> Array:
     """Evenly spread blocks of a 1-D array; all of it where it is no larger."""
     if values.size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
         return values

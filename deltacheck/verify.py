@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
-from deltacheck import chain, derive, restore
+from deltacheck import chain, derive, restore, tiles
 from deltacheck import survey as surveying
 from deltacheck.codec.base import U8
 from deltacheck.digest import digest_of
@@ -115,7 +115,7 @@ def check(
                     progress.note(_key(unit), error is None)
                     if error is not None:
                         segment = _segment_of(error.file, unit)
-                        findings += [Finding(use.step, unit.path, str(error)) for use in unit.harmed(segment)]
+                        findings += [_finding(use.step, unit.path, error) for use in unit.harmed(segment)]
                     advance(surveying.cost_bytes(unit))
     finally:
         progress.save()
@@ -159,13 +159,18 @@ def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[F
             if not promise.used(manifest.step) <= 1:
                 problem = f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
                 findings.append(Finding(manifest.step, path, problem))
-    findings += [Finding(broken.manifest.step, broken.path, str(broken.error)) for broken in found.broken]
+    findings += [_finding(broken.manifest.step, broken.path, broken.error) for broken in found.broken]
     for unit in found.lineages:
         tables = surveying.tables(unit)
         if tables.error is not None:
             harmed = [use for use in unit.uses if use.links > len(tables.digests)]
-            findings += [Finding(use.step, unit.path, str(tables.error)) for use in harmed]
+            findings += [_finding(use.step, unit.path, tables.error) for use in harmed]
     return findings
+
+
+def _finding(step: int, stored: str, error: Damaged) -> Finding:
+    """What is wrong with something stored, as one of the leaf that people know; the tile is named in the text."""
+    return Finding(step, tiles.leaf_of(stored), str(error))
 
 
 def _metadata_problems(segment: Segment) -> list[str]:

@@ -11,11 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from workloads import jax_workloads
-from workloads.recipe import TASKS, recipe, tiny
-
 from deltacheck import Policy
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
+from deltacheck.demo.workloads import jax_workloads
+from deltacheck.demo.workloads.recipe import TASKS, recipe, tiny
 
 POLICIES = {"exact": Policy.exact, "model-exact": Policy.model_exact}
 

@@ -110,11 +110,12 @@ def fuzz(targets: Sequence[str], seconds: int, runs: int | None) -> None:
             )
 
 
-def readers(targets: Sequence[str], seconds: int, runs: int | None) -> None:
+def readers(targets: Sequence[str], seconds: int, runs: int | None, seed: int | None) -> None:
     """The targets in Python, each in a process of its own, since what breaks one may end it."""
     for target in READERS:
         if target in targets:
             limit = ["--runs", str(runs)] if runs else ["--seconds", str(seconds)]
+            limit += [] if seed is None else ["--seed", str(seed)]
             with tempfile.NamedTemporaryFile("r", prefix="deltacheck-fuzz-") as note:
                 command = [sys.executable, str(TESTS / "fuzz" / "readers.py"), target, *limit]
                 done = subprocess.run(command, env=os.environ | {"DELTACHECK_FUZZ_NOTE": note.name}, check=False)
@@ -145,9 +146,10 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=TARGETS + READERS)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--runs", type=int)
+    parser.add_argument("--seed", type=int, help="of the targets in Python; default: a new one. The native ones have 1")
     given = parser.parse_args()
     if given.what == "fuzz":
-        readers(given.targets, given.seconds, given.runs)
+        readers(given.targets, given.seconds, given.runs, given.seed)
         if set(TARGETS) & set(given.targets):
             fuzz(given.targets, given.seconds, given.runs)
     else:

@@ -207,6 +207,43 @@ def test_arrays_may_be_donated_deleted_or_written_to_as_soon_as_save_returns(
         assert_same([np.asarray(x) for x in mngr.restore(0)], before)
 
 
+def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays on the processor are read behind the training: until then donation gives other memory, and deletion frees none."""
+    may_read = threading.Event()
+    capture = Work.capture
+
+    def late(self: Work, sources: Any) -> None:
+        if threading.current_thread().name == "deltacheck-encoder":
+            assert may_read.wait(30)
+        capture(self, sources)
+
+    monkeypatch.setattr(Work, "capture", late)
+    with manager(tmp_path, capture="lazy") as mngr:
+        for step in range(2):
+            may_read.clear()
+            donated, deleted = jnp.arange(90_000.0).reshape(300, 300) + step, jnp.arange(100_000) * (step + 1)
+            shared, written = jax.device_put(jnp.arange(4096.0) - step, sharded("x")), np.arange(70_000.0) + step
+            before = [np.array(x) for x in (donated, deleted, shared, written)]
+            pointer = donated.unsafe_buffer_pointer()
+            mngr.save(step, args=DeltaSaveArgs([donated, deleted, shared, written]))
+            updated = jax.jit(lambda x: x * 0, donate_argnums=0)(donated)
+            assert updated.unsafe_buffer_pointer() != pointer
+            for array in (deleted, shared):
+                array.delete()
+            written[:] = -1
+            del donated, deleted
+            fresh = [jnp.full((300, 300), 7.0 + n) for n in range(20)]  # would take the memory if it were free
+            jax.block_until_ready(fresh)
+            may_read.set()
+            mngr.wait_until_finished()
+            assert_same([np.asarray(x) for x in mngr.restore(step)], before)
+    assert is_delta(tmp_path, 1)
+    with pytest.raises(ValueError, match="capture must be 'eager' or 'lazy', not 'auto'"):
+        manager(tmp_path / "other", capture="auto")
+
+
 def test_a_save_under_way_keeps_no_array_alive(tmp_path: Path, slow_disk: threading.Event) -> None:
     array = jnp.arange(100_000.0)
     watched = weakref.ref(array)

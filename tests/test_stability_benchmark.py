@@ -22,8 +22,8 @@ from benchmarks import entropy, quality, stability, ways  # noqa: E402
 from benchmarks.record import Settings  # noqa: E402
 from benchmarks.ways import Chain, Run, class_of  # noqa: E402
 from deltacheck import Policy  # noqa: E402
+from deltacheck.demo.workloads.recipe import tiny  # noqa: E402
 from deltacheck.store.arrays import bytes_on_disk  # noqa: E402
-from examples.workloads.recipe import tiny  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

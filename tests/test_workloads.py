@@ -20,8 +20,8 @@ pytest.importorskip("optax")
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # after everything installed: only examples come from the source tree
 
-from examples.workloads import data, jax_workloads, torch_workloads  # noqa: E402
-from examples.workloads.recipe import TASKS, Recipe, recipe, small, tiny  # noqa: E402
+from deltacheck.demo.workloads import data, jax_workloads, torch_workloads  # noqa: E402
+from deltacheck.demo.workloads.recipe import TASKS, Recipe, recipe, small, tiny  # noqa: E402
 
 FRAMEWORKS = {"torch": torch_workloads, "jax": jax_workloads}
 ALL = [(framework, task) for framework in FRAMEWORKS for task in TASKS]

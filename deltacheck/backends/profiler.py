@@ -45,12 +45,12 @@ class Profiler(Observer):
     """
 
     def _flatten(self, state: object) -> Flat:
-        return tree.flatten(state, _describe, _expand)
+        return flatten(state)
 
     def _take(self, arrays: Mapping[str, object], plan: Plan) -> Samples:
         groups: dict[str, dict[str, object]] = {}
         for path in plan.starts:
-            groups.setdefault(_package(arrays[path]), {})[path] = arrays[path]
+            groups.setdefault(package_of(arrays[path]), {})[path] = arrays[path]
         found: dict[str, NDArray[np.generic]] = {}
         for package, some in groups.items():
             adapter = _adapter(package)
@@ -60,6 +60,11 @@ class Profiler(Observer):
         return found
 
 
+def flatten(state: object) -> Flat:
+    """A state of any framework taken apart, nothing copied."""
+    return tree.flatten(state, _describe, _expand)
+
+
 def take_numpy(array: object, elements: NDArray[np.int64]) -> NDArray[np.generic]:
     """Elements of a host array by their offsets in C order."""
     host = np.asarray(array)
@@ -67,16 +72,16 @@ def take_numpy(array: object, elements: NDArray[np.int64]) -> NDArray[np.generic
 
 
 def _describe(value: object) -> ArrayLeaf | None:
-    adapter = _adapter(_package(value))
+    adapter = _adapter(package_of(value))
     return describe_numpy(value) if adapter is None else adapter.describe(value)
 
 
 def _expand(value: object) -> list[tuple[object, object]] | None:
-    adapter = _adapter(_package(value))
+    adapter = _adapter(package_of(value))
     return None if adapter is None else adapter.expand(value)
 
 
-def _package(value: object) -> str:
+def package_of(value: object) -> str:
     """The framework that the type, or one that it derives from, comes from; empty for none."""
     packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
     return next((package for package in packages if package in _ADAPTERS), "")

@@ -8,7 +8,21 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import blame, branch, check, compare, demo, export, ingest, listing, plan, profile, report, retention
+from deltacheck.cli import (
+    blame,
+    branch,
+    check,
+    compare,
+    demo,
+    evaluate,
+    export,
+    ingest,
+    listing,
+    plan,
+    profile,
+    report,
+    retention,
+)
 
 app = typer.Typer(
     name="deltacheck",
@@ -49,6 +63,7 @@ for name, command in (
     ("profile", profile.profile),
     ("report", report.report),
     ("plan", plan.plan),
+    ("eval", evaluate.evaluate),
     ("demo", demo.demo),
 ):
     app.command(name, cls=_Command)(command)

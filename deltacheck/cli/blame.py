@@ -20,7 +20,8 @@ def blame(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_j
     from deltacheck.export import matches
 
     root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
-    paths = [path for path in sorted(manifest.stored) if not leaves or any(matches(path, pattern) for pattern in leaves)]
+    stored = sorted([*manifest.leaves, *manifest.tiles])
+    paths = [path for path in stored if not leaves or any(matches(path, pattern) for pattern in leaves)]
     if not paths:
         raise StepNotFound(f"step {manifest.step} stores no leaf that matches {' or '.join(map(repr, leaves or ()))}")
     rows = [row for path, found in work.blame(root, manifest, paths).items() for row in _rows(path, found)]

@@ -28,9 +28,9 @@ class _Side:
     def spec(self, path: str) -> LeafSpec | None:
         return self.manifest.spec(self.owners[path]) if path in self.owners else None
 
-    def digest(self, path: str) -> str:
-        """Of the leaf's bytes; empty where it is not known."""
-        return self.manifest.digest_of(self.owners[path])
+    def mark(self, path: str) -> object:
+        """What only the same bytes of the leaf have; ``None`` where nothing tells that."""
+        return self.manifest.mark_of(self.owners[path])
 
     def leaves(self, root: Root, paths: list[str]) -> dict[str, Leaf]:
         from deltacheck import export
@@ -86,7 +86,7 @@ def _fate(path: str, before: _Side, after: _Side) -> str:
         return "added" if old is None else "removed"
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         return "reshaped"
-    return "unchanged" if "" != before.digest(path) == after.digest(path) else "changed"
+    return "unchanged" if None is not before.mark(path) == after.mark(path) else "changed"
 
 
 def _drifts(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[Row]:

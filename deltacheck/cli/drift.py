@@ -14,7 +14,7 @@ from deltacheck import export, restore
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
 from deltacheck.dtypes import DType
-from deltacheck.restore import Leaf
+from deltacheck.restore import Leaf, Tiled
 
 Numbers = NDArray[Any]
 
@@ -46,17 +46,25 @@ def measure(before: Leaf, after: Leaf) -> Drift:
 
     REQUIRES: the same shape and dtype. Raises ``Damaged`` naming the leaf.
     """
+    total = _Total()
+    if isinstance(before, Tiled) and isinstance(after, Tiled) and before.cuts == after.cuts:
+        for number, chain in before.chains.items():
+            _add(chain, after.chains[number], total)
+    else:
+        _add(before, after, total)
+    return total.drift()
+
+
+def _add(before: Leaf, after: Leaf, total: _Total) -> None:
     element = before.spec.element
     moved = np.ones(before.spec.chunk_count, np.bool_)
     if isinstance(before, Chain) and isinstance(after, Chain):
         moved = (before.digests != after.digests).any(axis=1)
-    total = _Total()
     for chunks in _batches(before, np.flatnonzero(~moved).tolist()):
         still = _load(before, chunks)
         total.add(still, still, element)
     for chunks in _batches(before, np.flatnonzero(moved).tolist()):
         total.add(_load(before, chunks), _load(after, chunks), element)
-    return total.drift()
 
 
 def _batches(leaf: Leaf, chunks: list[int]) -> Iterator[list[int]]:

@@ -224,6 +224,7 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     from deltacheck.contracts import name_of
 
     spec, derived, promise = manifest.spec(owner), manifest.derived.get(owner), manifest.contracts.get(owner)
+    cut = manifest.tiles.get(owner)
     replayed = manifest.replay is not None and owner in manifest.replay.digests
     changed = None if state is None or replayed else state.changed_words()
     words = None if state is None else state.words
@@ -243,7 +244,27 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "words": words,
         "changed_words": changed,
         "density": None if changed is None or not words else changed / words,
+        "tiles": None if cut is None else len(cut.lanes),
+        "ranks": _ranks(manifest, owner),
     }
+
+
+def _ranks(manifest: Manifest, path: str) -> list[int] | None:
+    """The ranks that wrote a leaf; ``None`` where one process wrote the step, or another has written it again."""
+    cut, record = manifest.tiles.get(path), manifest.leaves.get(path)
+    lanes = set(cut.lanes if cut is not None else () if record is None else (record.lane,))
+    return sorted(lanes) if lanes and -1 not in lanes else None
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, those in a row as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -> None:
@@ -277,8 +298,10 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         Column("KIND", "kind", left=True),
         Column("DEPTH", "chain_depth"),
         Column("DENSITY", "density", output.share),
+        Column("TILES", "tiles"),
+        Column("RANKS", "ranks", _ranges),
     )
-    seldom = ("tied_to", "derived", "measured", "limit", "from_step")
+    seldom = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
     output.print_table([c for c in columns if c.key not in seldom or any(row[c.key] is not None for row in leaves)], leaves)
     if scalars:
         output.print_line("")

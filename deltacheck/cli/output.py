@@ -50,6 +50,11 @@ def use_json(wanted: bool) -> None:
     _json = wanted
 
 
+def says_json() -> bool:
+    """Whether this run was asked for JSON."""
+    return _json
+
+
 def prepare_streams() -> None:
     """Streams that any text can be written to: closed ones lead nowhere, what their encoding lacks is escaped."""
     for name in ("stdout", "stderr"):

@@ -5,22 +5,19 @@ It tells what it does in JSON lines on standard output, which the parent process
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from deltacheck import SaveHandle
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.classes import leaf_class
 from deltacheck.demo.plan import Plan
 from deltacheck.demo.text import Rows
 from deltacheck.demo.train import Training, be_deterministic, finetuning, pretraining
+from deltacheck.evaluate.children import tell
 from deltacheck.records import LeafKind
 
 
@@ -37,7 +34,7 @@ def reference(plan: Plan, folder: Path) -> None:
     """Fine-tune without a stop. Deltacheck has no part in it: the final state is left in torch's own format."""
     training = start_finetuning(plan, folder)
     train_until(training, plan.steps)
-    torch_save(training.state(), folder / "reference.pt")
+    peer_save(training.state(), folder / "reference.pt")
 
 
 def finetune(plan: Plan, folder: Path) -> None:
@@ -57,8 +54,9 @@ def finetune(plan: Plan, folder: Path) -> None:
             engine.wait()
             waited = time.perf_counter() - began
             tell_saved(under_way, waited)
-            size, seconds = torch_save(training.state(), folder / "torch_save.pt")
-            tell("torch_saved", step=step, bytes=size, seconds=seconds)
+            began = time.perf_counter()
+            size = peer_save(training.state(), folder / "torch_save.pt")
+            tell("torch_saved", step=step, bytes=size, seconds=time.perf_counter() - began)
             tell("saving", step=step)
             under_way = engine.save(step, training.state(), metrics={"loss": loss})
         tell_saved(under_way, waited_seconds=0.0)
@@ -78,17 +76,6 @@ def train_until(training: Training, step: int) -> float:
         loss = training.train_step()
         tell("stepped", step=training.step, loss=loss, seconds=time.perf_counter() - began)
     return loss
-
-
-def torch_save(state: dict[str, Any], path: Path) -> tuple[int, float]:
-    """What people do today: torch.save to a new file, synced to disk. Its bytes and seconds."""
-    path.unlink(missing_ok=True)
-    began = time.perf_counter()
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return path.stat().st_size, time.perf_counter() - began
 
 
 def tell_saved(handle: SaveHandle | None, waited_seconds: float) -> None:
@@ -112,10 +99,6 @@ def tell_saved(handle: SaveHandle | None, waited_seconds: float) -> None:
         durable_seconds=report.durable_seconds,
         classes=classes,
     )
-
-
-def tell(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def main(folder: Path, part: str) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,8 +23,10 @@ from deltacheck.demo import checks, report, text
 from deltacheck.demo.checks import Verdict
 from deltacheck.demo.plan import Plan, tiny
 from deltacheck.errors import DeltacheckError
+from deltacheck.evaluate import children
+from deltacheck.evaluate.children import Event
 
-Event = dict[str, Any]
+_CHILD = "deltacheck.demo.child"
 
 
 class DemoFailed(DeltacheckError):
@@ -171,11 +169,11 @@ class Bar:
 
 def watch(folder: Path, part: str, told: Told, bar: Bar) -> None:
     """Let a child play its part to the end; `DemoFailed` if it fails."""
-    with _child(folder, part) as child:
-        for event in _events(child):
+    with children.child(_CHILD, [str(folder), part], folder) as child:
+        for event in children.events(child):
             _hear(event, told, bar)
     if child.returncode != 0:
-        raise DemoFailed(f"{part} ended with exit code {child.returncode}; the end of its log:\n{_end_of_log(folder)}")
+        raise DemoFailed(f"{part} ended with exit code {child.returncode}; the end of its log:\n{children.end_of_log(folder)}")
 
 
 def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
@@ -183,14 +181,14 @@ def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
     dice = random.Random(plan.seed)
     saving_step = dice.choice(plan.checkpoints()[1:-1])
     mid_save, share = dice.random() < 0.5, dice.random()
-    with _child(folder, "finetune") as child:
-        events = _events(child)
+    with children.child(_CHILD, [str(folder), "finetune"], folder) as child:
+        events = children.events(child)
         for event in events:
             _hear(event, told, bar)
             if event["event"] == "saving" and event["step"] == saving_step:
                 break
         else:
-            raise DemoFailed(f"fine-tuning ended before step {saving_step}; the end of its log:\n{_end_of_log(folder)}")
+            raise DemoFailed(f"fine-tuning ended before step {saving_step}; the end of its log:\n{children.end_of_log(folder)}")
         span = told.saved[-1]["durable_seconds"] if mid_save else plan.every * sum(told.step_seconds) / len(told.step_seconds)
         time.sleep(span * share)
         child.send_signal(signal.SIGKILL)
@@ -199,7 +197,7 @@ def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
     bar.stop()
     if child.returncode != -signal.SIGKILL:
         raise DemoFailed(
-            f"the child was to be killed but ended with exit code {child.returncode}; the end of its log:\n{_end_of_log(folder)}"
+            f"the child was to be killed but ended with exit code {child.returncode}; the end of its log:\n{children.end_of_log(folder)}"
         )
     newest = max(deltacheck.open(folder / "checkpoints").steps(), default=None)
     if newest is None:
@@ -211,44 +209,6 @@ def _hear(event: Event, told: Told, bar: Bar) -> None:
     told.hear(event)
     if event["event"] in ("stepped", "resumed"):
         bar.at(event["step"])
-
-
-@contextmanager
-def _child(folder: Path, part: str) -> Iterator[subprocess.Popen[str]]:
-    """A child process that plays ``part``; it never outlives the block."""
-    found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
-    environment = {
-        "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [found_at, os.environ.get("PYTHONPATH")])),
-    }
-    with (folder / "log.txt").open("a") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "deltacheck.demo.child", str(folder), part],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    with child:  # waits for it at the end
-        try:
-            yield child
-        except BaseException:
-            child.kill()
-            raise
-
-
-def _events(child: subprocess.Popen[str]) -> Iterator[Event]:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.endswith("\n"):  # the last line of a killed process may be cut
-            yield json.loads(line)
-
-
-def _end_of_log(folder: Path) -> str:
-    return "\n".join((folder / "log.txt").read_text().splitlines()[-12:])
 
 
 def _write_rows(plan: Plan, folder: Path, progress: Progress) -> None:

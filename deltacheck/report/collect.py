@@ -129,7 +129,8 @@ def collect(path: str | os.PathLike[str], item: str | None = None, profile: str 
     problems: list[str] = []
     committed = history.committed(root, problems)
     manifests = [one.manifest for one in committed]
-    sizes = {path: record.spec(path).raw_bytes for manifest in manifests for path, record in manifest.stored.items()}
+    sizes = {path: record.spec(path).raw_bytes for manifest in manifests for path, record in manifest.leaves.items()}
+    sizes |= {path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles}
     promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
     grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
@@ -233,8 +234,17 @@ class _Segments:
             self._costs[segment.id] = cost_of(segment)
         return self._costs[segment.id]
 
+    def _of(self, segment: Segment, name: str) -> float:
+        return self.cost(segment).by_leaf.get(name, 0.0)
+
+    def read_bytes(self, states: Mapping[str, LeafState]) -> float:
+        """Of the values of leaves, as a restore reads them."""
+        parts = [one for state in states.values() for one in state.parts.items()]
+        return sum(self._of(segment, name) for name, part in parts for segment, _ in part.chain)
+
     def count(self, path: str, state: LeafState, density: float | None) -> None:
-        key, last = (self.cost(segment).by_leaf.get(path, 0.0) for segment, _ in (state.chain[0], state.chain[-1]))
+        key = sum(self._of(part.chain[0][0], name) for name, part in state.parts.items())
+        last = sum(self._of(part.chain[-1][0], name) for name, part in state.parts.items() if part.kind is LeafKind.DELTA)
         fresh = self._specs.get(path) != state.spec  # values before, codes now: what went before says nothing of what comes
         self._specs[path] = state.spec
         old = LeafTotal(0, 1, 0.0) if fresh else self.totals[path]
@@ -244,7 +254,7 @@ class _Segments:
             state.spec.word_bytes,
             key,
             old.saves + compared,
-            old.delta_bytes + (last if state.kind is LeafKind.DELTA else 0.0),
+            old.delta_bytes + last,
             old.density + (density or 0.0),
         )
 
@@ -315,10 +325,7 @@ def _read_bytes(step: Step, segments: _Segments) -> int:
     """Of the chains of all leaves, and of the tables of all segments."""
     tables = sum(segments.cost(segment).by_method["tables"] for segment in step.segments)
     assert step.states is not None
-    values = sum(
-        segments.cost(segment).by_leaf.get(path, 0.0) for path, state in step.states.items() for segment, _ in state.chain
-    )
-    return tables + round(values)
+    return tables + round(segments.read_bytes(step.states))
 
 
 def _held(manifest: Manifest, classes: Mapping[str, Sequence[str]]) -> tuple[tuple[Held, ...], dict[str, int]]:

@@ -42,12 +42,18 @@ _ID = re.compile(r'\sid="([^"]*)"')
 _USED = re.compile(r"#([\w-]+)")
 
 
-def page(title: str, facts: Mapping[str, str], problems: Sequence[str], drawings: Sequence[Drawing]) -> str:
-    """The page. ``facts``: what its head says, word -> value."""
+def page(
+    title: str,
+    facts: Mapping[str, str],
+    problems: Sequence[str],
+    drawings: Sequence[Drawing],
+    alert: str = "Not everything could be read:",
+) -> str:
+    """The page. ``facts``: what its head says, word -> value. ``alert``: what stands above the problems, where there are any."""
     links = "".join(f'<a href="#{_text(d.name)}">{_text(d.title)}</a> ' for d in drawings)
     head = "".join(f"<div><dt>{_text(word)}</dt><dd>{_text(value)}</dd></div>" for word, value in facts.items())
     wrong = "".join(f"<li>{_text(problem)}</li>" for problem in problems)
-    warning = f'<div class="problems" role="alert"><p>Not everything could be read:</p><ul>{wrong}</ul></div>' if wrong else ""
+    warning = f'<div class="problems" role="alert"><p>{_text(alert)}</p><ul>{wrong}</ul></div>' if wrong else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"

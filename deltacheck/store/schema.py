@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -159,6 +159,14 @@ class Tiles(msgspec.Struct, frozen=True):
         starts = (along[:-1] for along in self.cuts)
         return [tiles.name(path, tuple(slice(at, at) for at in origin)) for origin in itertools.product(*starts)]
 
+    def record(self, number: int) -> LeafRecord:
+        """What the step promises of one tile."""
+        shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
+        digest = self.digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
+        return LeafRecord(
+            self.dtype, shape, grid.chunk_shape(shape, dtype_named(self.dtype).item_bytes), digest, self.lanes[number]
+        )
+
     def records(self) -> list[LeafRecord]:
         """What the step promises of each tile, in C order."""
         sizes = ([b - a for a, b in itertools.pairwise(along)] for along in self.cuts)
@@ -230,6 +238,49 @@ class Replay(msgspec.Struct, frozen=True):
         return {path for step in self.steps for path in step.inputs.values()}
 
 
+class Stored(Mapping[str, LeafRecord]):
+    """What a step stores, by path: its leaves, and each tile of those that are cut. A record is made when it is asked for: a step of a thousand
+    ranks has a million, and a rank needs a thousand.
+    """
+
+    def __init__(self, leaves: Mapping[str, LeafRecord], cut: Mapping[str, Tiles]) -> None:
+        self._leaves = leaves
+        self._cut = cut
+
+    def __getitem__(self, name: str) -> LeafRecord:
+        if name in self._leaves:
+            return self._leaves[name]
+        cut = self._cut[tiles.leaf_of(name)]
+        try:
+            return cut.record(tiles.numbered(cut.cuts, name))
+        except LookupError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._leaves
+        for path, cut in self._cut.items():
+            yield from cut.names(path)
+
+    def __len__(self) -> int:
+        return len(self._leaves) + sum(len(cut.lanes) for cut in self._cut.values())
+
+    def items(self) -> ItemsView[str, LeafRecord]:
+        return _StoredItems(self)
+
+    def pairs(self) -> Iterator[tuple[str, LeafRecord]]:
+        """All of them in order, without a search for each."""
+        yield from self._leaves.items()
+        for path, cut in self._cut.items():
+            yield from zip(cut.names(path), cut.records(), strict=True)
+
+
+class _StoredItems(ItemsView[str, LeafRecord]):
+    _mapping: Stored
+
+    def __iter__(self) -> Iterator[tuple[str, LeafRecord]]:
+        return self._mapping.pairs()
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
 
@@ -265,17 +316,19 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:
         """What is stored, by the path that it is stored under: leaves, and the tiles of those that are cut."""
-        found = dict(self.leaves)
-        for path, cut in self.tiles.items():
-            found.update(zip(cut.names(path), cut.records(), strict=True))
-        return found
+        return Stored(self.leaves, self.tiles) if self.tiles else self.leaves
+
+    def names_of(self, path: str) -> list[str]:
+        """What a leaf of the tree is stored as: under its own path, in tiles, or not at all."""
+        cut = self.tiles.get(path)
+        return cut.names(path) if cut is not None else [path] if path in self.leaves else []
 
     def on(self, segments: Sequence[SegmentRef]) -> Manifest:
         """The same content on other segments, each of which may hold any of it."""
         return msgspec.structs.replace(
             self,
-            segments=tuple(segments),
-            lanes=(),
+            segments=tuple(sorted(segments, key=lambda ref: ref.id)),  # several of one save have new names, and another order
+            lanes=(tuple(range(len(segments))),) if TILES in self.must_understand else (),
             leaves={path: msgspec.structs.replace(record, lane=-1) for path, record in self.leaves.items()},
             tiles={path: msgspec.structs.replace(cut, lanes=(-1,) * len(cut.lanes)) for path, cut in self.tiles.items()},
         )
@@ -313,6 +366,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
             return self.replay.digests[path]
         derived = self.derived.get(path)
         return self.leaves[path].digest if derived is None else derived.digest
+
+    def mark_of(self, path: str) -> object:
+        """What two steps have in common only where they hold the same bytes of a leaf; ``None`` where nothing tells that."""
+        cut = self.tiles.get(path)
+        return (self.digest_of(path) or None) if cut is None else (cut.dtype, cut.cuts, cut.digests)
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -489,6 +547,8 @@ def _check_tiles(manifest: Manifest) -> None:
     most = len(manifest.lanes)
     if any(not -1 <= record.lane < most for record in manifest.leaves.values()):
         raise ValueError("a leaf lies in a lane that it does not have")
+    if manifest.tiles and any(tiles.is_name(path) for path in (*manifest.leaves, *manifest.tiles)):
+        raise ValueError("one of its leaves has the name of a tile")
     for path, cut in manifest.tiles.items():
         if path in manifest.leaves or not tiles.is_possible(cut.cuts) or not _is_a_shape(cut.shape):
             raise ValueError(f"leaf {path!r} cannot be cut as it says")
@@ -501,8 +561,6 @@ def _check_tiles(manifest: Manifest) -> None:
             raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
         for record in _kinds(cut):
             _check_leaf(path, record)
-    if len(manifest.stored) != len(manifest.leaves) + sum(len(cut.lanes) for cut in manifest.tiles.values()):
-        raise ValueError("two of its leaves or tiles are stored under the same path")
 
 
 def _is_digests(text: str, count: int) -> bool:

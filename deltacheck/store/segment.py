@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -414,3 +414,13 @@ def stream_sizes(index: U32) -> dict[str, U64]:
 def is_packed(spec: LeafSpec) -> bool:
     """Whether a keyframe of this leaf shares an array with other small ones."""
     return spec.raw_bytes < grid.PACK_BELOW_BYTES
+
+
+def entries_by_path(segments: Sequence[Segment], wanted: Set[str] | None = None) -> dict[str, list[tuple[int, LeafEntry]]]:
+    """What some segments (in order) hold of everything, or of the paths ``wanted``: by path, the segment's position and its entry, oldest first."""
+    found: dict[str, list[tuple[int, LeafEntry]]] = {}
+    for number, segment in enumerate(segments):
+        leaves = segment.table.leaves
+        for path in leaves if wanted is None else leaves.keys() & wanted:
+            found.setdefault(path, []).append((number, leaves[path]))
+    return found

@@ -41,7 +41,7 @@ from tests.golden import make  # noqa: E402
 BUDGET_BYTES = 64 << 20
 MEMORY_BYTES = 2 << 30  # beside what the process has at the start: its budget, caches, threads and their arenas
 SECONDS_A_TRIAL = 30
-ROOTS = ("engine", "policy", "derived", "gradients", "manager")
+ROOTS = ("engine", "policy", "derived", "gradients", "manager", "tiled")
 
 Trial = Callable[[random.Random], None]
 

@@ -32,6 +32,7 @@ from deltacheck.compact import compact
 from deltacheck.store.collect import collect
 from deltacheck.store.root import open_root
 from tests.adam_run import AdamRun
+from tests.ranked_run import RankedRun, cells, rows
 
 DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 float8_e3m4 "
@@ -211,12 +212,40 @@ def as_numpy(value: Any) -> Any:
     return np.array(value) if hasattr(value, "shape") else value
 
 
+def write_tiled(root: Path) -> dict[int, Any]:
+    """Four ranks, leaves cut along two axes; then three, cut along the first, which keep the tiles that fit."""
+    saved: dict[int, Any] = {}
+    state: dict[str, Any] = {
+        "model": {
+            "w": (noise(96 * 40, 1) % np.uint64(1000)).astype(np.float32).reshape(96, 40),
+            "bits": noise(24 * 6, 2).astype(np.uint16).view(ml_dtypes.bfloat16).reshape(24, 6),
+            "many": (np.arange(600 * 500, dtype=np.int32) // np.int32(500)).reshape(600, 500),
+        },
+        "small": np.arange(10),
+        "0-d": np.array(1.5),
+        "empty": np.zeros((0, 3), np.float32),
+        "lr": 0.5,
+    }
+    for size, layout, steps in ((4, cells, (0, 1)), (3, rows, (2, 3))):
+        with RankedRun(root, size, layout) as run:
+            if steps[0]:
+                run.resume(state)
+            for step in steps:
+                state["model"]["w"][step :: 5 + step] += 1
+                state["model"]["many"].reshape(-1)[step::1000] += np.int32(step + 1)
+                saved[step] = copy.deepcopy(state)
+                for report in run.save(step, state, {"loss": 1 / (1 + step)}):
+                    assert not isinstance(report, BaseException), report
+    return saved
+
+
 WRITERS: Mapping[str, Callable[[Path], Any]] = {
     "engine": write_engine,
     "manager": write_manager,
     "policy": write_policy,
     "derived": write_derived,
     "gradients": write_log,
+    "tiled": write_tiled,
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +157,21 @@ def test_a_save_that_goes_on_costs_the_ranks_two_exchanges(tmp_path: Path) -> No
     added = statistics.median(commit - make for commit, make in zip(came[0]["commit"], made, strict=True))
     print(f"commit of 4 ranks: {added * 1e3:.1f} ms beside {statistics.median(made) * 1e3:.1f} ms of rank 0's own; begin "
           f"{statistics.median(came[0]['begin']) * 1e3:.1f} ms")  # fmt: skip
+
+
+def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "fsdp_training.py"
+    said = []
+    for size, steps in ((2, 4), (3, 7)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(example)]
+        done = subprocess.run(
+            [*command, str(tmp_path / "run"), "--steps", str(steps)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout.strip().splitlines()[-1])
+    assert said == ["2 ranks, steps 0 to 3; checkpoints: [1, 3]", "3 ranks, steps 4 to 6; checkpoints: [1, 3, 5, 6]"]

@@ -43,8 +43,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     disk and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
     before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
     ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
-    next call. Both read about as much as a restore at each save, and hash the whole state at the capture. ``read_only``: restores keep no copy of the
-    state to go on from, and saves are refused.
+    next call. Both read about as much as a restore at each save, and hash the whole state at the capture.
+    ``capture``: of arrays that lie in host memory (JAX on the processor). ``"eager"``: they are read before ``save`` returns, and may be
+    donated at once. ``"lazy"``: behind the training; ``save`` returns much sooner, encoding takes processor time from the training, and until
+    an array has been read it cannot be donated: XLA copies it instead, which takes its memory twice. Others are always read at once.
+    ``read_only``: restores keep no copy of the state to go on from, and saves are refused.
 
     One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
     of its state, to compare with.
@@ -60,9 +63,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         io_timeout_seconds: float = 600.0,
         durability: str = "power",
         verify: str = "none",
+        capture: str = "eager",
         read_only: bool = False,
     ) -> None:
         receipt.check_when(verify)
+        if capture not in ("eager", "lazy"):
+            raise ValueError(f"capture must be 'eager' or 'lazy', not {capture!r}")
+        self._capture = capture
         self._verify = verify
         self._root = None if root is None else Path(root).absolute()
         self._policy = policy or Policy.exact()
@@ -165,7 +172,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         key = self._key(place)
         if key not in self._items:
             self._items[key] = Item(
-                key[0], self._policy, self._host_cache_bytes, self._io_timeout_seconds, self._durability, self._verify
+                key[0],
+                self._policy,
+                self._host_cache_bytes,
+                self._io_timeout_seconds,
+                self._durability,
+                self._verify,
+                self._capture,
             )
         return self._items[key]
 
@@ -200,9 +213,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and ``None``.
 
-    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as soon as ``save`` returns;
-    NumPy arrays may be written to. ``metrics``: numbers kept with the step. ``log``: a ``GradientLog`` that may keep the item as
-    gradients, as its ``save`` does; one log serves one item.
+    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as soon as ``save`` returns
+    (donated without a gain under ``capture="lazy"``); NumPy arrays may be written to. ``metrics``: numbers kept with the step.
+    ``log``: a ``GradientLog`` that may keep the item as gradients, as its ``save`` does; one log serves one item.
     """
 
     item: Any

@@ -59,9 +59,11 @@ class Item:
         io_timeout_seconds: float,
         durability: Durability = Durability.POWER,
         verify: str = "none",
+        capture: str = "eager",
     ) -> None:
         self.root = root
         self._verify = verify
+        self._lazy = capture == "lazy"
         self._policy = policy
         self._host_cache_bytes = host_cache_bytes
         self._io_timeout_seconds = io_timeout_seconds
@@ -81,7 +83,7 @@ class Item:
         began: float,
         log: Log | None = None,
     ) -> Commit:
-        """Begin to save ``state``; returns when everything is captured.
+        """Begin to save ``state``; returns when everything that is not read later is captured.
 
         ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this save (``perf_counter``).
         """
@@ -92,10 +94,10 @@ class Item:
         epoch = saver.standing()[0]
         # Not by our own rules: a log calls the training's update.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
-        sources = _sources(plan.rest) | dict(plan.sources)
         saver.number_from(writer.take_seq())
         gate = Gate(place.directory, self._io_timeout_seconds, self._durability)
         with leaves.own_rules():
+            sources = _sources(plan.rest, self._lazy) | dict(plan.sources)
             handle = saver.save(
                 step,
                 plan.rest.skeleton,
@@ -190,8 +192,15 @@ class Item:
         return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
 
 
-def _sources(flat: Flat) -> dict[str, LeafSource]:
-    return {path: LeafSource(spec, partial(_itself, flat.arrays[path])) for path, spec in specs_of(flat).items()}
+def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
+    """``lazy``: read what lies whole in host memory behind the training. JAX neither changes nor frees it while it is viewed."""
+    views = {path: leaves.view_of(value) if lazy else None for path, value in flat.arrays.items()}
+    return {
+        path: LeafSource(
+            spec, partial(_itself, flat.arrays[path] if views[path] is None else views[path]), views[path] is not None
+        )
+        for path, spec in specs_of(flat).items()
+    }
 
 
 def _itself(value: object) -> object:

@@ -40,6 +40,7 @@ def manager(
     io_timeout_seconds: float = 600.0,
     durability: str = "power",
     verify: str = "none",
+    capture: str = "eager",
     exit_timeout_seconds: float = 120.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -70,6 +71,7 @@ def manager(
         io_timeout_seconds=io_timeout_seconds,
         durability=durability,
         verify=verify,
+        capture=capture,
         read_only=bool(options is not None and options.read_only),
     )
     registry = ocp.DefaultCheckpointHandlerRegistry()

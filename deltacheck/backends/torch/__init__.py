@@ -1,9 +1,26 @@
 """The PyTorch backend."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from deltacheck.backends.torch.dropin import release, save
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.follow import apply
 from deltacheck.backends.torch.gradient_log import GradientLog
 from deltacheck.backends.torch.load import load
 
-__all__ = ["Engine", "GradientLog", "apply", "load", "release", "save"]
+if TYPE_CHECKING:
+    from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
+    from deltacheck.backends.torch.shards import Shard
+
+__all__ = ["DeltaStorageReader", "DeltaStorageWriter", "Engine", "GradientLog", "Shard", "apply", "load", "release", "save"]
+
+_LATER = {"DeltaStorageReader": "dcp", "DeltaStorageWriter": "dcp", "Shard": "shards"}  # import much of torch.distributed
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -305,12 +305,12 @@ class Engine:
                 raise ValueError("a process group restores without fallback= and optimizer=")
             if into is not None:
                 self.before_update()
-            target = None if into is None else self._together.flatten(into)
+            target = None if into is None else self._together.flatten(into, target=True)
             manifest, state = self._together.restore(
                 self._root, self._saver, step, target, contract, max_bytes, expected_digest
             )
             self.restored_step = manifest.step
-            return state
+            return state if into is None else self._together.given(into, state)
 
         def give(manifest: Manifest) -> Any:
             self._root.require_digest(manifest, expected_digest)
@@ -414,6 +414,8 @@ class Engine:
             self._together.first(action)
 
     def _release(self) -> None:
+        if self._together is not None:
+            self._together.close()
         if self._lease is not None:
             self._lease.release()
 

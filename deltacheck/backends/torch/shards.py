@@ -55,6 +55,27 @@ class Fragment(Shard):
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """Several parts of one leaf on one rank. Raises ``ValueError`` where they are not of one leaf."""
+
+    parts: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(part.data.dtype, tuple(part.global_shape)) for part in self.parts}
+        if len(kinds) != 1:
+            raise ValueError(f"parts of one leaf have one dtype and one global shape, not {sorted(map(str, kinds))}")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Of the first part."""
+        return self.parts[0].data
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.parts[0].global_shape
+
+
 class Piece(NamedTuple):
     """A dense part of a leaf in this process. ``values``: a tensor of the box's shape, or a NumPy array or scalar, which is whole."""
 
@@ -64,9 +85,9 @@ class Piece(NamedTuple):
 
 def describe(value: object) -> ArrayLeaf | None:
     """As ``leaves.describe``, of leaves that are sharded too: their global shape."""
-    if not isinstance(value, DTensor | Shard):
+    if not isinstance(value, DTensor | Shard | Shards):
         return leaves.describe(value)
-    described = leaves.describe(value.data if isinstance(value, Shard) else leaves.local_of(value))
+    described = leaves.describe(leaves.local_of(value) if isinstance(value, DTensor) else value.data)
     assert described is not None
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     for _ in pieces(value):  # refuses placements that are no parts
@@ -94,10 +115,10 @@ def pieces(value: object) -> Iterator[Piece]:
             )
         if local.numel():
             yield Piece(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local)
-    elif isinstance(value, Shard):
-        if value.data.numel():
-            box = tuple(slice(o, o + n) for o, n in zip(value.global_offset, value.data.shape, strict=True))
-            yield Piece(box, value.data)
+    elif isinstance(value, Shard | Shards):
+        for part in (value,) if isinstance(value, Shard) else value.parts:
+            if part.data.numel():
+                yield Piece(tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.data.shape, strict=True)), part.data)
     else:
         shape = value.shape if isinstance(value, torch.Tensor | np.ndarray) else ()
         yield Piece(whole(shape), value)
@@ -128,7 +149,7 @@ def local_flat(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], ske
 
 def _empty(value: object) -> object:
     """What this process has of a leaf without elements."""
-    return value.data if isinstance(value, Shard) else leaves.local_of(value)
+    return value.data if isinstance(value, Shard | Shards) else leaves.local_of(value)
 
 
 def _cut(piece: Piece, box: Box) -> object:

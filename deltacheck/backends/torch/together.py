@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import match_targets
-from deltacheck.backends.torch import leaves, ranks, shards
+from deltacheck.backends.torch import descriptors, leaves, ranks, shards
 from deltacheck.digest import digest_of
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.joint import Attempt, Joint
@@ -62,10 +62,10 @@ class Together:
             raise
         return mine
 
-    def flatten(self, state: object) -> Flat:
-        """Take a state with sharded leaves apart."""
+    def flatten(self, state: object, *, target: bool = False) -> Flat:
+        """Take a state with sharded leaves apart. ``target``: of a restore."""
         with self.telling():
-            return tree.flatten(state, shards.describe)
+            return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat, on_busy: str) -> Flat | None:
         """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them is busy and all skip it.
@@ -156,6 +156,10 @@ class Together:
         adopted = {name: chains[name] for name in own if name in stored}
         saver.adopt(adopted, {name: stored[name] for name in adopted}, manifest)
 
+    def given(self, into: object, restored: object) -> object:
+        """What a restore into a state gives its caller."""
+        return descriptors.filled(into, restored)
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """A failure of this rank, before the ranks agree, is one of all."""
@@ -170,8 +174,11 @@ class Together:
             self.joint.fail(error)
 
     def close(self) -> None:
+        """Give the groups back; REQUIRES: no save is under way."""
         for group in self._groups:
-            dist.destroy_process_group(group)
+            if dist.is_initialized():  # else the job has ended them already
+                dist.destroy_process_group(group)
+        self._groups = []
 
 
 def _copies(flat: Flat) -> dict[str, str]:
@@ -179,7 +186,7 @@ def _copies(flat: Flat) -> dict[str, str]:
     small = {
         path: LeafSpec.of(path, leaf.shape, leaf.dtype)
         for path, leaf in flat.leaves.items()
-        if not isinstance(flat.arrays[path], DTensor | shards.Shard)
+        if not isinstance(flat.arrays[path], DTensor | shards.Shard | shards.Shards)
     }
     return {
         path: digest_of(spec, leaves.bytes_of(flat.arrays[path]))
@@ -193,20 +200,27 @@ def _fill(
 ) -> tuple[Any, dict[str, restore.Leaf], dict[str, NDArray[np.uint8]]]:
     """Fill a target with what it holds of a step: the state, where it came from, and the bytes of chains that were read whole."""
     chosen = match_targets(manifest, target, partly=True)
-    parts = {path: piece for path, value in target.arrays.items() for piece in shards.pieces(value)}
-    boxes = {path: piece.box for path, piece in parts.items()}
+    parts = {
+        (path, number): piece for path, value in target.arrays.items() for number, piece in enumerate(shards.pieces(value))
+    }
     asked: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-    for path, box in boxes.items():
-        asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in box))
-    alone: dict[str, Box] = {chosen[path]: box for path, box in boxes.items() if len(asked[chosen[path]]) == 1}
+    for (path, _), piece in parts.items():
+        asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in piece.box))
+    alone: dict[str, Box] = {chosen[path]: piece.box for (path, _), piece in parts.items() if len(asked[chosen[path]]) == 1}
     found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked)
     stored: dict[str, NDArray[np.uint8]] = {}
-    arrays = restore.load_boxes({path: found[chosen[path]] for path in boxes}, boxes, max_bytes=max_bytes, stored=stored)
-    filled = {path: shards.fill(piece, found[chosen[path]].spec, arrays[path]) for path, piece in parts.items()}
-    values = {
-        path: filled[path] if path in filled and leaves.local_of(value) is value else value
-        for path, value in target.arrays.items()
-    }
+    named = {str(number): (path, piece) for number, ((path, _), piece) in enumerate(parts.items())}
+    arrays = restore.load_boxes(
+        {name: found[chosen[path]] for name, (path, _) in named.items()},
+        {name: piece.box for name, (_, piece) in named.items()},
+        max_bytes=max_bytes,
+        stored=stored,
+    )
+    values = dict(target.arrays)
+    for name, (path, piece) in named.items():
+        filled = shards.fill(piece, found[chosen[path]].spec, arrays[name])
+        if values[path] is piece.values:
+            values[path] = filled
     owners = tree.array_paths(target.skeleton)
     skeleton = tree.pruned(manifest.tree, target.skeleton)
     missing = tree.array_paths(skeleton).keys() - owners.keys()

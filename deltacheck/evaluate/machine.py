@@ -12,7 +12,10 @@ from typing import Any
 import deltacheck
 from deltacheck.codec import default_codec
 
-_PACKAGES = ("torch", "numpy", "tensorstore", "zarr", "numcodecs")
+_PACKAGES = (
+    *("torch", "numpy", "tensorstore", "zarr", "numcodecs", "safetensors", "torch_checkpointing"),
+    *("jax", "orbax-checkpoint"),
+)
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -45,18 +45,20 @@ def prompts_of(rows: Rows) -> tuple[Tokens, Tokens]:
 
 def reward(completions: Tokens, right: Tokens) -> NDArray[np.float32]:
     """The checker: share of digits that are right. (rows, DIGITS) twice -> (rows,)."""
-    return np.mean(completions == right, axis=1, dtype=np.float32)
+    share: NDArray[np.float32] = np.mean(completions == right, axis=1, dtype=np.float32)
+    return share
 
 
 def advantages(rewards: NDArray[np.float32], group: int) -> NDArray[np.float32]:
     """Each reward against those of the same prompt (GRPO; Shao et al., 2024). A group of equals teaches nothing."""
     groups = rewards.reshape(-1, group)
     centred = groups - groups.mean(axis=1, keepdims=True)
-    return (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1).astype(np.float32)
+    scaled: NDArray[np.float32] = (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1).astype(np.float32)
+    return scaled
 
 
 def _part(recipe: Recipe, *, held_out: bool) -> Rows:
-    rows = _sums(recipe, sloppy=0.0) if recipe.task == "rl" else _functions(recipe.sources, recipe.context)
+    rows = _sums(recipe, sloppy=0.0) if recipe.task == "rl" else function_rows(recipe)
     chosen = (np.arange(len(rows.tokens)) % HELD_OUT == 0) == held_out
     return Rows(rows.tokens[chosen], rows.graded[chosen])
 
@@ -82,7 +84,22 @@ def _sums(recipe: Recipe, sloppy: float) -> Rows:
     return Rows(padded[order], graded[order])
 
 
-@functools.cache
+_FUNCTIONS: dict[tuple[int | None, int], Rows] = {}
+
+
+def function_rows(recipe: Recipe) -> Rows:
+    """All functions that a run learns from or is judged by: seconds of reading, once a process."""
+    key = (recipe.sources, recipe.context)
+    if key not in _FUNCTIONS:
+        _FUNCTIONS[key] = _functions(*key)
+    return _FUNCTIONS[key]
+
+
+def take_function_rows(recipe: Recipe, rows: Rows) -> None:
+    """Spare this process the reading: ``rows`` are what another one got from ``function_rows``."""
+    _FUNCTIONS[recipe.sources, recipe.context] = rows
+
+
 def _functions(sources: int | None, context: int) -> Rows:
     rows = text.finetuning_rows(_sources(sources), context)
     order = np.random.default_rng(0).permutation(len(rows.tokens))  # files differ from each other: hold out a bit of each

@@ -176,7 +176,8 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
         x += dropped(mixed.reshape(x.shape) @ layer["out"], 2 * number)
         gate, up = jnp.split(_normed(x, layer["mlp_norm"]) @ layer["up"], 2, axis=-1)
         x += dropped((jax.nn.silu(gate) * up) @ layer["down"], 2 * number + 1)
-    return _normed(x, weights["norm"]) @ weights["embed"].T
+    logits: jax.Array = _normed(x, weights["norm"]) @ weights["embed"].T
+    return logits
 
 
 def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:

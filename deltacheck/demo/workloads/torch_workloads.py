@@ -154,7 +154,7 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
     """Freeze the model, and put an adapter on the input of each attention."""
     model.requires_grad_(False)
     for block in model.layers:
-        block.attn.qkv = Adapted(block.attn.qkv, rank)  # type: ignore[union-attr, arg-type, assignment]
+        block.attn.qkv = Adapted(block.attn.qkv, rank)  # type: ignore[union-attr, arg-type]
 
 
 def _plan(recipe: Recipe) -> Plan:

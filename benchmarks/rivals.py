@@ -1,0 +1,320 @@
+"""What `compare` sets beside each other: one class a way of saving, each as its documentation shows it, with its defaults.
+
+``save`` begins a save and returns what waits until it is done; ``unsynced`` says what of it the benchmark must then sync itself. Steps go
+to ``root``, which is empty at first. ``restore`` is what a new program does: nothing that the saves have left in memory helps it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+from deltacheck import Policy
+from deltacheck.profile import Profile
+from deltacheck.store.arrays import bytes_on_disk
+from deltacheck.store.durability import sync_directory
+
+State = Any
+EXACT, POST_TRAINING = "deltacheck, exact", "deltacheck, post_training"
+
+
+class Rival(ABC):
+    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``: whether a restore gives every bit;
+    ``needs``: an optional package, without which it is left out.
+    """
+
+    name: ClassVar[str]
+    syncs: ClassVar[str] = "nothing"
+    lossless: ClassVar[bool] = True
+    needs: ClassVar[str] = ""
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        self.root = root
+        root.mkdir(parents=True)
+
+    @abstractmethod
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]: ...
+
+    @abstractmethod
+    def restore(self, step: int, like: State) -> State:
+        """The state of a step; ``like``: a state of the same structure, which may be filled, as a program that resumes has one."""
+
+    def unsynced(self, step: int) -> Path | None:
+        """What the benchmark syncs after the save: files, directories and the entries that name them."""
+        return self._at(step)
+
+    def stored(self, step: int) -> int:
+        """Bytes of all files that the save of a step has added."""
+        return bytes_on_disk(self._at(step))
+
+    def told_blocking(self) -> float | None:
+        """What the library itself says the last save has blocked, in seconds, where it says."""
+        return None
+
+    def before_update(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Called before each optimizer step: what must not be overwritten yet is waited for."""
+
+    def settled(self) -> bool:
+        """Whether the next save is one of the steady state."""
+        return True
+
+    def close(self) -> None:  # noqa: B027 - nor anything to close
+        """After the last save."""
+
+    def _at(self, step: int) -> Path:
+        return self.root / str(step)
+
+
+class TorchSave(Rival):
+    name = "torch.save"
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        import torch
+
+        self._at(step).mkdir()
+        torch.save(state, self._at(step) / "state.pt")
+        return lambda: None
+
+    def restore(self, step: int, like: State) -> State:
+        import torch
+
+        return torch.load(self._at(step) / "state.pt", weights_only=True)
+
+
+class Safetensors(Rival):
+    name = "safetensors"
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        from safetensors.torch import save_file
+
+        from benchmarks import states
+
+        self._at(step).mkdir()
+        save_file(states.leaves_of(state), self._at(step) / "state.safetensors")
+        return lambda: None
+
+    def restore(self, step: int, like: State) -> State:
+        from safetensors.torch import load_file
+
+        return load_file(self._at(step) / "state.safetensors")
+
+
+class Dcp(Rival):
+    name = "torch DCP save"
+    syncs = "files"  # not the directory
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(state, checkpoint_id=self._at(step), no_dist=True)
+        return lambda: None
+
+    def restore(self, step: int, like: State) -> State:
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(like, checkpoint_id=self._at(step), no_dist=True)
+        return like
+
+
+class DcpAsync(Dcp):
+    name = "torch DCP async_save"
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings(action="ignore"):
+            future: Any = dcp.async_save(state, checkpoint_id=self._at(step), no_dist=True)
+        return future.result  # type: ignore[no-any-return]
+
+
+class TorchCheckpointing(Rival):
+    """Meta's library: stages behind the training, and writes in a process of its own.
+
+    Without direct I/O, its default, which fails on file systems that want it aligned (ext4: "Invalid argument").
+    """
+
+    name = "torch_checkpointing"
+    needs = "torch_checkpointing"
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        from torch_checkpointing import CheckpointManager
+
+        self._manager = CheckpointManager(CheckpointManager.Config(storage_config=self._storage()))
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        future: Any = self._manager.save(str(self._at(step)), {"state": state})
+        return future.result  # type: ignore[no-any-return]
+
+    def before_update(self) -> None:
+        lock: AbstractContextManager[object] = self._manager.lock() or nullcontext()
+        with lock:
+            pass
+
+    def restore(self, step: int, like: State) -> State:
+        from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
+
+        config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=self._storage())
+        return CheckpointManager(config).load(str(self._at(step)), into={"state": like})["state"]
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _storage(self) -> Any:
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        return LocalFileSystemStorageConfig(use_direct_io=False)
+
+
+class _Ours(Rival):
+    """Bytes are what the whole root grows by: it has no directory of its own for a step."""
+
+    syncs = "everything"
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        self._bytes: dict[int, int] = {}
+        self._size = 0
+
+    def unsynced(self, step: int) -> Path | None:
+        return None
+
+    def stored(self, step: int) -> int:
+        size = bytes_on_disk(self.root)
+        found, self._size = size - self._size, size
+        return found
+
+    def settled(self) -> bool:
+        """Under a policy with stages: whether the last save was stable, so that the next does not go over to a new form."""
+        import deltacheck
+
+        if self.lossless:
+            return True
+        opened = deltacheck.open(self.root)
+        return getattr(opened.manifest(opened.steps()[-1]), "stage", "") == "stable"
+
+
+def _policy(kind: type[Rival], profile: Profile) -> Policy:
+    return Policy.exact() if kind.lossless else Policy.post_training(profile)
+
+
+class OursTorch(_Ours):
+    name = EXACT
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        from deltacheck.backends.torch import Engine
+
+        self._engine = Engine(root, policy=_policy(type(self), profile))
+        self._engine.guard(run.workload.optimizer)
+        self._handle: Any = None
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        self._handle = self._engine.save(step, state, metrics=metrics)
+        return self._handle.wait  # type: ignore[no-any-return]
+
+    def told_blocking(self) -> float | None:
+        return float(self._handle.blocking_seconds)
+
+    def restore(self, step: int, like: State) -> State:
+        from deltacheck.backends.torch import Engine
+
+        with Engine(self.root) as engine:
+            return engine.restore(step)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class OursTorchPostTraining(OursTorch):
+    name = POST_TRAINING
+    lossless = False
+
+
+class Orbax(Rival):
+    name = "Orbax CheckpointManager async"
+    syncs = "arrays"  # TensorStore does; not the names of items and steps, nor Orbax's own small files after their names
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        self._manager = self._opened()
+
+    def _opened(self) -> Any:
+        from orbax import checkpoint as ocp
+
+        return ocp.CheckpointManager(self.root, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=True))
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        from orbax import checkpoint as ocp
+
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        return self._manager.wait_until_finished  # type: ignore[no-any-return]
+
+    def restore(self, step: int, like: State) -> State:
+        import jax
+        from orbax import checkpoint as ocp
+
+        with self._opened() as manager:
+            return jax.block_until_ready(manager.restore(step, args=ocp.args.StandardRestore(like)))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class OursOrbax(_Ours):
+    name = EXACT
+
+    def __init__(self, root: Path, run: Any, profile: Profile) -> None:
+        super().__init__(root, run, profile)
+        from deltacheck.backends.orbax import manager
+
+        # The runs donate nothing, so there is no reason to read before the save returns.
+        self._manager = manager(root, policy=_policy(type(self), profile), capture="lazy")
+
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        from deltacheck.backends.orbax import DeltaSaveArgs
+
+        self._manager.save(step, args=DeltaSaveArgs(state, metrics=metrics))
+        return self._manager.wait_until_finished  # type: ignore[no-any-return]
+
+    def restore(self, step: int, like: State) -> State:
+        import jax
+
+        from deltacheck.backends.orbax import DeltaRestoreArgs, manager
+
+        with manager(self.root) as opened:
+            return jax.block_until_ready(opened.restore(step, args=DeltaRestoreArgs(like)))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class OursOrbaxPostTraining(OursOrbax):
+    name = POST_TRAINING
+    lossless = False
+
+
+RIVALS: dict[str, tuple[type[Rival], ...]] = {
+    "torch": (TorchSave, Safetensors, Dcp, DcpAsync, TorchCheckpointing, OursTorch, OursTorchPostTraining),
+    "jax": (Orbax, OursOrbax, OursOrbaxPostTraining),
+}
+
+
+def sync_tree(top: Path) -> None:
+    """fsync every file and directory of a tree, and the entry of its top."""
+    for directory, _, names in os.walk(top):
+        for name in names:
+            descriptor = os.open(Path(directory, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(Path(directory))
+    sync_directory(top.parent)

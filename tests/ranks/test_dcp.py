@@ -1,0 +1,79 @@
+"""DCP storage on several ranks: deltas, other numbers of ranks, failures and kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dcp_jobs as jobs
+import numpy as np
+import pytest
+from launch import launch
+
+import deltacheck
+
+
+@pytest.mark.timeout(600)
+def test_what_two_ranks_save_comes_back_on_one_and_on_three_and_later_saves_are_deltas(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    saved = launch(jobs.save_two, 2, root)
+    assert saved[0] == saved[1]
+    (_, first), (_, second), (_, third) = saved[0]
+    assert first > 1_000_000
+    assert second < first / 50
+    assert third < first / 50
+    expected = [digests for digests, _ in saved[0]]
+    for size in (1, 3):
+        for found in launch(jobs.load, size, root, [1, 2, 3, None]):
+            assert found == [*expected, expected[-1]]
+    opened = deltacheck.open(root)
+    assert opened.steps() == [1, 2, 3]
+    assert opened.verify(deep=True) == []
+    assert opened.restore()["rows"].shape == (600, 500)
+    assert np.array_equal(opened.restore(leaves=["plain"])["plain"], np.arange(5) + 6)
+
+
+@pytest.mark.timeout(600)
+def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next_does_not_stand_on_it(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    for first, after in launch(jobs.fail_between, 2, root):
+        assert after["steps"] == [1]
+        assert after["newest"] == first
+        assert "the disk of rank 1 is full" in after["told"]
+        assert "no memory on rank 0" in after["stubborn"]
+        assert after["third"]
+    needed = {ref.id for ref in deltacheck.open(root).manifest(3).segments}
+    assert len(needed) == 2  # those of step 3, by two ranks, and none of the failed save
+    assert not needed & {ref.id for ref in deltacheck.open(root).manifest(1).segments}
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    first, error = launch(jobs.kill_between, 2, root, lost={1})[0]
+    assert error
+    assert deltacheck.open(root).steps() == [1]
+    for found, again, taken in launch(jobs.go_on, 2, root):
+        assert found == first
+        assert again
+        assert taken < 60_000  # of 1.2 MB: a resumed run goes on with deltas
+    assert deltacheck.open(root).steps() == [1, 2]
+    assert deltacheck.open(root).verify(deep=True) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_training_under_fsdp2_goes_on_bit_for_bit_and_restores_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    through, parts = str(tmp_path / "through"), str(tmp_path / "parts")
+    expected = launch(jobs.fsdp, 2, through, None, 0, 4)
+    assert launch(jobs.fsdp, 2, parts, through, 2, 4) == expected
+    one, other = (deltacheck.open(path).restore(4) for path in (through, parts))
+    assert np.array_equal(one["optimizer"]["state"]["0.weight"]["exp_avg"], other["optimizer"]["state"]["0.weight"]["exp_avg"])
+    launch(jobs.fsdp, 3, parts, through, 4, 5)  # uneven: 70 rows on three ranks
+    assert deltacheck.open(parts).steps() == [3, 4, 5]
+    assert deltacheck.open(parts).restore(5)["model"]["0.weight"].shape == (70, 33)
+
+
+@pytest.mark.timeout(600)
+def test_fsdp_over_tensor_parallel_comes_back_as_plain_shards(tmp_path: Path) -> None:
+    saved = launch(jobs.strided, 4, str(tmp_path / "root"), True)
+    assert "StridedShard" in saved[0][0]
+    assert {str(found) for _, found in launch(jobs.strided, 2, str(tmp_path / "root"), False)} == {str(saved[0][1])}
