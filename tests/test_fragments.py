@@ -64,3 +64,14 @@ def test_the_name_of_a_tile_says_where_it_begins() -> None:
     stored = name("a/b", (slice(5, 7), slice(0, 3)))
     assert (leaf_of(stored), origin(stored)) == ("a/b", (5, 0))
     assert origin("a/b") == (0,)
+
+
+def test_weights_that_an_optimizer_keeps_out_of_its_groups_are_guarded(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = []  # as ZeRO 3 does between the steps
+    with Engine(tmp_path / "root") as engine:
+        engine.guard(optimizer)
+        assert weight.untyped_storage().data_ptr() in engine._guard.owned()

@@ -32,7 +32,7 @@ def test_an_unknown_object_is_refused_with_its_path_and_the_way_out() -> None:
 
 
 def test_a_container_that_would_come_back_as_another_is_refused() -> None:
-    with pytest.raises(UnsupportedLeaf, match="'file/d' is of type collections.defaultdict"):
+    with pytest.raises(UnsupportedLeaf, match=r"'file/d' is of type collections\.defaultdict"):
         plain.encoded({"d": defaultdict(list)}, ("file",))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -163,6 +165,29 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_with_its_path(two: list[dic
     assert "rank 1: UnsupportedLeaf: leaf 'files/zero_pp_rank_1_mp_rank_00_model_states.pt/what'" in two[0]["refused save"]
     assert "register(Unknown)" in two[1]["refused save"]
     assert two[0]["latest after the refusal"] == "good"
+
+
+def test_a_step_that_deepspeed_cannot_find_is_told_to_all_ranks(two: list[dict[str, Any]]) -> None:
+    assert two[0]["unpublished"] == "[Errno 28] no room for pointers"
+    assert "rank 0: OSError: [Errno 28] no room for pointers" in two[1]["unpublished"]
+    assert all(rank["latest of the unpublished"] == "good" for rank in two)
+    assert all(rank["published again"] == "unfound" for rank in two)
+
+
+@pytest.mark.parametrize("case", FLAT, ids=name)
+def test_a_load_keeps_only_what_its_own_rank_goes_on_from(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+    raw = sum(rank[name(case)]["first save"].raw_bytes for rank in two)
+    assert raw / 2 < sum(rank[name(case)]["kept bytes"] for rank in two) <= raw
+
+
+@pytest.mark.timeout(600)
+def test_the_example_goes_on_on_another_number_of_ranks(folder: Path) -> None:
+    example = folder / "example"
+    first = launch(on_example, 2, example, ["--stage", "3", "--steps", "4"], seconds=300)
+    second = launch(on_example, 1, example, ["--stage", "3", "--steps", "6"], seconds=300)
+    assert first[0].startswith("2 ranks, steps 1 to 4")
+    assert second[0].startswith("1 ranks, steps 5 to 6")
+    assert deltacheck.open(example / "deltacheck").steps() == [2, 4, 6]
 
 
 def test_a_load_reads_no_pickle(two: list[dict[str, Any]]) -> None:
@@ -384,6 +409,7 @@ def resume(case: tuple[int, bool], folder: Path) -> dict[str, Any]:
     engine = made(case, fixed=0.0)  # what is not trained comes from the checkpoint, too
     path, client = engine.load_checkpoint(str(folder), "global_step3")
     assert path is not None
+    found["kept bytes"] = sum(data.nbytes for data in engine.checkpoint_engine._read.stored.values())
     found["client state"] = {key: value for key, value in client.items() if key == "seen"}
     resumed = train(engine, case[1], 4)
     found["save after the resume"] = save(engine, folder, seen=4)
@@ -451,6 +477,21 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["refused save"] = message_of(lambda: engine.save_checkpoint(str(run), "odd", client_state=client))
     found["latest after the refusal"] = text_of(run / "latest")
 
+    train(engine, False, 4)
+    publish = deepspeed.publish
+    deepspeed.publish = no_room
+    engine.save_checkpoint(str(run), "unfound")
+    engine.checkpoint_engine._engine.wait()
+    torch.distributed.barrier()
+    deepspeed.publish = publish
+    found["unpublished"] = message_of(lambda: engine.save_checkpoint(str(run), "unfound"))
+    found["latest of the unpublished"] = text_of(run / "latest")
+    torch.distributed.barrier()
+    engine.save_checkpoint(str(run), "unfound")
+    engine.checkpoint_engine.wait()
+    torch.distributed.barrier()
+    found["published again"] = text_of(run / "latest")
+
     if rank == 0:
         path = run / "good" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         target = pointer.read(run / "slow" / path.name)
@@ -472,6 +513,21 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
 
 def failing(self: object) -> None:
     raise OSError(28, "the disk of rank 1 is full")
+
+
+def no_room(*_: object) -> None:
+    raise OSError(28, "no room for pointers")
+
+
+def on_example(rank: int, size: int, port: int, folder: Path, arguments: list[str]) -> str:
+    start(rank, size)
+    import runpy
+    import sys
+
+    sys.argv = ["deepspeed_zero.py", str(folder), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"), run_name="__main__")
+    return told.getvalue()[-200:]
 
 
 def on_one(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:

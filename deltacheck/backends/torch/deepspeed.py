@@ -148,6 +148,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            engine.raise_unpublished()
 
     def wait(self) -> None:
         """Wait until the save under way is committed and published. Raises its failure."""
