@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo test experiments fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,6 +40,9 @@ demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read 
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks $(ARGS)
+
+experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/test_experiments.py $(ARGS)
 
 # Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
 CRASH_POINTS ?= 300
@@ -95,7 +98,7 @@ power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded
 	$(BIN)/python tests/faults/image.py --cuts $(POWER_CUTS)
 	$(BIN)/python tests/faults/image.py --cuts 5 --program torch.save-replaced
 
-planted-bugs: $(VENV)/.stamp-install  ## break the product in 21 ways and see the tests catch each
+planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python tests/planted.py $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "blocking": "benchmarks.blocking",
     "memory": "benchmarks.memory",
     "restoring": "benchmarks.restoring",
+    "every_step": "benchmarks.every_step",
     "gradient_log": "benchmarks.gradient_log",
     "detection": "benchmarks.detection",
     "profiling": "benchmarks.profiling",

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import machine
 from benchmarks.prepared import SIZES, STATES, Size, size_of
 from benchmarks.process import in_own_process
 from benchmarks.race import Job
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit, written
 from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS
+from deltacheck.evaluate import machine
 
 OURS = (EXACT, POST_TRAINING)
 ASYNC = {"torch": "torch DCP async_save", "jax": "Orbax CheckpointManager async"}

@@ -14,8 +14,8 @@ from typing import Any
 import deltacheck
 from benchmarks.ways import Chain, Run
 from deltacheck import Policy
+from deltacheck.demo.workloads.recipe import Recipe, recipe, tiny
 from deltacheck.profile import Profile
-from examples.workloads.recipe import Recipe, recipe, tiny
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
 MATURED_STEPS = 1000

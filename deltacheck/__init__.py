@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from deltacheck.exits import finish_on_signal
     from deltacheck.follower import Follower, LeafChange, Update, follow
     from deltacheck.handle import SaveHandle
+    from deltacheck.mirror import Mirror
     from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
     from deltacheck.records import LeafReport, LeafSpec, SaveReport
     from deltacheck.store.place import ObjectStore
+    from deltacheck.tier import MemoryTier
     from deltacheck.verify import Finding
 
 __version__ = "0.1.0"
@@ -32,6 +34,8 @@ _PUBLIC = {
     "KeepBest": "deltacheck.policy",
     "LeafReport": "deltacheck.records",
     "LeafSpec": "deltacheck.records",
+    "MemoryTier": "deltacheck.tier",
+    "Mirror": "deltacheck.mirror",
     "ObjectStore": "deltacheck.store.place",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
@@ -52,6 +56,8 @@ __all__ = [
     "LeafChange",
     "LeafReport",
     "LeafSpec",
+    "MemoryTier",
+    "Mirror",
     "ObjectStore",
     "Policy",
     "Profile",

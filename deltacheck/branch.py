@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ import msgspec
 
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.store import layout, place
-from deltacheck.store.durability import Durability
 from deltacheck.store.lease import Lease
 from deltacheck.store.root import Root, Store, commit, open_segments
+from deltacheck.transfer import copy_file
 
 # Where a hard link cannot be made: another file system, one without links, too many of them.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
@@ -63,7 +62,7 @@ def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, co
                     if not copy and _link(Path(folder) / name, inner / name):
                         linked += size
                     else:
-                        _copy(Path(folder) / name, inner / name, store.durability)
+                        copy_file(Path(folder) / name, inner / name, store.durability)
                         copied += size
             store.durability.sync_tree(made)
         new = Root(target, store)
@@ -85,10 +84,3 @@ def _link(source: Path, target: Path) -> bool:
             return False
         raise
     return True
-
-
-def _copy(source: Path, target: Path, durability: Durability) -> None:
-    with source.open("rb") as file, target.open("xb") as copy:
-        shutil.copyfileobj(file, copy, 1 << 20)
-        copy.flush()
-        durability.sync_file(copy.fileno())

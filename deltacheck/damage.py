@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltacheck import chain, tiles
-from deltacheck.errors import Damaged, DeltacheckError, UnsupportedFormat
+from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, UnsupportedFormat
 from deltacheck.store import layout
 from deltacheck.store.root import Root, StepRef, way_out, whole_steps
 from deltacheck.store.schema import Manifest
@@ -18,6 +19,8 @@ from deltacheck.store.segment import Segment
 log = logging.getLogger("deltacheck")
 
 _T = TypeVar("_T")
+
+_MOST_SEQ = 10**10  # above every sequence number
 
 
 @contextmanager
@@ -99,14 +102,21 @@ def newest_whole(root: Root, step: int | str | None, restore: Callable[[Manifest
     Every step that is passed over is a warning in the log, and so is the step that is given in its place. Raises what the asked step raised
     where no earlier one restores either.
     """
+    return newest_whole_of([root], step, lambda _, manifest: restore(manifest))
+
+
+def newest_whole_of(
+    roots: Sequence[Root], step: int | str | None, restore: Callable[[Root, Manifest], _T]
+) -> tuple[Manifest, _T]:
+    """``newest_whole`` of a run whose steps lie in several roots; of a step that more than one has, the first one's is tried first."""
     first: DeltacheckError | None = None
-    for manifest in _from(root, step):
+    for root, manifest in _merged(roots, step):
         if isinstance(manifest, Damaged | UnsupportedFormat):
             first = first or manifest
             log.warning("%s", manifest)
             continue
         try:
-            value = restore(manifest)
+            value = restore(root, manifest)
         except Damaged as error:
             first = first or error
             log.warning("%s", error)
@@ -117,6 +127,28 @@ def newest_whole(root: Root, step: int | str | None, restore: Callable[[Manifest
         return manifest, value
     assert first is not None  # _from gives at least one
     raise first
+
+
+_Found = tuple[int, Root, Manifest | Damaged | UnsupportedFormat]
+
+
+def _merged(roots: Sequence[Root], step: int | str | None) -> Iterator[tuple[Root, Manifest | Damaged | UnsupportedFormat]]:
+    """What ``_from`` gives for each root, newest first. Raises ``StepNotFound`` where no root has the asked step."""
+    missing: list[StepNotFound] = []
+
+    def numbered(root: Root) -> Iterator[_Found]:
+        seq = _MOST_SEQ  # what cannot be read keeps its place
+        try:
+            for manifest in _from(root, step):
+                seq = manifest.seq if isinstance(manifest, Manifest) else seq
+                yield seq, root, manifest
+        except StepNotFound as error:
+            missing.append(error)
+
+    for _, root, manifest in heapq.merge(*map(numbered, roots), key=lambda one: -one[0]):
+        yield root, manifest
+    if len(missing) == len(roots):
+        raise missing[0]
 
 
 def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | UnsupportedFormat]:

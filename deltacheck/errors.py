@@ -45,6 +45,10 @@ class RootBusy(DeltacheckError):
     """Another writer holds the root."""
 
 
+class ForeignMemory(DeltacheckError):
+    """What a memory tier holds does not belong to the newest of the run that it is to serve."""
+
+
 class StorageFailed(DeltacheckError, OSError):
     """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it holds."""
 

@@ -89,7 +89,7 @@ class _Known:
     """What the last exchange of holdings gave. ``plan``: on rank 0 only."""
 
     holdings: Holdings
-    share: Share
+    tiles: Mapping[str, tuple[Cuts | None, list[int]]]
     plan: Plan | None
 
 
@@ -160,10 +160,10 @@ class Joint:
             told = msgspec.structs.replace(told, tree=skeleton if go.trees else None)
             answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
             if answer.share is not None:
-                self._known = _Known(holdings, answer.share, self._planned)
+                self._known = _Known(holdings, answer.share.tiles(), self._planned)
             merged = answer.tree or skeleton
         assert self._known is not None
-        return Begun(go.seq, self._known.share.tiles(), merged)
+        return Begun(go.seq, self._known.tiles, merged)
 
     def fail(self, error: BaseException) -> None:
         """Let all ranks know that this one cannot begin; raises ``RankFailed`` as they do."""
@@ -190,8 +190,8 @@ class Joint:
         told = Told(holdings, None)
         answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
         assert answer.share is not None
-        self._known = _Known(holdings, answer.share, self._planned)
-        names = [name for path, (cuts, of) in answer.share.tiles().items() for name in sharding.names_of(path, cuts, of)]
+        self._known = _Known(holdings, answer.share.tiles(), self._planned)
+        names = [name for path, (cuts, of) in self._known.tiles.items() for name in sharding.names_of(path, cuts, of)]
         return [name for name in names if name in manifest.stored]
 
     def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
@@ -202,9 +202,7 @@ class Joint:
         """
         known = self._known
         assert known is not None
-        names = [
-            name for path, (cuts, numbers) in known.share.tiles().items() for name in sharding.names_of(path, cuts, numbers)
-        ]
+        names = [name for path, (cuts, numbers) in known.tiles.items() for name in sharding.names_of(path, cuts, numbers)]
         report = Report(manifest.step, manifest.segments, "".join(manifest.leaves[name].digest for name in names))
 
         def decide(reports: list[bytes]) -> Sequence[bytes]:

@@ -286,6 +286,12 @@ class Saver:
         """Drop the shadow: the next save writes keyframes."""
         self._drop_shadow()
 
+    def start_over(self) -> None:
+        """``forget``, and need nothing that is stored any more. REQUIRES: no save is under way."""
+        with self._lock:
+            self._drop_shadow()
+            self._refs, self._compacted = {}, {}
+
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:

@@ -30,6 +30,7 @@ from deltacheck.store.root import Store, Written
 from deltacheck.store.schema import (
     DERIVED,
     REPLAY,
+    TILES,
     Derived,
     KeyframeAt,
     LeafEntry,
@@ -437,6 +438,11 @@ class Work:
 
     def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
         terms = self.terms()
+        segments = tuple(refs[name] for name in sorted(self.segments))
+        several = len({layout.seq_of(ref.id) for ref in segments}) < len(
+            segments
+        )  # goes on from what ranks have written together
+        features = {DERIVED: terms.derived or terms.contracts, REPLAY: self.replay is not None, TILES: several}
         weakest = max((name_of(promise.terms) for promise in terms.contracts.values()), key=RANK.index, default="exact")
         return Manifest(
             format=layout.FORMAT,
@@ -447,11 +453,12 @@ class Work:
             time=time.time(),
             writer=f"process {os.getpid()} on {socket.gethostname()}",
             contract=weakest,
-            segments=tuple(refs[name] for name in sorted(self.segments)),
+            segments=segments,
+            lanes=(tuple(range(len(segments))),) if several else (),
             tree=self.tree,
             leaves=self.records,
             metrics={name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
-            must_understand=((DERIVED,) if terms.derived or terms.contracts else ()) + ((REPLAY,) if self.replay else ()),
+            must_understand=tuple(name for name, there in features.items() if there),
             derived=dict(terms.derived),
             contracts=dict(terms.contracts),
             stage=terms.stage,

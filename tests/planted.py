@@ -116,7 +116,7 @@ BUGS = (
     ),
     Bug(
         "collection-takes-saves-under-way",
-        (Edit("deltacheck.store.collect", "layout.seq_of(name) <= newest", "True"),),
+        (Edit("deltacheck.store.collect", "layout.seq_of(name) <= until", "True"),),
         ("test_collect.py::test_a_segment_newer_than_the_newest_step_is_a_save_under_way",),
         quick=True,
     ),
@@ -139,6 +139,27 @@ BUGS = (
         "collection-takes-what-a-reader-has-pinned",
         (Edit("deltacheck.store.pins", "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),),
         ("test_retention.py::test_what_a_reader_has_open_stays_until_it_has_read",),
+    ),
+    Bug(
+        "memory-let-go-before-it-is-copied",
+        (Edit("deltacheck.tier", "frozenset(due | set(", "frozenset(set("),),
+        ("test_memory_tier.py::test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one",),
+    ),
+    Bug(
+        "memory-of-another-run-taken",
+        (Edit("deltacheck.tier", "if bond.root != root:", "if False:"),),
+        ("test_memory_tier.py::test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is",),
+    ),
+    Bug(
+        "half-a-copy-taken-for-a-segment",
+        (
+            Edit(
+                "deltacheck.transfer",
+                "    try:\n        if document_digest",
+                "    if path.exists():\n        return True\n    try:\n        if document_digest",
+            ),
+        ),
+        ("test_memory_tier.py::test_the_drain_copies_what_a_kill_has_left_half_copied",),
     ),
     Bug(
         "fence-ignored",

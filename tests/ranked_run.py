@@ -74,16 +74,24 @@ def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
 class RankedRun:
     """``size`` ranks that save one root. ``layout``: which boxes of which leaf each has. ``options``: of every ``Saver``."""
 
-    def __init__(self, root: Path, size: int, layout: Layout = rows, depth: int = 16, **options: Any) -> None:
-        store, self.lease, next_seq = open_alone(root, Durability.PROCESS)
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        layout: Layout = rows,
+        depth: int = 16,
+        durability: Durability = Durability.PROCESS,
+        **options: Any,
+    ) -> None:
+        store, self.lease, next_seq = open_alone(root, durability)
         self.root = Root(root, store)
         self.size, self.layout = size, layout
         ranks = Threads(size, 60).ranks()
         self.joints = [Joint(one) for one in ranks]
-        self.stores = [store, *(Store.create(root, durability=Durability.PROCESS) for _ in range(size - 1))]
+        self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = Policy.exact(max_chain_depth=depth)
         self.savers = [Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores]
-        self.commit: Callable[[Manifest], Written] = lambda manifest: commit(root, manifest, Durability.PROCESS)
+        self.commit: Callable[[Manifest], Written] = lambda manifest: commit(root, manifest, durability)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> list[Any]:
         """Save a state of nested dicts of arrays: per rank its report, or what was raised there."""

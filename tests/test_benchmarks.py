@@ -202,3 +202,11 @@ def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None
         "2.5 MB",
         "",
     ]
+
+
+def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(results: dict[str, dict[str, Any]]) -> None:
+    found = {row["way"]: row for row in rows(results["every_step"])}
+    assert found.keys() == {"memory", "memory, all to disk", "disk", "memory, gradient log"}
+    assert all(row["blocking"] > 0 and row["a save stores"] > 0 for row in found.values())
+    assert found["memory, gradient log"]["of the state"] < found["memory"]["of the state"]
+    assert found["disk"]["copied after"] < found["memory"]["copied after"]

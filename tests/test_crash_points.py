@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults import crash, scenarios, shim
 from faults.campaign import Campaign, Tally
-from faults.scenarios import CONTROLS, ORBAX, TORCH
+from faults.scenarios import CONTROLS, ORBAX, TIER, TORCH
 from faults.shim import Fault, Mode
 
 from deltacheck import errors
@@ -34,7 +34,7 @@ def seed() -> int:
     return chosen
 
 
-@pytest.mark.parametrize(("backend", "points"), [(TORCH, 16), (ORBAX, 4)], ids=["torch", "orbax"])
+@pytest.mark.parametrize(("backend", "points"), [(TORCH, 16), (TIER, 4), (ORBAX, 4)], ids=["torch", "memory", "orbax"])
 def test_a_process_killed_at_any_call_loses_no_acknowledged_step_and_the_next_one_goes_on(
     campaign: Campaign, seed: int, backend: dict[str, scenarios.Scenario], points: int
 ) -> None:

@@ -423,3 +423,29 @@ def test_tiles_that_claim_the_lanes_of_others_are_missed_not_misread(good: Path)
             deltacheck.open(good).restore(1, slices={"w": (slice(0, 1),)})
     finally:
         path.write_bytes(content)
+
+
+def test_one_process_goes_on_from_a_step_of_several_ranks_and_they_from_its(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from deltacheck.backends.torch import Engine
+
+    state = {"cut": np.arange(600_000, dtype=np.float32).reshape(600, 1000), "whole": np.arange(7), "other": np.arange(9)}
+    with RankedRun(tmp_path / "run", 2) as run:
+        for step in range(2):
+            assert not any(isinstance(one, Exception) for one in run.save(step, state))
+            state["cut"][:, 3] += 1
+            state["whole"] += 1
+            state["other"] += 1
+    with Engine(tmp_path / "run") as engine:
+        engine.restore()
+        engine.save(2, {path: torch.from_numpy(value) for path, value in state.items()}).wait("committed")
+    opened = deltacheck.open(tmp_path / "run")
+    seqs = [ref.id.split("-")[0] for ref in opened.manifest().segments]
+    assert len(set(seqs)) < len(seqs)  # small leaves still stand on what both ranks wrote
+    assert all(np.array_equal(opened.restore(2)[path], value) for path, value in state.items())
+    with RankedRun(tmp_path / "run", 2) as run:
+        run.resume(state)
+        state["cut"] *= 2
+        run.save(3, state)
+    assert all(np.array_equal(opened.restore(3)[path], value) for path, value in state.items())
+    assert opened.verify(deep=True) == []

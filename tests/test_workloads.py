@@ -1,11 +1,9 @@
-"""The runs that examples and benchmarks share: the same recipe gives the same run, and a saved state goes on as if nothing had been."""
+"""The runs that benchmarks measure: the same recipe gives the same run, and a saved state goes on as if nothing had been."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,20 +150,3 @@ def test_recipes_differ_in_size_only() -> None:
             assert made(task).rate == recipe(task).rate
             assert made(task).betas == (0.9, 0.999)
     assert isinstance(recipe("sft", seed=3), Recipe)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(("example", "task"), [("finetune_torch.py", "rl"), ("finetune_jax.py", "lora")])
-def test_an_example_goes_on_from_its_checkpoint(example: str, task: str, tmp_path: Path) -> None:
-    def lines(steps: int) -> list[str]:
-        options = [str(tmp_path), "--task", task, "--tiny", "--pretrain-steps", "1", "--every", "2", "--steps", str(steps)]
-        command = [sys.executable, str(ROOT / "examples" / example), *options]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    assert lines(2)[-1].startswith("step 2: loss ")
-    resumed = lines(4)
-    assert resumed[0] == "resumed from step 2"
-    assert [line.split(":")[0] for line in resumed[1:]] == ["step 4"]

@@ -31,6 +31,7 @@ _CHANGE = (
     Column("DENSITY", "density", output.share),
 )
 _REPLAYS = Column("REPLAYS", "replayed_steps")
+_SURVIVES = Column("SURVIVES", "durability", lambda word: f"end of {word}" if word == "process" else f"{word} cut", left=True)
 
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
@@ -46,7 +47,7 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     for step in history.steps(root, history.committed(root, unreadable)):
         depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        replayed = {"replayed_steps": _replayed_steps(step.manifest)}
+        replayed = {"replayed_steps": _replayed_steps(step.manifest), "durability": step.manifest.durability}
         rows.append(
             _row(root, step, known) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)}
         )
@@ -54,6 +55,7 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
         *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
+        *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
     _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)

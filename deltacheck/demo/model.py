@@ -103,6 +103,14 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits[graded[:, 1:]], tokens[:, 1:][graded[:, 1:]])
 
 
+@torch.no_grad()
+def spread(model: LanguageModel) -> None:
+    """Give every matrix the scale of its inputs: trained narrow models have weights of that size, not of a wide model's 0.02."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and name != "embed.weight":
+            weight.copy_(torch.randn(weight.shape) * weight.shape[1] ** -0.5)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021) of (..., length, head width)."""
     left, right = x.chunk(2, dim=-1)

@@ -6,6 +6,7 @@ Pre-training reads the files as they are. Fine-tuning reads functions: the promp
 from __future__ import annotations
 
 import ast
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ class Rows:
     graded: NDArray[np.bool_]  # the same shape
 
     def write(self, path: Path) -> None:
-        np.savez(path, tokens=self.tokens.astype(np.uint16), graded=self.graded)
+        np.savez(path, tokens=self.tokens.astype(np.int32), graded=self.graded)
 
     @classmethod
     def read(cls, path: Path) -> Rows:
@@ -40,13 +41,15 @@ class Rows:
             return cls(arrays["tokens"].astype(np.int64), arrays["graded"])
 
 
-def standard_library() -> list[str]:
-    """The sources of the standard library of the running interpreter, in the order of their paths."""
+def standard_library(files: int | None = None) -> list[str]:
+    """The sources of the standard library of the running interpreter, in the order of their paths. ``files``: the first so many alone."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return [
-        (root / path).read_text(encoding="utf-8", errors="replace") for path in paths if _NOT_LIBRARY.isdisjoint(path.parts)
-    ]
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY  # not walked: site-packages may be huge
+        paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    paths.sort()
+    return [(root / path).read_text(encoding="utf-8", errors="replace") for path in paths[:files]]
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
@@ -99,7 +102,7 @@ class Batches:
     def __init__(self, rows: Rows, batch: int, seed: int) -> None:
         if len(rows.tokens) < batch:
             raise ValueError(
-                f"{len(rows.tokens)} rows do not fill a batch of {batch}; are the standard library's sources installed?"
+                f"{len(rows.tokens)} rows do not fill a batch of {batch}: more data is needed (are the standard library's sources installed?)"
             )
         self._rows, self._batch, self._seed = rows, batch, seed
         self._epoch, self._position = 0, 0

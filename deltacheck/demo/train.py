@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.demo.model import LanguageModel
+from deltacheck.demo.model import LanguageModel, spread
 from deltacheck.demo.optimizer import MixedPrecisionAdamW
 from deltacheck.demo.plan import Plan
 from deltacheck.demo.text import Batches, Rows
@@ -79,6 +79,18 @@ def pretraining(plan: Plan, rows: Rows) -> Training:
     training = Training(plan, rows, rate=plan.pretrain_rate, steps=plan.pretrain_steps)
     training.model.eval()
     return training
+
+
+def small_model(plan: Plan, rows: Rows) -> LanguageModel:
+    """A small model trained here and now, for whoever has no weights at hand, its matrices as large as in models that people fine-tune."""
+    torch.manual_seed(plan.seed)
+    fresh = LanguageModel(plan)
+    spread(fresh)
+    training = Training(plan, rows, rate=plan.pretrain_rate, steps=plan.pretrain_steps, weights=fresh.state_dict())
+    training.model.eval()  # no dropout: it sees hardly an epoch
+    while training.step < plan.pretrain_steps:
+        training.train_step()
+    return training.model
 
 
 def finetuning(plan: Plan, rows: Rows, weights: dict[str, Any]) -> Training:

@@ -56,7 +56,13 @@ def delete_checkpoint(root: Root, seq: int) -> None:
 
 
 def collect(
-    root: Root, *, grace_seconds: float, protected: Iterable[str] = (), dry_run: bool = False, writer_is_dead: bool = False
+    root: Root,
+    *,
+    grace_seconds: float,
+    protected: Iterable[str] = (),
+    dry_run: bool = False,
+    writer_is_dead: bool = False,
+    newest: int = -1,
 ) -> Collected:
     """Remove segments that are not needed.
 
@@ -65,7 +71,8 @@ def collect(
     locks, and on object stores; shorter: disk space sooner. ``protected``: segments of saves under way.
     ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in directories of steps and tags
     (REQUIRES: the caller holds the lease, and no save is under way); never on an object store, where a segment also goes only when a
-    second collection finds it unneeded again. ``dry_run`` changes nothing.
+    second collection finds it unneeded again. ``dry_run`` changes nothing. ``newest``: of a sequence number that was committed, where
+    that step may be deleted by now: segments up to it are of no save under way.
 
     Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown. ``OSError`` where some segment
     could not be removed; every other one was.
@@ -75,10 +82,11 @@ def collect(
     is_local = not isinstance(root.store.path, ObjectPath)
     writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
-    newest, needed = _needed(root)
+    last, needed = _needed(root)
     if writer_is_dead and not dry_run and _remove_unfinished(root):
-        newest, needed = _needed(root)
-    unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= newest}
+        last, needed = _needed(root)
+    until = max(last, newest)
+    unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= until}
     marks, now = _read_marks(root.store.path), _now()
     # A mark of another start of the machine, or one of the future, says nothing: its segment waits anew.
     since = {
@@ -205,11 +213,11 @@ def _remove(path: Place, durability: Durability) -> bool:
 
 def _now() -> _Mark:
     # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let its readers go on.
-    return _Mark(_boot(), time.monotonic())
+    return _Mark(boot(), time.monotonic())
 
 
-def _boot() -> str:
-    """What tells a start of the machine from the one before, where it can be told."""
+def boot() -> str:
+    """What tells a start of the machine from the one before, where it can be told; else empty."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

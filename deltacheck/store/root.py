@@ -296,6 +296,9 @@ class Root:
                 damaged[path] = error
             else:
                 found.append(StepRef(manifest.step, manifest.seq, path))
+        for gone in self._manifests.keys() - set(paths):  # a run that saves often deletes as often
+            if isinstance(gone, Path):
+                self._manifests.pop(gone, None)
         return sorted(found, key=lambda ref: ref.seq), damaged
 
     def read(self, path: Place) -> Manifest:
@@ -370,12 +373,17 @@ class Root:
         """``manifest_digest`` of the file that ``manifest`` was read from. REQUIRES: this root has read it."""
         return next(digest for _, known, digest in self._manifests.values() if known is manifest)
 
-    def require_digest(self, manifest: Manifest, expected: str | None) -> None:
-        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any."""
-        if expected is not None and self.digest_of(manifest) != expected:
+    def require_digest(self, manifest: Manifest, expected: str | None, found: str | None = None) -> None:
+        """Refuse (``Damaged``) a step whose manifest is not the one that the caller has kept the digest of; ``None`` takes any. ``found``: the
+        digest that it counts as, where that is not ``digest_of``.
+        """
+        if expected is None:
+            return
+        found = self.digest_of(manifest) if found is None else found
+        if found != expected:
             raise Damaged(
                 f"step {manifest.step} of {self.path} is not the one that is expected: its manifest has digest "
-                f"{self.digest_of(manifest)}, expected is {expected}. Ask for the step that the digest was kept of"
+                f"{found}, expected is {expected}. Ask for the step that the digest was kept of"
             )
 
     def next_seq(self) -> int:

@@ -39,7 +39,7 @@ _WRONG = (msgspec.ValidationError, ValueError, TypeError, LookupError, Attribute
 
 DERIVED = "derived"  # permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
 REPLAY = "replay"  # permanent: the feature of manifests whose leaves are the input of a replay
-TILES = "tiles"  # permanent: the feature of manifests that several ranks have written together
+TILES = "tiles"  # permanent: the feature of manifests with leaves, or several segments of one save, that ranks have written together
 FEATURES = (DERIVED, REPLAY, TILES)
 STAGES = ("", "warm", "stable", "degraded")  # permanent names
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from faults.campaign import Campaign, Tally, shares
-from faults.scenarios import ORBAX, TORCH
+from faults.scenarios import ORBAX, TIER, TORCH
 from faults.shim import Fault, Mode
 
 MODES = (Mode.KILL, Mode.TORN)
@@ -112,7 +112,7 @@ def main() -> None:
 
 def planned(campaign: Campaign, asked: argparse.Namespace, rng: random.Random) -> list[Point]:
     """The points that the command line asks for."""
-    names = asked.scenario or [*TORCH, *ORBAX]
+    names = asked.scenario or [*TORCH, *TIER, *ORBAX]
     counts = {name: campaign.counts(name) for name in names}
     calls = {name: acted for name, (acted, _, _) in counts.items()}
     points = [*exhaustive(calls)] if asked.exhaustive else [*stratified(asked.points, calls, rng)]

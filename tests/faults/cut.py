@@ -87,6 +87,7 @@ def _control(name: str, subject: Any, keep: int | None) -> Scenario:
 MUST_PASS = {
     "two-saves": Scenario("two-saves", scenarios.TorchEngine(), lambda root: None, _fresh),
     **scenarios.TORCH,
+    "memory-rebooted": scenarios.TIER["memory-rebooted"],
     **scenarios.ORBAX,
     "reference-protocol": _control("reference-protocol", SyncedReference(), keep=None),
 }

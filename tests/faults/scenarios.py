@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,14 +210,18 @@ class TorchEngine(_Deltacheck):
 
     def go_on(self, root: Path) -> int:
         with engine(root) as opened:
-            step = 0
-            if opened.steps():
-                restored = opened.restore()
-                step = restored["step"] + 1
-                found = difference(state_at(step - 1), restored)
-                assert found is None, found
-            opened.save(step, torch_state(step)).wait(timeout=30)
-        return step
+            return _go_on(opened)
+
+
+def _go_on(opened: Any) -> int:
+    step = 0
+    if opened.steps():
+        restored = opened.restore()
+        step = restored["step"] + 1
+        found = difference(state_at(step - 1), restored)
+        assert found is None, found
+    opened.save(step, torch_state(step)).wait(timeout=30)
+    return step
 
 
 def engine(root: Path, **options: Any) -> Any:
@@ -325,6 +330,43 @@ def _repair() -> Scenario:
     return Scenario("repair", TorchEngine(), prepare, act, (0, 1, 2, 3), sick=(1,))
 
 
+class Ranks(TorchEngine):
+    """Two ranks that are threads of the process that dies; what comes after them is one process."""
+
+    @staticmethod
+    def run(root: Path) -> Any:
+        from ranked_run import RankedRun
+
+        from deltacheck.store.durability import Durability
+
+        return RankedRun(root, 2, depth=4, durability=Durability.POWER, io_timeout_seconds=20)
+
+
+def _ranks() -> Scenario:
+    """Ranks write their tiles at the same time; the first of them commits when both have said that theirs are durable."""
+
+    def prepare(root: Path) -> None:
+        with Ranks.run(root) as run:
+            for step in range(2):
+                _saved(run.save(step, state_at(step)))
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with Ranks.run(root) as run:
+            run.resume(state_at(1))
+            for step in (2, 3):
+                _saved(run.save(step, state_at(step)))
+                acknowledge(step)
+
+    return Scenario("ranks", Ranks(), prepare, act, (0, 1))
+
+
+def _saved(reports: list[Any]) -> None:
+    """Raise what a rank has raised."""
+    for report in reports:
+        if isinstance(report, BaseException):
+            raise report
+
+
 def _collection() -> Scenario:
     """Explicit deletion of old steps and collection, as ``deltacheck gc`` does it."""
 
@@ -379,6 +421,87 @@ def _lives() -> Scenario:
                 acknowledge(step)
 
     return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
+
+
+# --- the memory tier ------------------------------------------------------------------------------------------------------------------
+
+DISK, MEMORY = "disk", "memory"  # the two roots, below the scenario's own
+
+
+def tiered(root: Path, **options: Any) -> Any:
+    """An engine with a memory tier that copies every second step to the disk."""
+    from deltacheck import MemoryTier
+
+    root.mkdir(parents=True, exist_ok=True)
+    return engine(root / DISK, memory=MemoryTier(root / MEMORY, persist_every=2), **options)
+
+
+class MemoryEngine(TorchEngine):
+    """An engine with a memory tier whose process dies: what either root lists must restore from that root."""
+
+    def steps(self, root: Path) -> list[int]:
+        return sorted({step for place in self._places(root) for step in super(MemoryEngine, self).steps(place)})
+
+    def restore(self, root: Path, step: int) -> Any:
+        there = [place for place in self._places(root) if step in super(MemoryEngine, self).steps(place)]
+        restored = [super(MemoryEngine, self).restore(place, step) for place in there]
+        different = difference(restored[0], restored[-1])
+        assert different is None, f"memory and disk differ: {different}"
+        return restored[0]
+
+    def go_on(self, root: Path) -> int:
+        with tiered(root) as opened:
+            step = _go_on(opened)
+        assert super().steps(root / DISK)[-1] == step, "close() has not copied the newest step to the disk"
+        return step
+
+    def leftovers(self, root: Path) -> list[str]:
+        return [problem for place in self._places(root) for problem in super(MemoryEngine, self).leftovers(place)]
+
+    @staticmethod
+    def _places(root: Path) -> list[Path]:
+        return [place for place in (root / DISK, root / MEMORY) if (place / "zarr.json").exists()]
+
+
+class RebootedEngine(MemoryEngine):
+    """The same, where the machine goes with the process: what the disk lists must restore."""
+
+    def go_on(self, root: Path) -> int:
+        shutil.rmtree(root / MEMORY, ignore_errors=True)
+        return super().go_on(root)
+
+    @staticmethod
+    def _places(root: Path) -> list[Path]:
+        return [root / DISK] if (root / DISK).exists() else []
+
+
+def _tier() -> dict[str, Scenario]:
+    """Saves that are acknowledged in memory, and saves that are acknowledged once they are on the disk."""
+
+    def prepare(root: Path) -> None:
+        with tiered(root) as opened:
+            for step in range(2):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        with tiered(root) as opened:
+            opened.restore()
+            for step in (2, 3, 4):
+                opened.save(step, torch_state(step)).wait(timeout=30)
+                acknowledge(step)
+
+    def act_persisting(root: Path, acknowledge: Acknowledge) -> None:
+        with tiered(root) as opened:
+            opened.restore()
+            for step in (2, 3):
+                opened.save(step, torch_state(step))
+                opened.persist(timeout=30)
+                acknowledge(step)
+
+    return {
+        "memory-killed": Scenario("memory-killed", MemoryEngine(), prepare, act, (0, 1), keep=2),
+        "memory-rebooted": Scenario("memory-rebooted", RebootedEngine(), prepare, act_persisting, (0, 1)),
+    }
 
 
 # --- Orbax ----------------------------------------------------------------------------------------------------------------------------
@@ -547,6 +670,7 @@ TORCH = {
         # Goes on from a step that is not the newest: the run was set back.
         _torch("restore-then-save", prepared=3, saves=2, restore=1),
         _repair(),
+        _ranks(),
     )
 }
 ORBAX = {
@@ -560,7 +684,8 @@ CONTROLS = {
         _control("reference-protocol", ReferenceProtocol(), keep=None),
     )
 }
-SCENARIOS = {**TORCH, **ORBAX, **CONTROLS, "lives": _lives()}
+TIER = _tier()
+SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 
 
 def import_frameworks(backend: str) -> None:

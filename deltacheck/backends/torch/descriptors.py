@@ -59,7 +59,7 @@ def by_key(state: object, *, replicas: bool = False) -> object:
     both = parts.keys() & objects.keys()
     if both:
         raise UnsupportedLeaf(f"{min(both)!r} is the key of a tensor and of an object")
-    sharded: dict[str, object] = {key: Shards(tuple(of)) for key, of in parts.items()}
+    sharded: dict[str, object] = {key: _shards(key, of) for key, of in parts.items()}
     return {"sharded": sharded | objects, "common": {} if common is _NOTHING else common}
 
 
@@ -82,6 +82,13 @@ def filled(state: object, restored: object) -> object:
 
 def _is_main(replica_id: object) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple | list) else not replica_id
+
+
+def _shards(key: str, parts: list[Shard]) -> Shards:
+    try:
+        return Shards(tuple(parts))
+    except ValueError as error:
+        raise UnsupportedLeaf(f"{key!r}: {error}") from None
 
 
 def _shard(value: Any) -> Shard:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -21,17 +22,19 @@ from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
 from deltacheck.backends.torch.guard import Guard
-from deltacheck.errors import DeltacheckError
+from deltacheck.deadline import Deadline
+from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
 from deltacheck.handle import SaveHandle
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
 from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect, place, tags
+from deltacheck.store import collect, layout, place, tags
 from deltacheck.store.durability import Durability
 from deltacheck.store.opened import open_alone
 from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, Written, commit
 from deltacheck.store.schema import Manifest, Replay
+from deltacheck.tier import MemoryTier, Tier, durable_digest, most_bytes
 
 if TYPE_CHECKING:
     from deltacheck.backends.torch.together import Together
@@ -75,15 +78,18 @@ class Engine:
     is said on stderr, and the exit status is 120. Longer: a slow storage gets the last save through; shorter: a dead one lets the
     process end. ``engine.restored_step``: the training step that the last ``restore`` gave.
     ``storage``: how an object store is reached (default: by the environment alone).
+    ``memory``: a directory in memory, or a ``deltacheck.MemoryTier``: each step is committed there first, and copied to ``root`` behind the
+    training. Saves end sooner, also at every step, and a process that died goes on from the newest; a power cut takes the steps that are not
+    copied yet (``persist`` waits until they are), and memory is used beside the shadow. ``durability`` and ``keep_*`` then speak of ``root``.
     ``process_group``: the ranks that save together (``torch.distributed.group.WORLD``); every one of them opens the root and makes the same calls.
     A state may then hold DTensors (FSDP2, tensor parallel) and ``Shard``; each rank writes its own parts, what several ranks have alike is
     written once, and rank 0 commits one step for all once every part is durable. A failure of one rank is raised on all. The keys of
     the state's dicts may differ between ranks; a leaf or a number of the same path must not. Needs an exact policy and ``max_pending=1``; a
     save begins with an exchange of a few bytes between the ranks.
 
-    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store does not answer or honours no
-    conditional writes.
+    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``, ``ForeignMemory`` where ``memory`` holds what is not this
+    run's newest, ``NotACheckpointRoot``, ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object store
+    does not answer or honours no conditional writes.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class Engine:
         io_timeout_seconds: float = 600.0,
         exit_timeout_seconds: float = 120.0,
         storage: ObjectStore | None = None,
+        memory: MemoryTier | str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         if capture not in ("auto", "eager"):
@@ -121,6 +128,8 @@ class Engine:
         policy = policy or Policy.exact()
         self._together: Together | None = None
         if process_group is not None:
+            if memory is not None:
+                raise ValueError("a memory tier is of one process: process_group and memory cannot be given together yet")
             if not policy.is_exact or max_pending != 1 or compact_after is not None:
                 raise ValueError("ranks that save together need an exact policy, max_pending=1 and no compact_after")
             from deltacheck.backends.torch.together import Together
@@ -133,12 +142,26 @@ class Engine:
         self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
         self._eager = capture == "eager"
         self._grace_seconds = grace_seconds
+        self._tier: Tier | None = None
         try:
+            if memory is not None:
+                assert self._lease is not None  # there is no process group
+                self._tier = Tier(
+                    MemoryTier.of(memory),
+                    self._root,
+                    self._lease,
+                    self._retention,
+                    grace_seconds=grace_seconds,
+                    io_timeout_seconds=io_timeout_seconds,
+                    compacts=compact_after is not None,
+                )
+            # Where saves are written, and the next one's chains hang from.
+            self._live = self._root if self._tier is None else self._tier.root
             self._saver = Saver(
-                store,
+                self._live.store,
                 TorchCodec(),
                 policy,
-                next_seq=next_seq,
+                next_seq=max(next_seq, self._live.next_seq()),
                 host_cache_bytes=host_cache_bytes,
                 max_pending=max_pending,
                 io_timeout_seconds=io_timeout_seconds,
@@ -150,9 +173,12 @@ class Engine:
         except BaseException:
             self._release()
             raise
+        if self._tier is not None:
+            self._tier.start(self._saver.protected_segments)
         self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
-        exits.finish_at_exit(self, str(path), exit_timeout_seconds)
+        self._ending = _Ending(self)
+        exits.finish_at_exit(self._ending, str(path), exit_timeout_seconds)
 
     @property
     def root(self) -> Path | ObjectPath:
@@ -204,6 +230,10 @@ class Engine:
             commit, abandon = self._together.attempt(self._commit)
         try:
             sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+            if not self._has_room(step, sources.values()):
+                skipped = SaveHandle(step)
+                skipped._advance("skipped")
+                return skipped
             planned = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
@@ -223,6 +253,17 @@ class Engine:
         handle._add_blocking(planned)
         return handle
 
+    def _has_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+        """Wait until the memory tier, where there is one, has room for one more save; ``False`` where it is to be skipped instead."""
+        if self._tier is None:
+            return True
+        self._saver.check_usable()
+        self._tier.raise_unseen()
+        sizes = [source.spec.raw_bytes for source in sources]
+        most = most_bytes(sum(sizes), len(sizes))
+        under_way = lambda: len(self._saver.pending())  # noqa: E731 - shorter than a def
+        return self._tier.make_room(step, most, under_way, self._saver.start_over, wait=self._on_busy == "wait")
+
     def before_update(self) -> None:
         """Wait until the saves under way have read the state. Called before every torch optimizer step; call it yourself before any other write."""
         self._saver.settle_reads()
@@ -239,22 +280,42 @@ class Engine:
         self._guard.add(optimizer)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed. Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout``
-        seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice ``io_timeout_seconds``.
+        """Wait until every save under way is committed (with ``memory``: there; see ``persist``). Raises the first failure nobody has seen yet;
+        ``TimeoutError`` after ``timeout`` seconds; without one, ``StorageTimeout`` where nothing at all has happened for twice
+        ``io_timeout_seconds``.
         """
         self._saver.wait(timeout)
+        if self._tier is not None:
+            self._tier.raise_unseen()
+
+    def persist(self, timeout: float | None = None) -> None:
+        """Wait until the newest step is in ``root``, as durable as ``durability`` says, also where ``memory`` holds it so far. Raises what ``wait``
+        raises, and ``SaveFailed`` where it cannot be copied there.
+        """
+        deadline = Deadline.after(timeout)
+        self._saver.wait(timeout)
+        if self._tier is not None:
+            self._tier.persist(None, deadline.left)
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return self._root.steps()
+        """The committed steps, ascending; with ``memory``, those in memory and those in ``root`` (``deltacheck.open(root).steps()``)."""
+        return self._root.steps() if self._tier is None else sorted({*self._root.steps(), *self._live.steps()})
 
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
         """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it stays until the tag is taken away.
 
-        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step.
+        The tag means this save, also where a resumed run saves the step's number again. ``move``: also where the name has another step. A step
+        that is only in memory is copied to ``root`` first.
         Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken.
         """
-        self._once(lambda: tags.put(self._root, step, name, move=move))
+        if self._tier is None:
+            self._once(lambda: tags.put(self._root, step, name, move=move))
+            return
+        with self._tier.retention:  # between the copy and the tag
+            root, manifest = self._find(step)
+            if root is self._live and self._twin(manifest) is None:
+                self._tier.persist(manifest, None)
+            tags.put(self._root, step, name, move=move)
 
     def untag(self, name: str) -> None:
         """Take a tag away. Raises ``StepNotFound`` where there is none."""
@@ -269,7 +330,10 @@ class Engine:
 
         Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
         """
-        self._once(lambda: retain.delete(self._root, step, still_ours=self._still_ours))
+        if self._tier is None:
+            self._once(lambda: retain.delete(self._root, step, still_ours=self._still_ours))
+        else:
+            self._tier.delete(step)
 
     def restore(
         self,
@@ -312,21 +376,60 @@ class Engine:
             self.restored_step = manifest.step
             return state if into is None else self._together.given(into, state)
 
-        def give(manifest: Manifest) -> Any:
-            self._root.require_digest(manifest, expected_digest)
-            with damage.named(self._root, manifest):
-                return self._give(manifest, into, contract, optimizer, max_bytes)
+        def give(root: Root, manifest: Manifest) -> Any:
+            own = None if root is self._root or expected_digest is None else durable_digest(self._root, manifest)
+            root.require_digest(manifest, expected_digest, own)
+            with damage.named(root, manifest):
+                return self._give(root, manifest, into, contract, optimizer, max_bytes)
 
-        if fallback:
-            manifest, state = damage.newest_whole(self._root, step, give)
-        else:
-            manifest = self._root.manifest(step)
-            state = give(manifest)
+        with contextlib.nullcontext() if self._tier is None else self._tier.lock:  # what is read, the next save stands on
+            if fallback:
+                roots = [self._root] if isinstance(step, str) or self._tier is None else [self._live, self._root]
+                manifest, state = damage.newest_whole_of(roots, step, give)
+            else:
+                root, manifest = self._find(step)
+                state = self._give_or_twin(root, manifest, give)
         self.restored_step = manifest.step
         return state
 
+    def _find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """The step that is meant, and where: the newest save of it; in memory where it is in both. Tags are those of the durable root."""
+        if self._tier is None or isinstance(step, str):
+            return self._root, self._root.manifest(step)
+        found: list[tuple[Root, Manifest]] = []
+        for root in (self._live, self._root):
+            with contextlib.suppress(StepNotFound):
+                found.append((root, root.manifest(step)))
+        if not found:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise StepNotFound(
+                f"neither {self._live.path} nor {self._root.path} has {'any step' if step is None else f'step {step}'}; steps: {there}"
+            )
+        return max(found, key=lambda one: one[1].seq)
+
+    def _twin(self, manifest: Manifest) -> Manifest | None:
+        """The durable form of a step that is in memory; ``None`` where there is none that can be read."""
+        path = self._root.path / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq) / "zarr.json"
+        try:
+            twin = self._root.read(path)
+        except (FileNotFoundError, Damaged):
+            return None
+        return twin if twin.nonce == manifest.nonce else None
+
+    def _give_or_twin(self, root: Root, manifest: Manifest, give: Callable[[Root, Manifest], Any]) -> Any:
+        """A step from where it was found; where that is memory, and damaged, from the disk."""
+        try:
+            return give(root, manifest)
+        except Damaged as error:
+            twin = None if root is self._root else self._twin(manifest)
+            if twin is None:
+                raise
+            log.warning("%s. It is read from %s instead", error, self._root.path)
+            return give(self._root, twin)
+
     def _give(
         self,
+        root: Root,
         manifest: Manifest,
         into: object,
         contract: str | None,
@@ -336,12 +439,12 @@ class Engine:
         restore.require(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(self._root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
+        found = restore.resolve(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
         inputs: set[str] = set()
         if manifest.replay is not None and optimizer is not None:
-            loaded |= replica.replayed(self._root, manifest, manifest.replay, loaded, optimizer)
+            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, optimizer)
             inputs = manifest.replay.inputs
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded)
@@ -351,6 +454,8 @@ class Engine:
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
         chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
+        if root is not self._live:  # what is only on the disk is no base for what is written to memory, where chains begin anew
+            chains, stored = {}, {}
         self._saver.adopt(chains, stored, manifest)
         return state
 
@@ -361,14 +466,17 @@ class Engine:
         child: does nothing to its parent's saves.
         """
         self._guard.close()
-        exits.forget(self)
+        exits.forget(self._ending)
         if not self._saver.is_ours():
             return
+        deadline = Deadline.after(timeout)
         try:
             self._saver.close(timeout)
-            self._root.store.close()
+            self._live.store.close()
         finally:
-            self._saver.when_stopped(self._release)
+            self._saver.when_stopped(self._release if self._tier is None else partial(self._tier.stop, self._release))
+            if self._tier is not None and not self._saver.pending():
+                self._tier.await_end(deadline.left)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -387,6 +495,8 @@ class Engine:
             log.exception("a save failed while another error ended the training")
 
     def _commit(self, manifest: Manifest) -> Written:
+        if self._tier is not None:
+            return self._tier.commit(manifest)
         written = commit(self._root.path, manifest, self._root.store.durability, self._still_ours)
         if not self._retention.keeps_all:
             try:
@@ -414,10 +524,20 @@ class Engine:
             self._together.first(action)
 
     def _release(self) -> None:
+        """Give the root back; both, where there are two."""
         if self._together is not None:
             self._together.close()
+        if self._tier is not None:
+            self._tier.lease.release()
         if self._lease is not None:
             self._lease.release()
+
+
+class _Ending:
+    """An engine as what finishes at the end of the process: in memory is not enough then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.wait, self.close = engine.persist, engine.close
 
 
 def _fill(value: object, item: restore.Loaded) -> object:

@@ -137,6 +137,7 @@ def _publish(engine: Engine, handle: SaveHandle, path: Path) -> None:
     report = handle.result()
     if report is None:  # skipped, as on_busy="skip" wants it
         return
+    engine.persist()  # a file stands for what is on the disk
     before = pointer.read(path) if pointer.is_pointer(path) else None
     pointer.write(path, pointer.Pointer(_root(engine), report.step, report.seq))
     if before is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from deltacheck import restore, tree
+from deltacheck import damage, restore, tree
 from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import descriptors, leaves, ranks, shards
 from deltacheck.digest import digest_of
@@ -131,11 +131,12 @@ class Together:
             manifest = root.manifest(step)
             root.require_digest(manifest, digest)
             restore.require(manifest, contract)
-            if target is None:
-                loaded = restore.load(restore.resolve(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
-                state = leaves.tree_of(manifest.tree, loaded)
-            else:
-                state, found, stored = _fill(root, manifest, target, max_bytes)
+            with damage.named(root, manifest):
+                if target is None:
+                    loaded = restore.load(restore.resolve(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
+                    state = leaves.tree_of(manifest.tree, loaded)
+                else:
+                    state, found, stored = _fill(root, manifest, target, max_bytes)
         self.joint.agree(None, lambda _: None)  # nobody goes on from a step that another could not restore
         self.resume(saver, manifest, target, found.values(), stored)
         return manifest, state

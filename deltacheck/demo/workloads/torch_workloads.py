@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.demo.model import LanguageModel, Linear
+from deltacheck.demo.model import LanguageModel, Linear, spread
 from deltacheck.demo.optimizer import MixedPrecisionAdamW
 from deltacheck.demo.plan import Plan
 from deltacheck.demo.text import Rows
@@ -31,7 +31,7 @@ def pretrained(recipe: Recipe) -> State:
     be_deterministic(1)
     torch.manual_seed(recipe.seed)
     model = LanguageModel(_plan(replace(recipe, dropout=0.0)))
-    _spread(model)
+    spread(model)
     optimizer = MixedPrecisionAdamW(model.parameters(), lr=recipe.pretrain_rate)
     scheduler = LambdaLR(optimizer, lambda step: _warmup_then_cosine(step, recipe.pretrain_steps))
     batches = data.pretraining_batches(recipe)
@@ -159,14 +159,6 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
 
 def _plan(recipe: Recipe) -> Plan:
     return Plan(recipe.seed, 1, recipe.width, recipe.layers, recipe.heads, recipe.context, recipe.dropout)
-
-
-@torch.no_grad()
-def _spread(model: LanguageModel) -> None:
-    """Give every matrix the scale of its inputs: trained narrow models have weights of that size, not of a wide model's 0.02."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2 and name != "embed.weight":
-            weight.copy_(torch.randn(weight.shape) * weight.shape[1] ** -0.5)
 
 
 def _loss(model: LanguageModel, rows: Rows) -> Tensor:

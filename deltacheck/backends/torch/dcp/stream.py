@@ -258,8 +258,9 @@ def stream_of(path: Place, options: Options) -> Stream:
 
 
 def release(path: Place) -> None:
-    """Close the stream of a root, if there is one."""
+    """Close the stream of a root, if there is one, and keep nothing of what was restored."""
     with _lock:
         stream = _streams.pop(str(path), None)
+        _restored.pop(str(path), None)
     if stream is not None:
         stream.close()

@@ -1,0 +1,214 @@
+"""What training loses to a save at every step: with a memory tier, to the disk, and by ways that store less of each step.
+
+The same training goes on while each way has its turns: a loop of some steps with a save after each, and one without any save before it, whose
+wall time is compared. All of a loop's saves are committed when its time ends, so nothing of them is left for others to pay; copies from
+memory to the disk go on behind the training, and what is left of them at the end of a loop is finished before the next begins.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import states
+from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
+from deltacheck import MemoryTier, SaveHandle
+from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.demo.model import LanguageModel
+from deltacheck.demo.optimizer import MixedPrecisionAdamW
+from deltacheck.demo.plan import Plan, tiny
+
+LIMIT = 0.031  # of a step, on a GPU
+RATE = 1e-6
+_MEMORY = Path("/dev/shm")
+
+MEMORY, DRAINED, DISK = "memory", "memory, all to disk", "disk"
+LOGGED = "memory, gradient log"
+WAYS = (MEMORY, DRAINED, DISK, LOGGED)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model to train, on which device, ``steps`` in each loop."""
+
+    plan: Plan
+    device: str
+    steps: int
+    rounds: int
+
+
+CPU = Case(Plan(seed=1, threads=1), "cpu", steps=3, rounds=5)
+CUDA = Case(Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8), "cuda", steps=20, rounds=5)
+QUICK = Case(tiny(seed=1), "cpu", steps=1, rounds=1)
+
+
+class Loop:
+    """A language model on random text, whose whole state is saved."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        torch.set_num_threads(plan.threads)
+        torch.manual_seed(plan.seed)
+        self._device = device
+        self._shape = (plan.batch, plan.context)
+        self.model = LanguageModel(plan).to(device)
+        self.optimizer = MixedPrecisionAdamW(self.model.parameters(), lr=RATE)
+        self.step = 0
+
+    def run(self, steps: int, save: Callable[[int, states.State], object] | None = None) -> float:
+        """Seconds for some steps with a save after each, the device's work included."""
+        self._synchronise()
+        began = time.perf_counter()
+        for _ in range(steps):
+            tokens = torch.randint(0, 256, self._shape, device=self._device)
+            loss = self.model.loss(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.step += 1
+            if save is not None:
+                save(self.step, self.state())
+            self.optimizer.zero_grad()
+        self._synchronise()
+        return time.perf_counter() - began
+
+    def state(self) -> states.State:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+
+    def _synchronise(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(slots=True)
+class Way:
+    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it, of that one's; ``processor``: the same of
+    processor time, of all threads, which other programs on the machine disturb less.
+    """
+
+    name: str
+    engine: Engine
+    log: GradientLog | None
+    overheads: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    blocking: list[float] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    drained: list[float] = field(default_factory=list)
+
+    def save(self, step: int, state: states.State) -> SaveHandle:
+        return self.engine.save(step, state) if self.log is None else self.log.save(step, state)
+
+
+def run(settings: Settings) -> Result:
+    case = QUICK if settings.quick else CUDA if torch.cuda.is_available() else CPU
+    memory = Path(
+        tempfile.mkdtemp(prefix="deltacheck-every-step-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else settings.folder)
+    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(case.device == "cpu")
+    try:
+        loop, bare, ways = _measure(case, settings.folder, memory)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        shutil.rmtree(memory, ignore_errors=True)
+    raw = states.raw_bytes(loop.state())
+    step = median(bare) / case.steps
+    rows: list[list[Cell]] = []
+    for way in ways:
+        stored = median(way.stored)
+        spread = max(way.overheads) - min(way.overheads)
+        costs = [
+            median(way.overheads),
+            spread,
+            median(way.processor),
+            median(way.blocking),
+            stored,
+            stored / raw,
+            median(way.drained),
+        ]
+        rows.append([f"{raw / 1e6:,.0f} MB", case.device, way.name, step, *costs])
+    columns: dict[str, Unit] = {
+        "state": "text",
+        "device": "text",
+        "way": "text",
+        "one step": "seconds",
+        "of a step": "ratio",
+        "spread": "ratio",
+        "processor": "ratio",
+        "blocking": "seconds",
+        "a save stores": "bytes",
+        "of the state": "ratio",
+        "copied after": "seconds",
+    }
+    logged = median(next(way.overheads for way in ways if way.name == LOGGED))
+    figures = (
+        [Figure("a save at every step, of a step, by a gradient log in memory", logged, LIMIT)] if case.device == "cuda" else []
+    )
+    where = (
+        "there is no CUDA device, so the promised figure (at most 3.1 % of a step) is not measured"
+        if not figures
+        else "on the device"
+    )
+    about = (
+        f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for each way, medians; memory tier in "
+        f"{'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {where}. 'of a step': what a loop took longer than the "
+        "one without saves right before it; 'processor': the same of processor time, of all threads. "
+        "'copied after': until what was left to copy to the disk at the end of a loop was there"
+    )
+    return Result("every_step", about, [Table("a save at every step", columns, rows)], figures)
+
+
+def _measure(case: Case, folder: Path, memory: Path) -> tuple[Loop, list[float], list[Way]]:
+    loop = Loop(case.plan, case.device)
+    bare: list[float] = []
+    with ExitStack() as stack:
+        ways = [_way(name, loop, folder / str(number), memory / str(number), stack) for number, name in enumerate(WAYS)]
+        loop.run(2)
+        for way in ways:
+            loop.run(1, way.save)
+            way.engine.wait()
+        for _ in range(case.rounds):
+            for way in ways:
+                began = time.process_time()
+                bare.append(loop.run(case.steps))
+                processor = time.process_time() - began
+                loop.run(1, way.save)  # from the state that this way has saved last, many steps ago
+                way.engine.persist()
+                _loop(way, loop, case.steps, bare[-1], processor)
+    return loop, bare, ways
+
+
+def _loop(way: Way, loop: Loop, steps: int, bare: float, processor: float) -> None:
+    handles: list[SaveHandle] = []
+
+    def save(step: int, state: states.State) -> None:
+        handles.append(way.save(step, state))
+
+    began, spent = time.perf_counter(), time.process_time()
+    loop.run(steps, save)
+    way.engine.wait()
+    way.processor.append((time.process_time() - spent) / processor - 1)
+    way.overheads.append((time.perf_counter() - began) / bare - 1)
+    way.drained.append(states.timed(way.engine.persist))
+    for handle in handles:
+        report = handle.report
+        assert report is not None  # it was waited for
+        way.blocking.append(report.blocking_seconds)
+        way.stored.append(report.stored_bytes)
+
+
+def _way(name: str, loop: Loop, folder: Path, memory: Path, stack: ExitStack) -> Way:
+    # Rarely to the disk: what a run does that wants RPO of a step against the death of a process, and of minutes against a power cut.
+    tier = MemoryTier(memory, persist_every=1 if name == DRAINED else 1000)
+    options: dict[str, Any] = {} if name == DISK else {"memory": tier}
+    engine = stack.enter_context(Engine(folder, **options))
+    engine.guard(loop.optimizer)
+    return Way(name, engine, GradientLog(engine, loop.optimizer) if name == LOGGED else None)
