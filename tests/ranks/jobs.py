@@ -204,6 +204,32 @@ def fail(rank: int, size: int, port: int, root: Path, where: str) -> Any:
         return told, seconds, with_second, whole(run.state(2)), handle.report
 
 
+def fail_then_restore(rank: int, size: int, port: int, root: Path) -> Any:
+    """A save fails; rank 0 looks at it, rank 1 does not, and both restore: what each is told, and whether the next restore works."""
+    with world(rank, size) as group, Engine(root, process_group=group) as engine:
+        run = Run("fsdp", size)
+        run.update(0)
+        engine.save(0, run.state(0)).wait("committed")
+        if rank == 1:
+            break_it(engine, "durable", {})
+        run.update(1)
+        handle = engine.save(1, run.state(1))
+        while not handle.done():
+            time.sleep(0.01)
+        told = []
+        if rank == 0:
+            with suppress(SaveFailed):
+                engine.wait()
+        dist.barrier()
+        for _ in range(2):
+            try:
+                engine.restore(into=run.state(0))
+                told.append("")
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                told.append(f"{type(error).__name__}: {error}")
+        return told
+
+
 def break_it(engine: Engine, where: str, state: dict[str, Any]) -> None:
     saver = engine._saver
     if where == "describe":

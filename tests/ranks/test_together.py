@@ -127,6 +127,12 @@ def test_a_failure_of_one_rank_is_everyones_within_seconds_and_the_next_save_is_
     assert run.verify(deep=True) == []
 
 
+def test_a_restore_tells_every_rank_of_a_failure_that_one_has_not_seen(tmp_path: Path) -> None:
+    for first, second in launch(jobs.fail_then_restore, 2, tmp_path / "run"):
+        assert "rank 1" in first or "Input/output error" in first
+        assert second == ""
+
+
 def test_a_killed_rank_leaves_the_newest_step_and_the_others_are_told_which_it_was(tmp_path: Path) -> None:
     came = launch(jobs.killed, 3, tmp_path / "run", lost={1})
     for told, seconds in (came[0], came[2]):

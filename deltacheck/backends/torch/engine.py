@@ -361,8 +361,9 @@ class Engine:
         ``ReplayDiffers`` (naming leaf, both digests and way out) where the replay does not give what was saved, ``TreeMismatch``
         (naming leaf and both values), ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore).
         """
-        self._saver.check_usable()
-        self._saver.wait()
+        with contextlib.nullcontext() if self._together is None else self._together.telling():
+            self._saver.check_usable()
+            self._saver.wait()
 
         if self._together is not None:
             if fallback or optimizer is not None:
