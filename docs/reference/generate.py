@@ -65,6 +65,7 @@ HOW_TO = {
     "deltacheck.backends.orbax.applied": "follow.md",
     "deltacheck.backends.orbax.load": "cross-framework.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
+    "deltacheck.testing.codec": "write-a-backend.md",
 }
 
 HEAD = """\
