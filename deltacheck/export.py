@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import secrets
 import zipfile
@@ -109,10 +110,21 @@ def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str
     return {key: leaves[owner] for key, owner in keys.items()}
 
 
+def shapes(manifest: Manifest, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shape of every key whose leaf is stored flat."""
+    tags = tree.flat_tags(manifest.tree)
+    found = {key: tree.shape_in(tags.get(owner), math.prod(manifest.spec(owner).shape), owner) for key, owner in keys.items()}
+    return {key: shape for key, shape in found.items() if shape is not None}
+
+
 def write_safetensors(
-    file: BinaryIO, leaves: Mapping[str, Leaf], about: Mapping[str, str], progress: Progress | None = None
+    file: BinaryIO,
+    leaves: Mapping[str, Leaf],
+    about: Mapping[str, str],
+    progress: Progress | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Write a safetensors file. ``about``: its metadata.
+    """Write a safetensors file. ``about``: its metadata; ``shapes``: of leaves that are stored flat.
 
     Raises ``UnsupportedLeaf``, before anything is written, for an element type that the format does not have.
     """
@@ -127,7 +139,8 @@ def write_safetensors(
                 f"leaf {spec.path!r} of type {spec.dtype} cannot be put into a safetensors file; leave it out, or choose npz"
             )
         end = begin + spec.raw_bytes
-        header[key] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        shape = (shapes or {}).get(key, spec.shape)
+        header[key] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -139,7 +152,12 @@ def write_safetensors(
         file.write(piece.data)
 
 
-def write_npz(file: BinaryIO, leaves: Mapping[str, Leaf], progress: Progress | None = None) -> None:
+def write_npz(
+    file: BinaryIO,
+    leaves: Mapping[str, Leaf],
+    progress: Progress | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
     """Write an uncompressed npz file, which ``numpy.load`` opens without pickle.
 
     A leaf of a type that NumPy alone does not have (bfloat16, float8, int4, ...) is stored as the unsigned integers of its
@@ -154,7 +172,7 @@ def write_npz(file: BinaryIO, leaves: Mapping[str, Leaf], progress: Progress | N
         for key, leaf in leaves.items():
             spec = leaf.spec
             with _entry(archive, key) as entry:
-                _write_npy_header(entry, spec.shape, np.dtype(spec.element.storage))
+                _write_npy_header(entry, (shapes or {}).get(key, spec.shape), np.dtype(spec.element.storage))
                 left = spec.raw_bytes
                 while left:
                     _, piece = next(pieces)

@@ -149,12 +149,15 @@ class Checkpoints:
         }
         found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone)
         loaded: dict[str, NDArray[Any]] = {}
+        flat = tree.flat_tags(manifest.tree)
         owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
         boxes = {p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
         budget = max_bytes
         for path, item in restore.load(whole, max_bytes=budget).items():
-            loaded |= {p: restore.as_array(item) for p in wanted if owners[p] == path and p not in boxes}
+            loaded |= {
+                p: _shaped(restore.as_array(item), flat.get(p), path) for p in wanted if owners[p] == path and p not in boxes
+            }
         for path, box in boxes.items():
             leaf = found[owners[path]]
             if budget is not None:
@@ -165,9 +168,12 @@ class Checkpoints:
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
         loaded = restore.load(restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
         arrays = {path: restore.as_array(item) for path, item in loaded.items()}
-        return tree.unflatten(
-            manifest.tree, lambda path, owner, tag: arrays[owner][()] if tag == tree.NUMPY_SCALAR else arrays[owner]
-        )
+
+        def place(path: str, owner: str, tag: str | None) -> NDArray[Any]:
+            array = _shaped(arrays[owner], tag, owner)
+            return array[()] if tag == tree.NUMPY_SCALAR else array
+
+        return tree.unflatten(manifest.tree, place)
 
     def blame(self, step: int | str | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
         """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
@@ -219,3 +225,9 @@ def open(
     ``NotACheckpointRoot``, ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer.
     """
     return Checkpoints(open_root(path, item, storage=storage))
+
+
+def _shaped(array: NDArray[Any], tag: str | None, path: str) -> NDArray[Any]:
+    """A leaf in the shape that its tag gives it."""
+    shape = tree.shape_in(tag, array.size, path)
+    return array if shape is None else array.reshape(shape)

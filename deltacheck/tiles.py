@@ -57,6 +57,11 @@ def leaf_of(stored: str) -> str:
     return stored.rpartition(_MARK)[0] if _MARK in stored else stored
 
 
+def origin(stored: str) -> tuple[int, ...]:
+    """Where in its leaf a stored tile begins; a leaf that is stored whole begins at 0."""
+    return tuple(int(start) for start in stored.rpartition(_MARK)[2].split(",")) if _MARK in stored else (0,)
+
+
 def is_name(stored: str) -> bool:
     """Whether a stored path is that of a tile."""
     return _MARK in stored

@@ -9,6 +9,7 @@ builds dicts, lists, tuples and scalars and nothing else.
 from __future__ import annotations
 
 import base64
+import math
 import re
 import struct
 import sys
@@ -24,6 +25,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 Node: TypeAlias = "dict[str, Json]"
 
 NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"  # permanent tags: restored as NumPy in every framework
+_FLAT = "flat:"  # permanent, too: stored as one run of elements in C order; the shape follows, as in "flat:32,16"
 MAX_DEPTH = 128  # containers in each other; a deeper tree is refused on both sides
 _LOOKS_LIKE_INTEGER = re.compile(r"-?[0-9]+\Z")
 _UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
@@ -335,6 +337,39 @@ def array_paths(skeleton: Node) -> dict[str, str]:
     def place(path: str, owner: str, tag: str | None) -> None:
         if found.setdefault(path, owner) != owner:
             raise Damaged(f"tree skeleton has two arrays at {path!r}")
+
+    unflatten(skeleton, place)
+    return found
+
+
+def flat_tag(shape: Sequence[int]) -> str:
+    """The tag of a leaf of this shape that is stored flat, 1-D."""
+    return _FLAT + ",".join(map(str, shape))
+
+
+def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | None:
+    """The shape that a leaf of so many elements is given by its tag; ``None`` where it has the one that it is stored with.
+
+    Raises ``Damaged`` for a shape of another size.
+    """
+    if tag is None or not tag.startswith(_FLAT):
+        return None
+    try:
+        shape = tuple(int(size) for size in tag[len(_FLAT) :].split(",") if size)
+    except ValueError:
+        shape = (-1,)
+    if min(shape, default=0) < 0 or math.prod(shape) != elements:
+        raise Damaged(f"leaf {path!r} has {elements} elements, which its tag {tag!r} gives no shape")
+    return shape
+
+
+def flat_tags(skeleton: Node) -> dict[str, str]:
+    """Every array place whose leaf is stored flat: path -> tag."""
+    found: dict[str, str] = {}
+
+    def place(path: str, owner: str, tag: str | None) -> None:
+        if tag is not None and tag.startswith(_FLAT):
+            found[path] = tag
 
     unflatten(skeleton, place)
     return found

@@ -104,19 +104,20 @@ def _refuse_inside(root: Root, path: Path) -> None:
 
 def _safetensors(file: BinaryIO, job: _Job, progress: Progress) -> None:
     from deltacheck import __version__
-    from deltacheck.export import resolve, write_safetensors
+    from deltacheck.export import resolve, shapes, write_safetensors
     from deltacheck.store.place import full_name
 
     # "format" is what Hugging Face's loaders ask for: tensors laid out as PyTorch lays them out.
     source = f"deltacheck {__version__}, root {full_name(job.root.path)}, seq {job.manifest.seq}"
     about = {"format": "pt", "step": str(job.manifest.step), "source": source}
-    write_safetensors(file, resolve(job.root, job.manifest, job.keys), about, progress)
+    leaves = resolve(job.root, job.manifest, job.keys)
+    write_safetensors(file, leaves, about, progress, shapes(job.manifest, job.keys))
 
 
 def _npz(file: BinaryIO, job: _Job, progress: Progress) -> None:
-    from deltacheck.export import resolve, write_npz
+    from deltacheck.export import resolve, shapes, write_npz
 
-    write_npz(file, resolve(job.root, job.manifest, job.keys), progress)
+    write_npz(file, resolve(job.root, job.manifest, job.keys), progress, shapes(job.manifest, job.keys))
 
 
 def _torch(file: BinaryIO, job: _Job, progress: Progress) -> bool:

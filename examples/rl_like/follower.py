@@ -56,6 +56,11 @@ def answered(model: nn.Module, asked: Tensor, length: int) -> Tensor:
     return asked[-length:]
 
 
+def say(what: str) -> None:
+    """In one write: the trainer speaks, too."""
+    print(f"    follower: {what}\n", end="", flush=True)
+
+
 def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -71,10 +76,10 @@ def main() -> None:
             sys.exit(f"follower: at step {update.step} this copy is not what the trainer had")
         changed = sum(change.values.size for path, change in update.changes.items() if path.startswith("model/"))
         right = sum(torch.equal(answered(model, asked, len(right)), right) for asked, right in prompts)
-        print(f"    follower: step {update.step}, {changed / size:.2%} of the weights taken over", end="")
-        print(f", digest equal to the trainer's, {right} of {len(prompts)} prompts answered right", flush=True)
+        taken = f"{changed / size:.2%} of the weights taken over, digest equal to the trainer's"
+        say(f"step {update.step}, {taken}, {right} of {len(prompts)} prompts answered right")
         if options.until is not None and update.step >= options.until:
-            print(f"    follower: {count} updates, each with the digest of the trainer's weights", flush=True)
+            say(f"{count} updates, each with the digest of the trainer's weights")
             return
     if options.until is not None:
         sys.exit(f"follower: nothing new for {options.timeout:g} s, and step {options.until} has not come")

@@ -203,7 +203,7 @@ def checkpointed(options: argparse.Namespace, folder: Path, name: str, kill_in: 
     with Engine(folder / name, policy=policy) as engine:
         if engine.steps():
             run.load(engine.restore())
-            print(f"  resumed from step {run.step}")
+            print(f"  resumed from step {run.step}\n", end="", flush=True)
         while run.step < options.steps:
             told = run.train_step()
             if run.step == kill_in:
@@ -218,9 +218,8 @@ def tell(handle: deltacheck.SaveHandle | None) -> None:
     if handle is not None:
         report = handle.result()
         share = report.stored_bytes / report.raw_bytes
-        print(
-            f"  step {report.step}: mean reward {1 - report.metrics['loss']:.2f}, {share:.2%} of the state written", flush=True
-        )
+        line = f"  step {report.step}: mean reward {1 - report.metrics['loss']:.2f}, {share:.2%} of the state written\n"
+        print(line, end="", flush=True)  # in one write: the follower speaks, too
 
 
 # --- The story ----------------------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ def main() -> None:
             status = in_child(options, folder, name, kill_in)
             if status != -signal.SIGKILL:
                 sys.exit(f"the run was to be killed, but ended with status {status}")
-            print("  killed by SIGKILL", flush=True)
+            print("  killed by SIGKILL\n", end="", flush=True)
             if in_child(options, folder, name, None) != 0:
                 sys.exit("the resumed run failed")
             if follower.wait(timeout=600) != 0:

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from orbax import checkpoint as ocp
 
-from deltacheck import receipt, tree
-from deltacheck.backends.orbax import leaves
+from deltacheck import receipt
 from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
 from deltacheck.backends.orbax.item import Commit, Item, Log
 from deltacheck.backends.orbax.load import abstract_tree, restore_tree
-from deltacheck.backends.orbax.writer import has_store
+from deltacheck.backends.orbax.ranks import join
+from deltacheck.backends.orbax.writer import Writer, has_store
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
+from deltacheck.joint import Joint
 from deltacheck.policy import Policy
 from deltacheck.store.durability import Durability
 from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
@@ -80,13 +82,15 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
+        self._restoring: Joint | None = None  # of several processes
 
     # --- what Orbax calls --------------------------------------------------------------------------------------------------
 
     async def async_save(self, directory: Any, args: DeltaSaveArgs) -> list[Any]:
         """Capture and encode ``args.item``; returns the future of its manifest.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``. What goes
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``, ``RankFailed`` where
+        another process has raised one of these, or has another state. What goes
         wrong later is raised by the manager's next ``save`` or ``wait_until_finished``; that step then does not exist, and the
         save after it writes whole leaves.
         """
@@ -105,6 +109,16 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
         """Restore an item of a step, verified bit for bit; the next save goes on from there. See ``DeltaRestoreArgs``."""
         args = args or DeltaRestoreArgs()
+        if jax.process_count() == 1:
+            return self._restore(directory, args)[1]
+        from deltacheck.backends.orbax.together import restored_by_all
+
+        if self._restoring is None:
+            self._restoring = Joint(join(f"{self._root or ''}:restore", self._io_timeout_seconds))
+        return restored_by_all(self._restoring, lambda: self._restore(directory, args))
+
+    def _restore(self, directory: Any, args: DeltaRestoreArgs) -> tuple[str, Any]:
+        """What was restored (the digest of its manifest), and its tree."""
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
         root.require_digest(manifest, args.expected_digest)
@@ -120,7 +134,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         )
         if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
             self._item(place).adopt(restored, manifest)
-        return restored.tree
+        return root.digest_of(manifest), restored.tree
 
     def metadata(self, directory: Any) -> Any:
         """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore target.
@@ -136,7 +150,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         So deletions take effect one save late: Orbax deletes old steps after the renames.
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
-        if item is not None and item.writer is not None:
+        if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._grace_seconds, self._io_timeout_seconds)
 
     def close(self) -> None:
@@ -164,15 +178,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _begin(self, directory: Any, args: DeltaSaveArgs) -> Commit:
         begin = time.perf_counter()
         place = ItemPlace.of(directory)
-        flat = tree.flatten(args.item, leaves.describe, leaves.expand)
-        metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
-        return self._item(place).begin(place, args.item, flat, metrics, begin, args.log)
+        item = self._item(place)
+        with item.telling():
+            flat = item.flatten(args.item)
+            metrics = {name: float(value) for name, value in (args.metrics or {}).items()}
+        return item.begin(place, args.item, flat, metrics, begin, args.log)
 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
             self._items[key] = Item(
-                key[0],
+                *key,
                 self._policy,
                 self._host_cache_bytes,
                 self._io_timeout_seconds,
@@ -239,6 +255,9 @@ class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
     buffer and can be donated.
+
+    In a run of several processes all of them restore, each what its devices need; without a target or ``shardings`` each gets whole arrays of
+    its own. What fails in one is raised in all.
 
     Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
     ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is kept as gradients where there is no ``log``,

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from deltacheck import tree
 from deltacheck.backends.base import specs_of
-from deltacheck.backends.orbax import leaves, load
+from deltacheck.backends.orbax import leaves, load, pieces
 from deltacheck.backends.orbax._orbax import ItemPlace
 from deltacheck.backends.orbax.codec import leaf_codec
 from deltacheck.backends.orbax.load import Restored
-from deltacheck.backends.orbax.writer import Writer, holders, writer_of
+from deltacheck.backends.orbax.writer import Guest, Writer, holders, writer_of
 from deltacheck.deadline import Deadline
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.handle import SaveHandle
+from deltacheck.joint import Attempt
 from deltacheck.logbook import Plan
 from deltacheck.policy import Policy
 from deltacheck.save import LeafSource, Saver
 from deltacheck.store import arrays
+from deltacheck.store.background import Background
 from deltacheck.store.durability import Durability
 from deltacheck.store.root import Written, encode_manifest
 from deltacheck.store.schema import Manifest
 from deltacheck.tree import Flat
+
+if TYPE_CHECKING:
+    from deltacheck.backends.orbax.together import Together
 
 log = logging.getLogger("deltacheck")
 
@@ -48,12 +56,13 @@ class Log(load.Log, Protocol):
 class Item:
     """The chain of one item.
 
-    Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out.
+    Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out. ``name``: of the item.
     """
 
     def __init__(
         self,
         root: Path,
+        name: str,
         policy: Policy,
         host_cache_bytes: int,
         io_timeout_seconds: float,
@@ -62,6 +71,7 @@ class Item:
         capture: str = "eager",
     ) -> None:
         self.root = root
+        self._name = name
         self._verify = verify
         self._lazy = capture == "lazy"
         self._policy = policy
@@ -71,8 +81,27 @@ class Item:
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._adopted: tuple[Restored, Manifest] | None = None
-        self.writer: Writer | None = None
+        self.writer: Writer | Guest | None = None
+        self._together: Together | None = None
         holders.add(self)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Where several processes save: what fails in here before ``begin`` fails the save in all. REQUIRES: ``begin`` follows."""
+        if jax.process_count() == 1:
+            yield
+            return
+        if self._together is None:
+            from deltacheck.backends.orbax.together import Together
+
+            self._together = Together(f"{self.root}/{self._name}", self._io_timeout_seconds)
+        with self._together.telling():
+            yield
+
+    def flatten(self, state: object) -> Flat:
+        """Take a state apart that is saved."""
+        describe = leaves.describe if jax.process_count() == 1 else pieces.describe
+        return tree.flatten(state, describe, leaves.expand)
 
     def begin(
         self,
@@ -87,6 +116,8 @@ class Item:
 
         ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this save (``perf_counter``).
         """
+        if self._together is not None:
+            return self._begin_together(self._together, place, flat, metrics, began, log)
         step = place.step
         with leaves.own_rules():
             saver, writer = self._open()
@@ -117,12 +148,75 @@ class Item:
         handle._add_blocking(max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds))
         return self._last
 
+    def _begin_together(
+        self,
+        together: Together,
+        place: ItemPlace,
+        flat: Flat,
+        metrics: Mapping[str, float],
+        began: float,
+        log: Log | None,
+    ) -> Commit:
+        """As ``begin``, with the other processes: what fails here before the save has begun is raised in all of them."""
+        from deltacheck.backends.orbax.together import names_of
+
+        with leaves.own_rules():
+            with together.telling():
+                if log is not None or not self._policy.is_exact:
+                    raise ValueError("several processes save with an exact policy and without a gradient log")
+                is_committed = self._saver is None or self._settled(self._saver)
+                if self._saver is not None:
+                    self._saver.raise_unseen()
+            adopted, self._adopted = self._adopted, None
+            opened = together.open(flat, "" if adopted is None else adopted[1].nonce, partial(self._take, is_committed))
+            with together.telling():
+                saver = self._saver_of(self.writer or Guest(self.root, self._durability))
+            if not opened.is_committed:
+                saver.forget()
+            if opened.resumes and adopted is not None:
+                together.joint.resume(adopted[1], None)
+            begun = together.begin(place.step, opened.seq, flat)
+            if opened.resumes and adopted is not None:
+                self._go_on(saver, (adopted[0].of(names_of(begun)), adopted[1]))
+            saver.number_from(opened.seq)
+            gate = Gate(place.directory, self._io_timeout_seconds, self._durability) if together.joint.is_first else None
+            make = _nothing_to_make if gate is None else together.maker(gate.commit)
+            attempt = Attempt(together.joint)
+            try:
+                handle = saver.save(
+                    place.step,
+                    begun.tree,
+                    pieces.sources(flat, begun.tiles, self._lazy),
+                    partial(attempt.commit, make),
+                    metrics=metrics,
+                    abandon=attempt.abandon,
+                )
+            except Exception as error:
+                # The others wait for what this process reports.
+                Background(1, "deltacheck-abandon").start(partial(attempt.abandon, error))
+                raise
+        try:
+            self._last = Commit(handle, gate, place)
+        except BaseException:
+            if gate is not None:
+                gate.abandon("Orbax could not wait for it")
+            raise
+        handle._add_blocking(max(0.0, time.perf_counter() - began - handle.blocking_seconds))
+        return self._last
+
+    def _take(self, is_committed: bool) -> tuple[int, bool]:
+        """On process 0: the next save's number, of a root that is this run's from now on."""
+        if self.writer is None:
+            self.writer = writer_of(self.root, self, self._durability)
+        assert isinstance(self.writer, Writer)
+        return self.writer.take_seq(), is_committed
+
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Go on from a restored step, so that the next save is a delta to it."""
         self._adopted = (restored._replace(tree=None), manifest)  # the tree is the caller's, and may be large
-        if self._saver is not None:
+        if self._saver is not None and self._together is None:  # with others: when they agree on the next save
             self._settle(self._saver)
-            self._go_on(self._saver)
+            self._go_on(self._saver, self._taken())
 
     def close(self) -> None:
         """Finish the save under way, stop the threads, give the root back. A failure was told through Orbax, or is logged."""
@@ -144,10 +238,17 @@ class Item:
                 self._saver.when_stopped(partial(self.writer.release, self))
 
     def _open(self) -> tuple[Saver, Writer]:
-        if self._saver is None or self.writer is None:
+        if self._saver is None or not isinstance(self.writer, Writer):
             self.writer = writer_of(self.root, self, self._durability)
+            self._go_on(self._saver_of(self.writer), self._taken())
+        assert self._saver is not None
+        return self._saver, self.writer
+
+    def _saver_of(self, writer: Writer | Guest) -> Saver:
+        if self._saver is None:
+            self.writer = writer
             self._saver = Saver(
-                self.writer.store,
+                writer.store,
                 leaf_codec(),
                 self._policy,
                 next_seq=0,
@@ -155,30 +256,42 @@ class Item:
                 io_timeout_seconds=self._io_timeout_seconds,
                 verify=self._verify,
             )
-            self._go_on(self._saver)
-        return self._saver, self.writer
+        return self._saver
 
     def _settle(self, saver: Saver) -> None:
         """Learn what became of the last save, and go on from it only if its step exists. REQUIRES: Orbax has done with it."""
+        if not self._settled(saver):
+            saver.forget()
+
+    def _settled(self, saver: Saver) -> bool:
+        """As ``_settle``; whether its step exists, or there is none."""
         last, self._last = self._last, None
         if last is None:
-            return
+            return True
         last.abandon("Orbax gave the step up")
         error = last.handle.exception(self._io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
             last.handle._seen = False  # Orbax knows of failed saves only: this one is raised by the save that is about to begin
         if error is None and not last.place.is_committed():
             log.warning("step %d was never committed by Orbax: the next save writes whole leaves", last.handle.step)
-            saver.forget()
+            return False
+        return True
 
-    def _go_on(self, saver: Saver) -> None:
-        """Make the restored step the saver's base, if its segments are still there."""
+    def _taken(self) -> tuple[Restored, Manifest] | None:
         adopted, self._adopted = self._adopted, None
+        return adopted
+
+    def _go_on(self, saver: Saver, adopted: tuple[Restored, Manifest] | None) -> None:
+        """Make a restored step the saver's base, if its segments are still there."""
         if adopted is None or self.writer is None:
             return
         restored, manifest = adopted
+        refs = manifest.segments
+        if self._together is not None:  # else all of them
+            own = {name for chain in restored.chains.values() for name in (chain.key[0].id, *chain.delta_segments)}
+            refs = tuple(ref for ref in refs if ref.id in own)
         try:
-            for ref in manifest.segments:
+            for ref in refs:
                 self.writer.store.segment(ref)
         except DeltacheckError as error:
             log.warning("the next save writes whole leaves: the restored step has lost its segments since (%s)", error)
@@ -188,6 +301,8 @@ class Item:
     def protected(self) -> set[str]:
         """The segments that the next save may build on."""
         found = set() if self._saver is None else self._saver.protected_segments()
+        if self._together is not None:
+            found |= self._together.segments
         adopted = self._adopted
         return found if adopted is None else found | {ref.id for ref in adopted[1].segments}
 
@@ -249,30 +364,41 @@ class Gate:
 
 
 class Commit:
-    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in the item's directory."""
+    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in the item's directory.
 
-    def __init__(self, handle: SaveHandle, gate: Gate, place: ItemPlace) -> None:
+    ``gate``: ``None`` in a process that leaves the manifest to another; the save is done there when that one says so.
+    """
+
+    def __init__(self, handle: SaveHandle, gate: Gate | None, place: ItemPlace) -> None:
         self.handle = handle
         self.gate = gate
         self.place = place
-        self._opening = self._open_gate()
-        self._directory_created = CommitFutureAwaitingContractedSignals(self._opening, name="deltacheck-gate")
-
-    async def _open_gate(self) -> None:
-        self.gate.open()
+        if gate is not None:
+            self._opening = _open(gate)
+            self._directory_created = CommitFutureAwaitingContractedSignals(self._opening, name="deltacheck-gate")
 
     def abandon(self, reason: str) -> None:
         """Give the save up, if its directory does not exist yet."""
-        if self.gate.abandon(reason):
+        if self.gate is not None and self.gate.abandon(reason):
             self._opening.close()  # Orbax's thread may wait for the directory for minutes yet, and will not run it
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed it, ``TimeoutError``."""
         deadline = Deadline.after(timeout)
-        self._directory_created.result(self.gate.timeout_seconds if timeout is None else timeout)
+        if self.gate is not None:
+            self._directory_created.result(self.gate.timeout_seconds if timeout is None else timeout)
         self.handle.result(deadline.left)
 
     def cancel(self) -> None:
         """Give the save up, if its directory does not exist yet."""
         self.abandon("it was cancelled")
-        self._directory_created.cancel()
+        if self.gate is not None:
+            self._directory_created.cancel()
+
+
+async def _open(gate: Gate) -> None:
+    gate.open()
+
+
+def _nothing_to_make(manifest: Manifest) -> Written:
+    raise AssertionError("only process 0 makes a step exist")

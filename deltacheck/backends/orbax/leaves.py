@@ -21,8 +21,8 @@ from deltacheck.tree import ArrayLeaf, escape_key
 KEY_TAG = "jax.key:"  # permanent; the name of the key's implementation follows
 
 
-def describe(value: object) -> ArrayLeaf | None:
-    """JAX and NumPy arrays of a tree that is saved; ``None`` for anything else.
+def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
+    """JAX and NumPy arrays of a tree that is saved; ``None`` for anything else. ``of_all``: arrays of several processes, too.
 
     Raises ``UnsupportedLeaf`` for arrays whose content this process does not have.
     """
@@ -32,9 +32,9 @@ def describe(value: object) -> ArrayLeaf | None:
         raise UnsupportedLeaf("a traced array has no content; save outside of jit, grad and vmap")
     if value.is_deleted():
         raise UnsupportedLeaf("its buffer was deleted or donated before it was saved; save the array that took its place")
-    if not value.is_fully_addressable:
+    if not value.is_fully_addressable and not of_all:
         raise UnsupportedLeaf(
-            f"its shards lie in several processes ({value.sharding}); this version saves arrays that one process can address"
+            f"its shards lie in several processes ({value.sharding}); only manager() saves such arrays, in all processes together"
         )
     # The same array at two places is stored once. It comes back as two: JAX arrays cannot change, and one buffer cannot be
     # donated twice.

@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from deltacheck import damage, restore, tree
 from deltacheck.backends.base import match_targets, place_numpy
-from deltacheck.backends.orbax import leaves
+from deltacheck.backends.orbax import leaves, pieces
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
@@ -22,6 +22,7 @@ from deltacheck.restore import Loaded
 from deltacheck.store.place import ObjectStore
 from deltacheck.store.root import Root, open_root
 from deltacheck.store.schema import Manifest
+from deltacheck.tiles import Box
 from deltacheck.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
 
 _NUMPY = (NUMPY_ARRAY, NUMPY_SCALAR)
@@ -59,6 +60,11 @@ class Restored(NamedTuple):
     tree: Any
     chains: Mapping[str, Chain]
     stored: Mapping[str, U8]
+
+    def of(self, names: Iterable[str]) -> Restored:
+        """Only what was read whole of the stored leaves ``names``, without the tree."""
+        kept = [name for name in names if name in self.stored]
+        return Restored(None, {name: self.chains[name] for name in kept}, {name: self.stored[name] for name in kept})
 
 
 class Read(NamedTuple):
@@ -128,15 +134,13 @@ def _restore_tree(
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
-        found = restore.resolve(root, manifest, [wanted.owner for wanted in some.values()], max_bytes=max_bytes)
-        return Restored(make(some, restore.load(found, max_bytes=max_bytes)), {}, {})
+        return Restored(_made(root, manifest, some, False, max_bytes)[0], {}, {})
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
     else:
         asked, target = target, leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target)
         wanted = _as_targeted(target, stored, manifest, where)
-    read = read or _read(root, manifest, max_bytes)
-    made = make(wanted, read.loaded)
+    made, read = (make(wanted, read.loaded), read) if read is not None else _made(root, manifest, wanted, True, max_bytes)
     if target is None:
         return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), read.chains, read.stored)
     numbers = tree.scalars(manifest.tree)
@@ -147,10 +151,63 @@ def _restore_tree(
     return Restored(leaves.map_leaves(fill, asked), read.chains, read.stored)
 
 
-def _read(root: Root, manifest: Manifest, max_bytes: int | None) -> Read:
-    found = restore.resolve(root, manifest, max_bytes=max_bytes)
+def _made(
+    root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], is_all: bool, max_bytes: int | None
+) -> tuple[dict[str, Any], Read]:
+    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other processes too only what lies here.
+
+    ``is_all``: these are all of the step.
+    """
+    across = {path: one for path, one in wanted.items() if one.tag not in _NUMPY and pieces.spans_processes(one.sharding)}
+    here = {path: one for path, one in wanted.items() if path not in across}
     bases: dict[str, U8] = {}
-    return Read(restore.load(found, max_bytes=max_bytes, stored=bases), restore.stored_chains(found.values()), bases)
+    some = None if is_all and not across else [one.owner for one in here.values()]
+    found = restore.resolve(root, manifest, some, max_bytes=max_bytes)
+    loaded = restore.load(found, max_bytes=max_bytes, stored=bases)
+    made = make(here, loaded)
+    chains = restore.stored_chains(found.values())
+    if across:
+        parts, more = _parts(root, manifest, across, max_bytes, bases)
+        made |= parts
+        chains |= restore.stored_chains(more.values())
+    return {path: made[path] for path in wanted}, Read(loaded, chains, bases)
+
+
+def _parts(
+    root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], max_bytes: int | None, bases: dict[str, U8]
+) -> tuple[dict[str, Any], Mapping[str, restore.Leaf]]:
+    """Arrays of several processes from what this one needs of their leaves, which is all that is read, and these leaves."""
+    shapes, shardings, boxes = {}, {}, {}
+    for path, one in wanted.items():
+        assert one.sharding is not None
+        stored = manifest.spec(one.owner).shape
+        shape = stored[:-1] if leaves.is_key_tag(one.tag) else stored
+        shapes[path], shardings[path] = shape, one.sharding
+        boxes[path] = pieces.boxes_of(one.sharding, shape, stored[len(shape) :])
+    asked: dict[str, Box] = {}  # of each leaf, what holds every box of it
+    for path, one in wanted.items():
+        for box in boxes[path].values():
+            before = asked.get(one.owner, box)
+            asked[one.owner] = tuple(
+                slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before, box, strict=True)
+            )
+    found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=asked)
+    names = {(path, device): f"{path}\0{_text(box)}" for path, of in boxes.items() for device, box in of.items()}
+    needed = {name: boxes[path][device] for (path, device), name in names.items()}
+    arrays = restore.load_boxes(
+        {name: found[wanted[path].owner] for (path, _), name in names.items()}, needed, max_bytes=max_bytes, stored=bases
+    )
+    parts = {path: {device: arrays[names[path, device]] for device in of} for path, of in boxes.items()}
+    tags = {path: one.tag for path, one in wanted.items()}
+    dtypes = {
+        path: leaves.key_dtype(one.tag) if leaves.is_key_tag(one.tag) else manifest.spec(one.owner).element.numpy
+        for path, one in wanted.items()
+    }
+    return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags)), found
+
+
+def _text(box: Box) -> str:
+    return ",".join(f"{s.start}:{s.stop}" for s in box)
 
 
 def abstract_tree(manifest: Manifest) -> Any:
@@ -258,6 +315,9 @@ def _number_as(leaf: Any, number: object) -> Any:
     held = np.asarray(number, leaf.dtype)
     if described.tag in _NUMPY:
         return held[()] if described.tag == NUMPY_SCALAR else held
+    placed = sharding_of(leaf)
+    if placed is not None and pieces.spans_processes(placed):
+        return pieces.spread(held, placed)
     return leaves.on_devices({"": held}, {"": sharding_of(leaf)})[""]
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from orbax import checkpoint as ocp
 
 from deltacheck import exits
@@ -50,6 +51,10 @@ def manager(
     restored, those named here can also be restored and described without arguments by a process that has not saved them.
     ``metadata``: as ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
 
+    In a run of several processes each of them makes a manager and the same calls. Each writes what lies on its devices, what they have alike is
+    written once, and process 0 commits one step for all; a failure of one is raised in all. The policy must be exact; arrays must be of all
+    processes, and NumPy arrays and numbers alike in each.
+
     ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler follows. Raises ``StorageFailed`` for an address
     of an object store.
 
@@ -63,6 +68,15 @@ def manager(
     Orbax's threads would keep it. Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
     path = place.local(root, "a CheckpointManager with our handler").absolute()
+    together = None if options is None else options.multiprocessing_options
+    if (
+        together is not None
+        and jax.process_count() > 1
+        and (together.primary_host != 0 or together.active_processes is not None)
+    ):
+        raise ValueError(
+            "all processes of a run save together, and process 0 commits: give MultiprocessingOptions(primary_host=0) without active_processes"
+        )
     handler = DeltaCheckpointHandler(
         path,
         policy=policy,

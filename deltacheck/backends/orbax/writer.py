@@ -82,6 +82,17 @@ class Writer:
                 _writers.pop(self._path, None)
 
 
+class Guest:
+    """What a process has that saves together with process 0, whose ``Writer`` has the lease, numbers the saves and collects."""
+
+    def __init__(self, path: Path, durability: Durability) -> None:
+        self.store: Store = create_manager_store(path, durability=durability)
+
+    def release(self, user: object) -> None:
+        """As of ``Writer``."""
+        self.store.close()
+
+
 def writer_of(path: Path, user: object, durability: Durability = Durability.POWER) -> Writer:
     """The right of this process to write to the root ``path``, taken where it does not have it yet; ``user`` must release it.
 

@@ -9,7 +9,7 @@ import torch
 
 from deltacheck import restore, tree
 from deltacheck.backends.base import place_numpy
-from deltacheck.backends.torch.leaves import tensor_of
+from deltacheck.backends.torch.leaves import shaped
 from deltacheck.export import Progress, resolve
 from deltacheck.restore import Loaded
 from deltacheck.store.root import Root
@@ -33,7 +33,8 @@ def write_torch(
         if progress is not None:
             progress(leaf.spec.raw_bytes)
     if keys is not None:
-        tensors = {path: tensor_of(item) for path, item in loaded.items()}
+        tags = tree.flat_tags(manifest.tree)
+        tensors = {path: shaped(item, tags.get(path)) for path, item in loaded.items()}
         torch.save({key: tensors[owner] for key, owner in keys.items()}, file)
         return True
     plain = True
@@ -44,7 +45,7 @@ def write_torch(
         if (owner, tag) not in placed:
             array = place_numpy(loaded[owner], tag)
             plain = plain and array is None
-            placed[owner, tag] = tensor_of(loaded[owner]) if array is None else array
+            placed[owner, tag] = shaped(loaded[owner], tag) if array is None else array
         return placed[owner, tag]
 
     state = tree.unflatten(manifest.tree, place)

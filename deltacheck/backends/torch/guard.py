@@ -38,8 +38,8 @@ class Guard:
         found = set()
         for optimizer in list(self._optimizers):
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
-            for state in optimizer.state.values():
-                tensors += list(_tensors(state))
+            for key, state in optimizer.state.items():  # ZeRO-3 takes its parameters out of the groups between the steps
+                tensors += [key, *_tensors(state)]
             local = [tensor for one in tensors if isinstance(tensor := local_of(one), torch.Tensor)]
             found |= {tensor.untyped_storage().data_ptr() for tensor in local if is_plain(tensor)}
         return found

@@ -12,7 +12,7 @@ from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.restore import Loaded
-from deltacheck.tree import ArrayLeaf, Node, unflatten
+from deltacheck.tree import ArrayLeaf, Node, shape_in, unflatten
 
 _NAMES_ONLY = ("int2", "int4", "uint2", "uint4")  # torch has these dtypes, but no operation on them, not even a copy
 
@@ -86,7 +86,14 @@ def tensor_of(item: Loaded) -> torch.Tensor:
 def place(item: Loaded, tag: str | None) -> object:
     """A loaded leaf as what it was saved from, in memory of its own."""
     found = place_numpy(item, tag)
-    return tensor_of(item).clone() if found is None else found
+    return shaped(item, tag).clone() if found is None else found
+
+
+def shaped(item: Loaded, tag: str | None) -> torch.Tensor:
+    """``tensor_of``, in the shape that a leaf which is stored flat has."""
+    tensor = tensor_of(item)
+    shape = shape_in(tag, tensor.numel(), item.spec.path)
+    return tensor if shape is None else tensor.reshape(shape)
 
 
 def tree_of(

@@ -64,10 +64,10 @@ def load(
     restore.require(manifest, contract)
     with damage.named(opened, manifest):
         loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
-    return leaves.tree_of(manifest.tree, loaded, lambda tensor: _moved(tensor, map_location))
+    return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 
 
-def _moved(tensor: torch.Tensor, where: MapLocation | None) -> torch.Tensor:
+def moved(tensor: torch.Tensor, where: MapLocation | None) -> torch.Tensor:
     """A host tensor where ``torch.load`` would put it."""
     if where is None:
         return tensor

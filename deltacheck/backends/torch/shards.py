@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from deltacheck import restore, sharding, tiles
+from deltacheck import restore, sharding, tiles, tree
 from deltacheck.backends.torch import leaves
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.records import LeafSpec
@@ -42,6 +42,17 @@ class Shard:
             raise ValueError(
                 f"a shard of shape {tuple(self.data.shape)} at {tuple(self.global_offset)} is no part of a leaf of shape {tuple(self.global_shape)}"
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment(Shard):
+    """Neighbouring elements of a leaf in C order: what an optimizer has that flattens parameters and gives each rank an equal run of them.
+
+    ``data``: 1-D; ``global_shape``: the number of the leaf's elements; ``global_offset``: that of the first one here. The leaf is stored
+    flat, cut where the ranks' parts end; ``shape``: the one it has for whoever reads it whole.
+    """
+
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +92,8 @@ def describe(value: object) -> ArrayLeaf | None:
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     for _ in pieces(value):  # refuses placements that are no parts
         break
+    if isinstance(value, Fragment):  # two ranks may have different ties, so these have none
+        return described._replace(shape=shape, identity=None, tag=tree.flat_tag(value.shape))
     return described._replace(shape=shape)
 
 

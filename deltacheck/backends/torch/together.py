@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from deltacheck.digest import digest_of
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.joint import Attempt, Joint
 from deltacheck.records import LeafSpec
+from deltacheck.restore import Leaf
 from deltacheck.save import Saver
 from deltacheck.store.durability import Durability
 from deltacheck.store.opened import Opened, open_alone
@@ -63,7 +64,7 @@ class Together:
 
     def flatten(self, state: object, *, target: bool = False) -> Flat:
         """Take a state with sharded leaves apart. ``target``: of a restore."""
-        with self._telling():
+        with self.telling():
             return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat, on_busy: str) -> Flat | None:
@@ -71,7 +72,7 @@ class Together:
 
         Raises the failure of an earlier save that nobody has been told of, on every rank in the same call; ``RankFailed``.
         """
-        with self._telling():
+        with self.telling():
             if on_busy == "wait":
                 saver.settle()
             busy = bool(saver.pending())
@@ -126,7 +127,7 @@ class Together:
         digest = self.joint.agree(step, choose)
         found: dict[str, restore.Leaf] = {}
         stored: dict[str, NDArray[np.uint8]] = {}
-        with self._telling():
+        with self.telling():
             manifest = root.manifest(step)
             root.require_digest(manifest, digest)
             restore.require(manifest, contract)
@@ -137,18 +138,31 @@ class Together:
                 else:
                     state, found, stored = _fill(root, manifest, target, max_bytes)
         self.joint.agree(None, lambda _: None)  # nobody goes on from a step that another could not restore
-        own = self.joint.resume(manifest, None if target is None else shards.held(target))
-        chains = restore.stored_chains(found.values())
+        self.resume(saver, manifest, target, found.values(), stored)
+        return manifest, state
+
+    def resume(
+        self,
+        saver: Saver,
+        manifest: Manifest,
+        state: Flat | None,
+        found: Iterable[Leaf],
+        stored: Mapping[str, NDArray[np.uint8]],
+    ) -> None:
+        """Go on from a step that every rank has read. ``state``: as the next save has it, where that is known; ``found``: the leaves that
+        were read, ``stored``: the bytes of their chains that were read whole.
+        """
+        own = self.joint.resume(manifest, None if state is None else shards.held(state))
+        chains = restore.stored_chains(found)
         adopted = {name: chains[name] for name in own if name in stored}
         saver.adopt(adopted, {name: stored[name] for name in adopted}, manifest)
-        return manifest, state
 
     def given(self, into: object, restored: object) -> object:
         """What a restore into a state gives its caller."""
         return descriptors.filled(into, restored)
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """A failure of this rank, before the ranks agree, is one of all."""
         try:
             yield

@@ -1,0 +1,61 @@
+"""Fine-tune with DeepSpeed and checkpoint every few steps, under any ZeRO stage; started again, it goes on, on as many ranks as you like.
+
+torchrun --nproc-per-node 2 examples/deepspeed_zero.py runs/zero --stage 3
+torchrun --nproc-per-node 1 examples/deepspeed_zero.py runs/zero --stage 3 --steps 20
+
+All that deltacheck needs is ``install()``. Where there is no GPU: ``DS_ACCELERATOR=cpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deltacheck.backends.torch.deepspeed import install
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    given = parser.parse_args()
+
+    install(keep_last=5)
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256))
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": given.stage},
+        "steps_per_print": 1000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    start = 0
+    if os.path.exists(os.path.join(given.folder, "latest")):
+        engine.load_checkpoint(given.folder)
+        start = engine.global_steps
+    while engine.global_steps < given.steps:
+        random = torch.Generator().manual_seed(1000 * engine.global_steps + dist.get_rank())
+        batch = torch.randn(16, 256, generator=random).to(engine.device, torch.bfloat16)
+        loss = (engine(batch) - batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps % 2 == 0 or engine.global_steps == given.steps:
+            engine.save_checkpoint(given.folder)  # returns while the step is written
+    engine.checkpoint_engine.wait()
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, steps {start + 1} to {given.steps}; loss {loss.item():.4f}")
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
