@@ -140,7 +140,10 @@ PLANTED = {
         def bare(): ...
 
 
-        def made(a, /, b=1, *rest, c, **more) -> int:
+        ONE = 1
+
+
+        def made(a, /, b=ONE, *rest, c, **more) -> int:
             """Make | it. And more."""
         ''',
 }

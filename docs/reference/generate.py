@@ -12,8 +12,9 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent / "python.md"
@@ -27,6 +28,7 @@ MODULES = (
     "deltacheck.backends.torch.accelerate",
     "deltacheck.backends.torch.lightning",
     "deltacheck.backends.torch.megatron",
+    "deltacheck.backends.torch.deepspeed",
     "deltacheck.backends.torch.datastates",
     "deltacheck.backends.orbax",
     "deltacheck.evaluate",
@@ -59,6 +61,7 @@ HOW_TO = {
     "deltacheck.backends.torch.accelerate": "integrations.md",
     "deltacheck.backends.torch.lightning": "integrations.md",
     "deltacheck.backends.torch.megatron": "dcp.md",
+    "deltacheck.backends.torch.deepspeed": "deepspeed.md",
     "deltacheck.backends.torch.datastates": "integrations.md",
     "deltacheck.backends.orbax": "orbax.md",
     "deltacheck.backends.orbax.GradientLog": "gradient-log.md",
@@ -111,13 +114,24 @@ class Sources:
 
     def find(self, module: str, name: str) -> Found | None:
         """Where a name of a module is defined, through every re-export; ``None`` for what is no class or function of ours."""
+        found = self._defined(module, name)
+        return found if isinstance(found, Found) else None
+
+    def shown(self, module: str, default: ast.expr) -> str:
+        """A default value as the reader needs it: a constant of ours by its value."""
+        found = self._defined(module, default.id) if isinstance(default, ast.Name) else None
+        return ast.unparse(found if isinstance(found, ast.Constant) else default)
+
+    def _defined(self, module: str, name: str) -> Found | ast.expr | None:
         imports: dict[str, tuple[str, str]] = {}
         for node in _statements(self.parsed(module).body):
             if isinstance(node, (ast.ClassDef, *_FUNCTIONS)) and node.name == name:
                 return Found(module, node)
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return node.value
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == module.split(".")[0]:
                 imports |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
-        return self.find(*imports[name]) if name in imports else None
+        return self._defined(*imports[name]) if name in imports else None
 
     def public(self, module: str) -> list[str]:
         """The names in ``__all__``; without one, the classes and functions that the module defines, but for ``_`` names."""
@@ -156,29 +170,29 @@ def _summary(doc: str) -> str:
     return " ".join((found[1] if found else doc.split("\n\n")[0]).split()).replace("|", "\\|")
 
 
-def _arguments(function: Function, *, bound: bool) -> list[str]:
+def _arguments(function: Function, shown_default: Callable[[ast.expr], str], *, bound: bool) -> list[str]:
     """The arguments as they are written, without `self`."""
     given = function.args
+
+    def shown_as(one: ast.arg, default: ast.expr | None) -> str:
+        annotation = f": {ast.unparse(one.annotation).strip(chr(39))}" if one.annotation else ""
+        if default is None:
+            return one.arg + annotation
+        return f"{one.arg}{annotation}{' = ' if annotation else '='}{shown_default(default)}"
+
     plain = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
-    shown = [_argument(one, default) for one, default in zip(plain, defaults, strict=True)]
+    shown = [shown_as(one, default) for one, default in zip(plain, defaults, strict=True)]
     if given.posonlyargs:
         shown.insert(len(given.posonlyargs), "/")
     if bound:
         shown = shown[1:]
     if given.vararg:
-        shown.append("*" + _argument(given.vararg, None))
+        shown.append("*" + shown_as(given.vararg, None))
     elif given.kwonlyargs:
         shown.append("*")
-    shown += [_argument(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    return [*shown, "**" + _argument(given.kwarg, None)] if given.kwarg else shown
-
-
-def _argument(one: ast.arg, default: ast.expr | None) -> str:
-    annotation = f": {ast.unparse(one.annotation).strip(chr(39))}" if one.annotation else ""
-    if default is None:
-        return one.arg + annotation
-    return f"{one.arg}{annotation}{' = ' if annotation else '='}{ast.unparse(default)}"
+    shown += [shown_as(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return [*shown, "**" + shown_as(given.kwarg, None)] if given.kwarg else shown
 
 
 def _signature(name: str, arguments: list[str], returns: ast.expr | None = None) -> str:
@@ -239,11 +253,11 @@ class _Page:
     def entry(self, where: str, name: str, found: Found, doc: str) -> str:
         if isinstance(found.node, ast.ClassDef):
             return self.klass(where, name, found, doc)
-        shown = _signature(name, _arguments(found.node, bound=False), found.node.returns)
+        shown = _signature(name, self.arguments(found.module, found.node, bound=False), found.node.returns)
         return f"{_block(shown)}\n{doc}{_how_to(where)}\n"
 
     def klass(self, where: str, name: str, found: Found, doc: str) -> str:
-        members: dict[str, Function] = {}
+        members: dict[str, tuple[str, Function]] = {}
         docs: dict[str, str] = {}
         arguments: list[str] | None = None
         fields: list[str] = []
@@ -254,10 +268,10 @@ class _Page:
                 if not isinstance(item, _FUNCTIONS) or "overload" in _decorators(item):
                     continue
                 if item.name == "__init__" and arguments is None:
-                    arguments = _arguments(item, bound=True)
+                    arguments = self.arguments(each.module, item, bound=True)
                     doc += f"\n\n{_doc(item)}" if _doc(item) else ""
                 elif not item.name.startswith("_") and not {"setter", "deleter"} & _decorators(item):
-                    members.setdefault(item.name, item)
+                    members.setdefault(item.name, (each.module, item))
                     docs[item.name] = docs.get(item.name) or _doc(item)
             fields = _fields(each.node) + fields
         parents = [ast.unparse(base) for base in found.node.bases]
@@ -269,28 +283,29 @@ class _Page:
             shown = _signature(name, fields if arguments is None else arguments)
         lines = [f"{_block(shown)}\n{doc}{_how_to(where)}\n"]
         asked = [member for member in members if member.startswith("test_")]
-        lines += [self.member(where, name, members[m], docs[m]) for m in members if m not in asked and not _fixture(members[m])]
+        for member, (module, function) in members.items():
+            if member not in asked and "fixture" not in _decorators(function):
+                lines.append(self.member(where, name, module, function, docs[member]))
         if asked:  # the name of a test is its sentence
             lines.append("It asks that:\n\n" + "\n".join(f"- {one[5:].replace('_', ' ')}" for one in asked) + "\n")
         return "\n".join(lines)
 
-    def member(self, where: str, name: str, function: Function, doc: str) -> str:
+    def member(self, where: str, name: str, module: str, function: Function, doc: str) -> str:
         doc = doc or self._missing(f"{where}.{function.name}")
         decorators = _decorators(function)
         if {"property", "cached_property"} & decorators:
             shown = f"{name}.{function.name}" + (f": {ast.unparse(function.returns)}" if function.returns else "")
         else:
-            arguments = _arguments(function, bound="staticmethod" not in decorators)
+            arguments = self.arguments(module, function, bound="staticmethod" not in decorators)
             shown = _signature(f"{name}.{function.name}", arguments, function.returns)
         return f"{_block(shown)}\n{doc}\n"
+
+    def arguments(self, module: str, function: Function, *, bound: bool) -> list[str]:
+        return _arguments(function, partial(self.sources.shown, module), bound=bound)
 
     def _missing(self, what: str) -> str:
         self.missing.append(what)
         return ""
-
-
-def _fixture(function: Function) -> bool:
-    return "fixture" in _decorators(function)
 
 
 def _block(code: str) -> str:
