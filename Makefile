@@ -60,8 +60,14 @@ FUZZ_RUNS ?=
 fuzz: $(VENV)/.stamp-install  ## feed readers, encoder and decoders mutated input, the native ones under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 a target)
 	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
 
-rank-test: $(VENV)/.stamp-install  ## save and restore with several processes: FSDP2, meshes, failures, kills (minutes)
-	$(BIN)/pytest -n 0 tests/ranks $(ARGS)
+rank-test: $(VENV)/.stamp-install build/deepspeed/.stamp  ## save and restore with several processes: FSDP2, DCP, DeepSpeed, JAX, failures, kills (minutes)
+	PYTHONPATH=build/deepspeed $(BIN)/pytest -n 0 tests/ranks $(ARGS)
+
+# Not in .venv: where it is installed, accelerate imports it, and every test of Trainer takes that way.
+build/deepspeed/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-deps --target $(@D) $(PINNED) deepspeed einops hjson py-cpuinfo
+	touch $@
 
 # Trials of `make damage-test`.
 TRIALS ?= 20000
