@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo test experiments fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo docs test experiments fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -107,11 +107,15 @@ power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded
 planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python tests/planted.py $(ARGS)
 
-lint: $(VENV)/.stamp-install  ## check format, style, types and the direction of imports, changing nothing
+docs: $(VENV)/.stamp-venv  ## write docs/reference/python.md from the docstrings; an undocumented public name is an error
+	$(BIN)/python docs/reference/generate.py $(ARGS)
+
+lint: $(VENV)/.stamp-install  ## check format, style, types, the direction of imports and the reference, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/reference/generate.py --check
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
 
 format: $(VENV)/.stamp-install  ## rewrite the sources in the house format

@@ -87,6 +87,7 @@ class Update:
 
     @property
     def changed_elements(self) -> int:
+        """Elements that the update has new values for, of all leaves together; ties count once."""
         return sum(change.values.size for change in self.changes.values())
 
 

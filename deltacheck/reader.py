@@ -36,6 +36,7 @@ class Checkpoints:
 
     @property
     def path(self) -> Path | ObjectPath:
+        """The root that is read: a directory, or a prefix of an object store."""
         return self._root.path
 
     def steps(self) -> list[int]:

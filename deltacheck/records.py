@@ -33,6 +33,7 @@ class LeafSpec:
 
     @property
     def element(self) -> DType:
+        """The element type by its name. Raises ``UnsupportedLeaf`` for a name that the format does not have."""
         return dtype_named(self.dtype)
 
     @property
@@ -42,10 +43,12 @@ class LeafSpec:
 
     @property
     def word_bytes(self) -> int:
+        """Bytes of a word, which is what the encoder compares: 1, 2, 4 or 8."""
         return self.element.word_bytes
 
     @property
     def chunk_count(self) -> int:
+        """Chunks that the leaf is cut into; 0 for a leaf without elements."""
         return grid.chunk_count(self.shape, self.chunk)
 
     def bounds(self) -> NDArray[np.uint64]:

@@ -82,6 +82,7 @@ class MemoryTier:
 
     @classmethod
     def of(cls, memory: MemoryTier | str | os.PathLike[str]) -> MemoryTier:
+        """A tier as it is; a path as a tier there with every option at its default. Raises ``ValueError`` as the constructor does."""
         return memory if isinstance(memory, MemoryTier) else cls(memory)
 
 

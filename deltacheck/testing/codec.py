@@ -158,6 +158,7 @@ class Damage:
 
 
 def damages() -> Iterator[Damage]:
+    """Encodings with one thing wrong in each, and what a decoder must say of it: every check of format.md 4.3."""
     # Chunk 0 is sound; chunk 1 has two whole tiles and one of 100 words and is the one to suffer.
     w, tile = 2, TILE_BYTES // 2
     base = words(2 * tile + 2 * tile + 100, w)
@@ -346,6 +347,7 @@ class CodecContract:
         return data.copy()
 
     def encoded(self, codec: Codec[Any], case: Case) -> tuple[Encoded, Any]:
+        """The encoding of a case and the new base, as ``Codec.encode`` gives them for memory of the codec's kind (``held``)."""
         base = None if case.base is None else self.held(case.base)
         return codec.encode(self.held(case.current), base, case.bounds, case.word_bytes)
 

@@ -115,16 +115,23 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # What DeepSpeed calls.
 
     def create(self, info: CheckpointCommitInfo) -> None:
+        """Begin a save: into which folder, under which tag, and whether ``latest`` is to name it."""
         if self._saving is not None:
             self._saving = _Save(Path(info.save_dir).absolute(), info.tag, info.save_latest)
 
     def save(self, state_dict: Any, path: str) -> None:
+        """Take one file's content, which is written after all of the save are there; outside of a save, ``torch.save`` it."""
         if self._saving is None:  # the weights alone, a file for other programs: save_16bit_model
             torch.save(state_dict, path)
         else:
             self._saving.files[Path(path).name] = state_dict
 
     def load(self, path: str, map_location: MapLocation | None = None) -> Any:
+        """What a file of DeepSpeed's would hold, for the ranks that there are now; no pickle is read.
+
+        Raises ``StepNotFound`` where the step has no such file, ``TreeMismatch`` naming what differs where another kind of engine saved it,
+        ``Damaged`` or ``ChainBroken`` naming step, leaf and file.
+        """
         reading = self._reading or Reading()
         name = os.path.abspath(path)
         if name not in reading.files:  # DeepSpeed reads the model's file twice
@@ -132,15 +139,19 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return reading.files[name]
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
+        """True: a save commits behind the training, and then publishes its tag by itself."""
         return True
 
     def is_decoupled(self) -> bool:
+        """True: DeepSpeed leaves ``latest`` to this engine."""
         return True  # else DeepSpeed would publish ``latest`` before there is anything
 
     def get_commit_info(self) -> None:
+        """None: there is nothing that DeepSpeed would have to commit."""
         return None
 
     def preserves_storage_sharing(self) -> bool:
+        """False: views of one storage need not be copied apart, each tensor is kept as it is."""
         return False
 
     def cleanup(self) -> None:

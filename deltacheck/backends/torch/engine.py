@@ -182,6 +182,7 @@ class Engine:
 
     @property
     def root(self) -> Path | ObjectPath:
+        """Where the checkpoints are: a directory, or a prefix of an object store."""
         return self._root.path
 
     def save(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> SaveHandle:
