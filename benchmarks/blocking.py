@@ -20,6 +20,7 @@ from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import Policy, SaveHandle
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.plan import Plan, tiny
 from deltacheck.demo.train import Training
 
@@ -175,7 +176,7 @@ def _measure(training: Training, case: Case, folder: Path) -> tuple[list[float],
 
     def torch_and_loop() -> None:
         began = time.perf_counter()
-        states.torch_save(training.state(), folder / "torch_save.pt")
+        peer_save(training.state(), folder / "torch_save.pt")
         seconds = time.perf_counter() - began
         loop()
         theirs.loops.append(time.perf_counter() - began)

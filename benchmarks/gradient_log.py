@@ -20,6 +20,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table
 from benchmarks.states import State
 from deltacheck import SaveReport
 from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.train import Training
 from deltacheck.records import LeafKind
 
@@ -58,7 +59,7 @@ def run(settings: Settings) -> Result:
     for rate in RATES[:1] if settings.quick else RATES:
         training = states.post_trained(plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS)
         parameters = sum(p.numel() for p in training.model.parameters())
-        file = states.torch_save(training.state(), settings.folder / "torch_save.pt")
+        file = peer_save(training.state(), settings.folder / "torch_save.pt")
         for every in EVERY[:1] if settings.quick else EVERY:
             folder = settings.folder / f"{rate:g}-{every}"
             saves = replays // every + 2  # a save of the state itself, one cycle of logged ones, and the next of the state

@@ -13,6 +13,7 @@ from benchmarks.record import Cell, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.evaluation import peer_save
 
 DEPTHS = (0, 8, 32)  # deltas on the keyframe; 32 is the most that Policy.exact() allows
 QUICK_DEPTHS = (0, 1, 3)
@@ -62,7 +63,7 @@ def run(settings: Settings) -> Result:
 
 
 def _compare(name: str, depth: int, root: Path, state: State, file: Path, repetitions: int) -> list[Cell]:
-    states.torch_save(state, file)
+    peer_save(state, file)
     ours, theirs = [], []
 
     def restore() -> None:

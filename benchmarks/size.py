@@ -21,6 +21,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy, SaveReport
 from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.classes import CLASSES
 from deltacheck.demo.train import Training
 from deltacheck.policy.chain import needs_keyframe
@@ -168,7 +169,7 @@ def _context(state: State, folder: Path) -> list[list[Cell]]:
         arrays = [_words(tensor) for tensor in states.leaves_of(leaves).values()]
         plain = sum(len(Zstd(level=3).encode(array)) for array in arrays)
         planes = sum(len(Blosc("zstd", clevel=3, shuffle=Blosc.SHUFFLE).encode(array)) for array in arrays)
-        rows.append([name, raw, states.torch_save(leaves, folder / "context.pt") / raw, plain / raw, planes / raw])
+        rows.append([name, raw, peer_save(leaves, folder / "context.pt") / raw, plain / raw, planes / raw])
     return rows
 
 

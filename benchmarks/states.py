@@ -6,12 +6,10 @@ at about the real pace (`size` prints it), but what they compress to says little
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,16 +130,6 @@ def by_class(state: State) -> dict[str, dict[str, torch.Tensor]]:
 
 def raw_bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in leaves_of(state).values())
-
-
-def torch_save(state: State, path: Path) -> int:
-    """What people do today: torch.save to a new file, synced to disk. The bytes of the file."""
-    path.unlink(missing_ok=True)
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return path.stat().st_size
 
 
 def timed(work: Callable[[], object]) -> float:

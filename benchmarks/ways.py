@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deltacheck
-from benchmarks import entropy, states
+from benchmarks import entropy
 from deltacheck import Policy, tree
+from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.workloads.recipe import Recipe
 from deltacheck.profile import AdamRule
 from deltacheck.store.arrays import bytes_on_disk
@@ -123,12 +124,12 @@ class Run:
         import torch
 
         if self.framework == "torch":
-            return states.torch_save(self.workload.state(), file)
+            return peer_save(self.workload.state(), file)
         tensors = {}
         for path, array in self.arrays().items():
             words = entropy.words_of(array)
             tensors[path] = torch.from_numpy(words.view(np.int16 if words.itemsize == 2 else np.float32))
-        return states.torch_save(tensors, file)
+        return peer_save(tensors, file)
 
 
 _BACKENDS = {"torch": "torch", "jax": "orbax"}

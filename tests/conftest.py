@@ -115,3 +115,20 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decoded bytes of the chunks that each restore reads from now on."""
+    from deltacheck import chain
+
+    counted: list[int] = []
+    before = chain.load
+
+    def load(chains: Any, chunks: Any, codec: Any = None) -> Any:
+        found = before(chains, chunks, codec)
+        counted.append(sum(values.nbytes for values in found.values()))
+        return found
+
+    monkeypatch.setattr(chain, "load", load)
+    return counted

@@ -93,22 +93,7 @@ def deltacheck_shape(tmp_path: Path, name: str) -> tuple[int, ...]:
     return open_root(tmp_path / "root").manifest().stored[name].shape
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of the chunks that restores read and decode."""
-    counted: list[int] = []
-    before = restore.chain.load
-
-    def load(chains: Any, chunks: Any, codec: Any = None) -> Any:
-        found = before(chains, chunks, codec)
-        counted.append(sum(values.nbytes for values in found.values()))
-        return found
-
-    monkeypatch.setattr(restore.chain, "load", load)
-    return counted
-
-
-def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Path, read: list[int]) -> None:
+def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Path, read_bytes: list[int]) -> None:
     """Saved in cells of 4 ranks, restored in rows of 3: beside what a rank needs, the rest of the chunks that its edges go through."""
     state = {"w": np.random.default_rng(0).standard_normal((1500, 4096)).astype(np.float32)}
     with RankedRun(tmp_path / "root", 4, cells) as run:
@@ -118,11 +103,11 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Pa
     for rank in range(3):
         boxes = {"w": rows("w", (1500, 4096), rank, 3)[0]}
         leaves = restore.resolve(root, manifest, boxes=boxes)
-        read.clear()
+        read_bytes.clear()
         found = restore.load_boxes(leaves, boxes)["w"]
         assert np.array_equal(found, state["w"][boxes["w"]])
         edges = 2 if rank == 1 else 1
-        assert found.nbytes <= sum(read) <= found.nbytes + edges * 2 * (1 << 20)  # in each of two columns of cells
+        assert found.nbytes <= sum(read_bytes) <= found.nbytes + edges * 2 * (1 << 20)  # in each of two columns of cells
 
 
 @pytest.mark.parametrize(

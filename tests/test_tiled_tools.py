@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from states import assert_same
 
 import deltacheck
-from deltacheck import errors, follower, restore, tiles, tree
+from deltacheck import errors, follower, tiles, tree
 from deltacheck.cli import main
 from deltacheck.records import LeafKind
 from deltacheck.store.root import open_root
@@ -435,21 +435,6 @@ def test_every_rank_reads_back_what_it_wrote(tmp_path: Path, verify: str) -> Non
         found = at_once(2, lambda rank: handles[rank].wait_for_receipt(60))
     assert [one.step for one in found] == [0, 0]
     assert sum(one.raw_bytes for one in found) == sum(a.nbytes for a in arrays_of(model_state()).values())
-
-
-@pytest.fixture
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Decoded bytes of chunks that restores read."""
-    counted: list[int] = []
-    before = restore.chain.load
-
-    def load(chains: Any, chunks: Any, codec: Any = None) -> Any:
-        found = before(chains, chunks, codec)
-        counted.append(sum(values.nbytes for values in found.values()))
-        return found
-
-    monkeypatch.setattr(restore.chain, "load", load)
-    return counted
 
 
 def test_a_box_is_restored_from_the_tiles_that_it_touches(tiled: Saved, read_bytes: list[int]) -> None:

@@ -75,3 +75,11 @@ def _node(value: object) -> Node:
     if value and set(value) == set(range(len(value))):
         return {"t": "list", "n": [_node(value[number]) for number in range(len(value))]}
     return {"t": "dict", "k": [[key, _node(item)] for key, item in value.items()]}
+
+
+def is_step(checkpoint_id: object) -> bool:
+    """Whether a checkpoint id names a step."""
+    try:
+        return step_of(checkpoint_id) >= 0
+    except ValueError:
+        return False

@@ -146,10 +146,7 @@ class DeltaStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            return names.step_of(checkpoint_id) >= 0
-        except ValueError:
-            return False
+        return names.is_step(checkpoint_id)
 
     # --- our side --------------------------------------------------------------------------------------------------------------
 
