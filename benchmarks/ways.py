@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import deltacheck
 from benchmarks import entropy
 from deltacheck import Policy, tree
-from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.workloads.recipe import Recipe
 from deltacheck.profile import AdamRule
 from deltacheck.store.arrays import bytes_on_disk
@@ -122,6 +121,8 @@ class Run:
     def torch_save(self, file: Path) -> int:
         """Bytes of `torch.save` of the whole state, frozen weights included."""
         import torch
+
+        from deltacheck.backends.torch.evaluation import peer_save
 
         if self.framework == "torch":
             return peer_save(self.workload.state(), file)
