@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--seed", type=int, help="of the targets in Python; default: a new one. The native ones have 1")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # `make` puts targets behind options
     if given.what == "fuzz":
         readers(given.targets, given.seconds, given.runs, given.seed)
         if set(TARGETS) & set(given.targets):
