@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from deltacheck import grid, sharding, tree
-from deltacheck.dtypes import dtype_named
+from deltacheck import sharding, tree
 from deltacheck.errors import RankFailed
 from deltacheck.ranks import Ranks, consult
+from deltacheck.records import LeafSpec
 from deltacheck.sharding import Before, Held, Holdings, Plan, Share
 from deltacheck.store.root import Written
 from deltacheck.store.schema import TILES, LeafRecord, Manifest, SegmentRef, Tiles
@@ -279,8 +279,8 @@ def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest
         of = digests[at : at + one.owners.size].tobytes().decode("ascii")
         at += one.owners.size
         if one.cuts is None:
-            chunk = grid.chunk_shape(one.shape, dtype_named(one.dtype).item_bytes)
-            leaves[path] = LeafRecord(one.dtype, one.shape, chunk, of, int(one.owners[0]))
+            spec = LeafSpec.of(path, one.shape, one.dtype)
+            leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, of, int(one.owners[0]))
         else:
             cut[path] = Tiles(one.dtype, one.cuts, of, tuple(one.owners.tolist()))
     found: Manifest = msgspec.structs.replace(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from deltacheck import chain, derive, grid, replay, tiles
+from deltacheck import chain, derive, grid, replay, sharding, tiles
 from deltacheck.chain import Chain, Held
 from deltacheck.codec.base import U8, Codec
 from deltacheck.contracts import RANK, name_of
@@ -92,7 +92,9 @@ def resolve(
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
     numbers = {path: _numbers(manifest.tiles[path].cuts, boxes.get(path)) for path in needed if path in manifest.tiles}
-    names = {path: dict(zip(of, _names(path, manifest.tiles[path].cuts, of), strict=True)) for path, of in numbers.items()}
+    names = {
+        path: dict(zip(of, sharding.names_of(path, manifest.tiles[path].cuts, of), strict=True)) for path, of in numbers.items()
+    }
     kept = [path for path in needed if path in manifest.leaves] + [name for of in names.values() for name in of.values()]
     chains = chain.resolve(root, manifest, kept, max_bytes, held)
     made: dict[str, Leaf] = {}
@@ -115,10 +117,6 @@ def resolve(
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
     """The tiles that a box touches; without one, all."""
     return list(range(tiles.count(cuts))) if box is None else [one.number for one in tiles.overlaps(cuts, box)]
-
-
-def _names(path: str, cuts: tiles.Cuts, numbers: Sequence[int]) -> list[str]:
-    return [tiles.name(path, tiles.box(cuts, number)) for number in numbers]
 
 
 def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ class Held(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a leaf."""
     return tuple(slice(0, size) for size in shape)
 
 

@@ -87,7 +87,7 @@ def describe(value: object) -> ArrayLeaf | None:
     """As ``leaves.describe``, of leaves that are sharded too: their global shape."""
     if not isinstance(value, DTensor | Shard | Shards):
         return leaves.describe(value)
-    described = leaves.describe(leaves.local_of(value) if isinstance(value, DTensor) else value.data)
+    described = leaves.describe(_dense(value))
     assert described is not None
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
     for _ in pieces(value):  # refuses placements that are no parts
@@ -141,14 +141,14 @@ def local_flat(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], ske
         boxes = [whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
         for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
             number = sharding.find(box, (part.box for part in parts))
-            arrays[name] = _empty(flat.arrays[path]) if number is None else _cut(parts[number], box)
+            arrays[name] = _dense(flat.arrays[path]) if number is None else _cut(parts[number], box)
             described[name] = ArrayLeaf(tuple(s.stop - s.start for s in box), leaf.dtype, None, leaf.tag)
     order = sorted(arrays)
     return Flat(skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order})
 
 
-def _empty(value: object) -> object:
-    """What this process has of a leaf without elements."""
+def _dense(value: object) -> object:
+    """What this process has of a leaf, as a plain tensor or array; of several parts the first."""
     return value.data if isinstance(value, Shard | Shards) else leaves.local_of(value)
 
 
