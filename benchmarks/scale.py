@@ -144,23 +144,23 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     clock = _Clock()
     held = [{path: one for path, leaf in leaves.items() if (one := holds(leaf, rank)).boxes} for rank in range(size)]
     clock.lap()
-    told = [joint._encoded(Told(Holdings.of(one), None)) for one in held]
+    told = [joint.encoded(Told(Holdings.of(one), None)) for one in held]
     each_held = clock.lap() / size
-    holdings = [joint._decoded(one, Told).holdings for one in told]
+    holdings = [joint.decoded(one, Told).holdings for one in told]
     plan = sharding.plan(holdings)
     shares = sharding.shares(plan, size)
-    assigned = [joint._encoded(Assigned(share, None)) for share in shares]
+    assigned = [joint.encoded(Assigned(share, None)) for share in shares]
     planning = clock.lap()
     before = {path: sharding.Before(one.cuts, one.owners) for path, one in plan.items()}
     clock.lap()
     again = sharding.plan(holdings, before)
     replanning = clock.lap()
     assert all(again[path].cuts == one.cuts and (again[path].owners == one.owners).all() for path, one in plan.items())
-    mine = [joint._decoded(one, Assigned).share.tiles() for one in assigned]
+    mine = [joint.decoded(one, Assigned).share.tiles() for one in assigned]
     each_share = clock.lap() / size
     reports = [_encoded_report(rank, tiles_of) for rank, tiles_of in enumerate(mine)]
     clock.lap()
-    manifest = joint.merged(_manifest(leaves), plan, [joint._decoded(one, Report) for one in reports])
+    manifest = joint.merged(_manifest(leaves), plan, [joint.decoded(one, Report) for one in reports])
     merging = clock.lap()
     content = manifest_content(manifest)
     encoding = clock.lap()
@@ -169,7 +169,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     checking = clock.lap()
     _resolve(found, held[size // 2])
     resolving = clock.lap()
-    steady = [joint._encoded(Hello(0, 0, True, "0" * 32, False)) for _ in range(size)]
+    steady = [joint.encoded(Hello(0, 0, True, "0" * 32, False)) for _ in range(size)]
     return Cost(
         layout=name,
         ranks=size,
@@ -185,7 +185,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         resolve=resolving,
         manifest_bytes=len(content),
         bytes_up=sum(map(len, (*told, *reports, *steady))),
-        bytes_down=sum(map(len, assigned)) + size * len(joint._encoded(Go(0, False, True, True))),
+        bytes_down=sum(map(len, assigned)) + size * len(joint.encoded(Go(0, False, True, True))),
         steady_up=sum(map(len, (*reports, *steady))),
         most_tiles=max(sum(len(numbers) for _, numbers in one.values()) for one in mine),
     )
@@ -196,7 +196,7 @@ def _encoded_report(rank: int, mine: Mapping[str, tuple[Any, list[int]]]) -> byt
     count = sum(len(numbers) for _, numbers in mine.values())
     random = np.random.default_rng(rank)
     refs = tuple(SegmentRef(f"s{seq:010d}-{rank:08x}", random.bytes(16).hex(), 10**9) for seq in range(_DEPTH))
-    return joint._encoded(Report(_DEPTH, refs if count else (), random.bytes(16 * count).hex()))
+    return joint.encoded(Report(_DEPTH, refs if count else (), random.bytes(16 * count).hex()))
 
 
 def _manifest(leaves: Mapping[str, Leaf]) -> Manifest:
@@ -222,7 +222,7 @@ def _resolve(manifest: Manifest, held: Mapping[str, Held]) -> None:
         cut = manifest.tiles.get(path)
         for box in one.boxes:
             numbers = [] if cut is None else [o.number for o in tiles.overlaps(cut.cuts, box)]
-            names += [path] if cut is None else restore._names(path, cut.cuts, numbers)
+            names += [path] if cut is None else sharding.names_of(path, cut.cuts, numbers)
     records = [manifest.stored[name] for name in names]
     assert len(records) == len(names)
     manifest.refs_of(names)

@@ -151,14 +151,14 @@ class Joint:
         known = self._known is not None and self._known.holdings == holdings
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
         hello = Hello(step, seq, known, digest, busy)
-        go = _decoded(consult(self.ranks.begin, _encoded(hello), _agree), Go)
+        go = decoded(consult(self.ranks.begin, encoded(hello), _agree), Go)
         if go.skip:
             return None
         merged = skeleton
         if go.holdings or go.trees:
             told = Told(holdings, None, copies()) if go.holdings else Told(None, None)
             told = msgspec.structs.replace(told, tree=skeleton if go.trees else None)
-            answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
+            answer: Assigned = decoded(consult(self.ranks.begin, encoded(told), self._plan), Assigned)
             if answer.share is not None:
                 self._known = _Known(holdings, answer.share.tiles(), self._planned)
             merged = answer.tree or skeleton
@@ -173,9 +173,9 @@ class Joint:
         """What rank 0 makes of what every rank says, on every rank. Plain values. Raises ``RankFailed``."""
 
         def answer(every: list[bytes]) -> Sequence[bytes]:
-            return [_encoded(decide([_decoded(one, Any) for one in every]))] * len(every)
+            return [encoded(decide([decoded(one, Any) for one in every]))] * len(every)
 
-        return _decoded(consult(self.ranks.begin, said if isinstance(said, BaseException) else _encoded(said), answer), Any)
+        return decoded(consult(self.ranks.begin, said if isinstance(said, BaseException) else encoded(said), answer), Any)
 
     def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
         """Go on from a step that all ranks have restored: later saves keep its cuts where they fit. ``held``: as of the next save, where that is
@@ -188,7 +188,7 @@ class Joint:
             return []
         holdings = Holdings.of(held)
         told = Told(holdings, None)
-        answer: Assigned = _decoded(consult(self.ranks.begin, _encoded(told), self._plan), Assigned)
+        answer: Assigned = decoded(consult(self.ranks.begin, encoded(told), self._plan), Assigned)
         assert answer.share is not None
         self._known = _Known(holdings, answer.share.tiles(), self._planned)
         names = [name for path, (cuts, of) in self._known.tiles.items() for name in sharding.names_of(path, cuts, of)]
@@ -207,14 +207,14 @@ class Joint:
 
         def decide(reports: list[bytes]) -> Sequence[bytes]:
             assert known.plan is not None
-            made = make(merged(manifest, known.plan, [_decoded(one, Report) for one in reports]))
-            return [_encoded((made.stored_bytes if rank == 0 else 0, made.digest)) for rank in range(len(reports))]
+            made = make(merged(manifest, known.plan, [decoded(one, Report) for one in reports]))
+            return [encoded((made.stored_bytes if rank == 0 else 0, made.digest)) for rank in range(len(reports))]
 
-        return Written(*_decoded(consult(self.ranks.end, _encoded(report), decide), tuple[int, str]))
+        return Written(*decoded(consult(self.ranks.end, encoded(report), decide), tuple[int, str]))
 
     def _plan(self, told: list[bytes]) -> Sequence[bytes]:
         """On rank 0."""
-        every = [_decoded(one, Told) for one in told]
+        every = [decoded(one, Told) for one in told]
         holdings = [one.holdings for one in every if one.holdings is not None]
         trees = [one.tree for one in every if one.tree is not None]
         shares: Sequence[Share | None] = [None] * len(every)
@@ -227,12 +227,12 @@ class Joint:
             shares = sharding.shares(self._planned, len(every))
         one_tree = tree.merged(trees) if trees else None
         # Only rank 0 writes it.
-        return [_encoded(Assigned(share, one_tree if rank == 0 else None)) for rank, share in enumerate(shares)]
+        return [encoded(Assigned(share, one_tree if rank == 0 else None)) for rank, share in enumerate(shares)]
 
 
 def _agree(hellos: list[bytes]) -> Sequence[bytes]:
     """On rank 0: what a save needs to be told."""
-    every = [_decoded(one, Hello) for one in hellos]
+    every = [decoded(one, Hello) for one in hellos]
     first = every[0]
     for rank, one in enumerate(every):
         if one.step != first.step:
@@ -243,7 +243,7 @@ def _agree(hellos: list[bytes]) -> Sequence[bytes]:
     go = Go(
         seq, any(one.busy for one in every), not all(one.known for one in every), any(one.tree != first.tree for one in every)
     )
-    return [_encoded(go)] * len(every)
+    return [encoded(go)] * len(every)
 
 
 def _check_copies(every: Sequence[Mapping[str, str]]) -> None:
@@ -294,9 +294,15 @@ def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest
     return found
 
 
-def _encoded(value: object) -> bytes:
+def encoded(value: object) -> bytes:
+    """A message of this protocol, as the ranks send it."""
     return msgspec.msgpack.encode(value)
 
 
-def _decoded(content: bytes, kind: Any) -> Any:
+def decoded(content: bytes, kind: Any) -> Any:
+    """What ``encoded`` wrote, checked against ``kind``.
+
+    Raises:
+        msgspec.DecodeError: it is nothing of this kind.
+    """
     return msgspec.msgpack.decode(content, type=kind)
