@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.record import Figure, Result, Settings, Table, Unit
-from deltacheck import joint, restore, sharding, tiles
+from deltacheck import joint, sharding, tiles
 from deltacheck.joint import Assigned, Go, Hello, Report, Told
 from deltacheck.sharding import Held, Holdings
 from deltacheck.store import layout, schema
