@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +68,8 @@ class Entry:
     torch_save_bytes: int = 0
 
     def middle(self, name: str) -> float:
-        return median(self.samples[name])
+        """The median; of bytes the mean, since saves with keyframes are larger than those between them."""
+        return (mean if name == "bytes" else median)(self.samples[name])
 
 
 def main(
@@ -193,7 +194,7 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
     for entry in entries:
         if entry.skipped:
             continue
-        spread = [_spread(entry.samples[name], _unit(name)) for name in SAMPLES]
+        spread = [_spread(entry, name) for name in SAMPLES]
         told = median(entry.told_blocking) if entry.told_blocking else None
         share, first = (size / entry.torch_save_bytes for size in (entry.middle("bytes"), entry.first_bytes))
         rows.append([entry.state, entry.framework, entry.rival, entry.step_seconds, *spread, share, first, entry.peak, told])
@@ -209,14 +210,10 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
     return Result("compare", ". ".join([about, *skipped]), [Table("saves beside training", columns, rows)], figures(entries))
 
 
-def _unit(name: str) -> Unit:
-    return "bytes" if name == "bytes" else "seconds"
-
-
-def _spread(values: Sequence[float], unit: Unit) -> str:
-    """Median, smallest and largest, in one unit."""
-    middle = median(values)
-    if unit == "bytes":
+def _spread(entry: Entry, name: str) -> str:
+    """The middle, the smallest and the largest, in one unit."""
+    middle, values = entry.middle(name), entry.samples[name]
+    if name == "bytes":
         scale, name = (1e6, "MB") if middle >= 1e5 else (1e3, "kB")
     else:
         scale, name = (1.0, "s") if middle >= 0.9995 else (1e-3, "ms")
@@ -259,7 +256,7 @@ def section(entries: Sequence[Entry], result: Result, place: Mapping[str, Any], 
             "|" + "---|" * len(headings),
         ]
         for entry in mine:
-            cells = [_spread(entry.samples[name], _unit(name)) for name in SAMPLES]
+            cells = [_spread(entry, name) for name in SAMPLES]
             share = written(entry.middle("bytes") / entry.torch_save_bytes, "ratio")
             title = entry.rival if entry.rival not in OURS else f"{entry.rival}, {entry.framework}"
             lines.append("| " + " | ".join([title, *cells, share, written(entry.peak, "bytes"), entry.syncs]) + " |")

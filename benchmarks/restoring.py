@@ -18,7 +18,7 @@ from deltacheck.backends.torch.evaluation import peer_save
 DEPTHS = (0, 8, 32)  # deltas on the keyframe; 32 is the most that Policy.exact() allows
 QUICK_DEPTHS = (0, 1, 3)
 # The limit of a leaf lies between half of this and all of it: no leaf gets a keyframe in between.
-_POLICY = Policy.exact(max_chain_depth=4 * max(DEPTHS))
+_POLICY = Policy.exact(max_chain_depth=4 * max(DEPTHS), max_restore_ratio=None)
 
 
 def run(settings: Settings) -> Result:

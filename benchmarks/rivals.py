@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deltacheck import Policy
+from deltacheck.policy.presets import RESTORE_RATIO
 from deltacheck.profile import Profile
 from deltacheck.store.arrays import bytes_on_disk
 from deltacheck.store.durability import sync_directory
@@ -192,12 +193,14 @@ class _Ours(Rival):
         return found
 
     def settled(self) -> bool:
-        """Under a policy with stages: whether the last save was stable, so that the next does not go over to a new form."""
+        """Whether the first leaves that change everywhere have been written whole again; under a policy with stages, whether the last save was
+        stable, so that the next does not go over to a new form.
+        """
         import deltacheck
 
-        if self.lossless:
-            return True
         opened = deltacheck.open(self.root)
+        if self.lossless:
+            return len(opened.steps()) > RESTORE_RATIO / 2 + 1
         return getattr(opened.manifest(opened.steps()[-1]), "stage", "") == "stable"
 
 

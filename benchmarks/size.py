@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +23,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.evaluation import peer_save
 from deltacheck.demo.classes import CLASSES
 from deltacheck.demo.train import Training
-from deltacheck.policy.chain import needs_keyframe
+from deltacheck.policy.chain import deltas_between
 from deltacheck.records import LeafKind
 from deltacheck.store.arrays import bytes_on_disk
 
@@ -65,8 +64,11 @@ class Root:
     def long_run(self) -> float:
         """Mean bytes of a save in a run without end: the first save has every keyframe, and each leaf's comes again at its chain's limit."""
         policy = Policy.exact()
+        held: dict[str, list[int]] = {}  # what the deltas of each leaf hold
+        for leaf in (leaf for report in self.reports for leaf in report.leaves if leaf.kind is LeafKind.DELTA):
+            held.setdefault(leaf.path, []).append(leaf.encoded_bytes)
         deltas = {
-            leaf: next(n for n in count() if needs_keyframe(policy.max_chain_depth, leaf.path, n))
+            leaf: deltas_between(policy, leaf.path, leaf.raw_bytes, round(mean(held.get(leaf.path, [0]))))
             for leaf in self.reports[0].leaves
         }
         share = sum(leaf.raw_bytes / (deltas[leaf] + 1) for leaf in deltas) / self.raw

@@ -7,8 +7,7 @@ restored and trained on, beside the noise of another data order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +17,8 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
 from deltacheck import Policy
 from deltacheck.demo.workloads.recipe import Recipe, recipe, small, tiny
-from deltacheck.policy.chain import needs_keyframe
+from deltacheck.policy.chain import deltas_between
+from deltacheck.policy.presets import RESTORE_RATIO
 
 DEPTH = 32  # of chains, in the amortised figures: the default of the presets
 EXACT_OVER_BOUND = 1.10  # of the order-0 entropy
@@ -171,7 +171,7 @@ def measured(
         for way in WAYS:
             settled = chains[way.name, WHOLE].settled()
             steady, whole_bytes = mean(settled) if settled else None, keyframes.get(way.name)
-            depths = _depths(work.arrays(), DEPTH)
+            depths = _depths(work.arrays(), replace(way.policy(DEPTH), max_restore_ratio=RESTORE_RATIO))
             long_run = None if steady is None or whole_bytes is None else amortised(steady, whole_bytes, depths)
             rows.append(
                 [
@@ -233,8 +233,10 @@ def amortised(steady: float, keyframes: float, depths: Sequence[tuple[int, int]]
     return (1 - share) * steady + share * keyframes
 
 
-def _depths(arrays: Mapping[str, Any], max_chain_depth: int) -> list[tuple[int, int]]:
-    return [(a.nbytes, next(n for n in count() if needs_keyframe(max_chain_depth, path, n))) for path, a in arrays.items()]
+def _depths(arrays: Mapping[str, Any], policy: Policy) -> list[tuple[int, int]]:
+    """Where everything is exact, what is 4 bytes wide changes everywhere; all other deltas are taken to be small beside their leaf."""
+    dense = {path: a.nbytes if policy.is_exact and a.itemsize == 4 else 0 for path, a in arrays.items()}
+    return [(a.nbytes, deltas_between(policy, path, a.nbytes, dense[path])) for path, a in arrays.items()]
 
 
 def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]) -> list[Figure]:

@@ -23,7 +23,9 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A policy. ``policy(max_chain_depth)`` makes it. ``forward_exact``: whether the forward pass after a restore is, bit for bit, the one before."""
+    """A policy. ``policy(max_chain_depth)`` makes it, with no other limit of chains. ``forward_exact``: whether the forward pass after a restore
+    is, bit for bit, the one before.
+    """
 
     name: str
     policy: Callable[[int], Policy]
@@ -35,15 +37,15 @@ def _weights_bounded(max_chain_depth: int) -> Policy:
     """What ``Policy.post_training`` gives for a profile in which everything is stable."""
     hidden = Policy.model_exact(moments="reused").hidden
     assert hidden is not None
-    return Policy(max_chain_depth, replace(hidden, weights="bounded"), derive=True)
+    return Policy(max_chain_depth, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None)
 
 
-EXACT = Way("exact", lambda depth: Policy.exact(depth), lossless=True)
+EXACT = Way("exact", lambda depth: Policy.exact(depth, max_restore_ratio=None), lossless=True)
 WAYS = (
     EXACT,
-    Way("m and v bounded", lambda depth: Policy.model_exact(moments="bounded", max_chain_depth=depth)),
-    Way("v bounded, no m", lambda depth: Policy.model_exact(moments="dropped", max_chain_depth=depth)),
-    Way("m and v reused", lambda depth: Policy.model_exact(moments="reused", max_chain_depth=depth)),
+    Way("m and v bounded", lambda depth: Policy.model_exact(moments="bounded", max_chain_depth=depth, max_restore_ratio=None)),
+    Way("v bounded, no m", lambda depth: Policy.model_exact(moments="dropped", max_chain_depth=depth, max_restore_ratio=None)),
+    Way("m and v reused", lambda depth: Policy.model_exact(moments="reused", max_chain_depth=depth, max_restore_ratio=None)),
     Way("weights bounded too", _weights_bounded, forward_exact=False),
 )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,8 @@ from deltacheck.store.arrays import Reading
 from deltacheck.store.place import Place
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.schema import KeyframeAt, LeafEntry, LeafRecord, Manifest
-from deltacheck.store.segment import Segment, entries_by_path
+from deltacheck.store.scratch import Scratch
+from deltacheck.store.segment import Segment, StreamsReading, entries_by_path
 
 _HASH_THREADS = 4
 # Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small leaf keeps its whole block.
@@ -64,6 +65,14 @@ class Chain:
     @property
     def delta_segments(self) -> list[str]:
         return [segment.id for segment, _ in self.deltas]
+
+    @property
+    def delta_bytes(self) -> list[int]:
+        """Bytes of the streams of each delta, which a restore decodes."""
+        return [
+            sum(segment.part(part).stream_bytes(first, first + rows) for part, first, rows in entry.delta)
+            for segment, entry in self.deltas
+        ]
 
 
 class Held(NamedTuple):
@@ -400,7 +409,7 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
                 box = grid.box(spec.shape, spec.chunk, chunk)
                 natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
     reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
-    for read, reading in _ahead(reads):
+    for read, reading in _ahead(reads, _PackedRead.start):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)
         for item, begin in read.leaves:
             item.data[:] = _chosen(item, values[begin : begin + item.chain.spec.raw_bytes])
@@ -479,14 +488,17 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
                     runs += [_Run(item, begin, end) for begin, end in wanted]
     ordered = sorted(by_part.items(), key=lambda one: one[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
-    for span, readings in _ahead(spans):
+    scratch = Scratch()
+    for span, reading in _ahead(spans, lambda span: span.start(scratch)):
         try:
-            streams = {name: reading.result() for name, reading in readings.items()}
+            streams = reading.result()
         except Damaged:
             _apply_alone(span, codec)
             continue
         for runs in _calls(span.runs):
             _apply_runs(span, runs, streams, codec)
+        for stream in streams.values():
+            scratch.give_back(stream)
 
 
 def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
@@ -494,7 +506,7 @@ def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
     for run in span.runs:
         alone = span._replace(runs=[run])
         try:
-            streams = {name: reading.result() for name, reading in alone.start().items()}
+            streams = alone.start(Scratch()).result()
         except Damaged as error:
             error.leaf = run.item.chain.spec.path
             raise
@@ -525,8 +537,12 @@ class _Span(NamedTuple):
         """Bytes of its streams."""
         return self.segment.part(self.part).stream_bytes(self.first, self.stop)
 
-    def start(self) -> dict[str, Reading]:
-        return self.segment.part(self.part).start(self.first, self.stop)
+    def start(self, scratch: Scratch) -> StreamsReading:
+        return self.segment.part(self.part).start(self.first, self.stop, scratch)
+
+
+_Read = TypeVar("_Read", _PackedRead, _Span)
+_Begun = TypeVar("_Begun")
 
 
 def _wanted_rows(index: U32, first: int, rows: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -549,16 +565,16 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
         yield _Span(segment, part, current)
 
 
-def _ahead(reads: Sequence[_PackedRead] | Sequence[_Span]) -> Iterator[Any]:
+def _ahead(reads: Sequence[_Read], start: Callable[[_Read], _Begun]) -> Iterator[tuple[_Read, _Begun]]:
     """What to read, each with what ``start`` gave: started ahead, at least one and as many as fit, so that the disk works while the
     decoder does.
     """
-    started: deque[tuple[Any, Any, int]] = deque()
+    started: deque[tuple[_Read, _Begun, int]] = deque()
     held = following = 0
     while following < len(reads) or started:
         while following < len(reads) and (len(started) < 2 or held + reads[following].size <= _AHEAD_BYTES):
             read = reads[following]
-            started.append((read, read.start(), read.size))
+            started.append((read, start(read), read.size))
             held += read.size
             following += 1
         read, begun, size = started.popleft()

@@ -87,6 +87,7 @@ def hang(leaves: Mapping[str, Leaf], done: Compacted) -> int:
         leaf = leaves.get(path)
         if leaf is not None and leaf.key_segment == key and tuple(leaf.delta_segments[: len(deltas)]) == deltas:
             leaf.key_segment, leaf.delta_segments = done.ref.id, leaf.delta_segments[len(deltas) :]
+            leaf.delta_bytes = leaf.delta_bytes[len(deltas) :]
             hung += 1
     return hung
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +16,11 @@ from deltacheck import grid
 from deltacheck.dtypes import DType, dtype_named
 
 _T = TypeVar("_T")
+
+
+@lru_cache(1 << 12)  # leaves have few shapes
+def _standard_chunk(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    return grid.chunk_shape(shape, dtype_named(dtype).item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class LeafSpec:
     @classmethod
     def of(cls, path: str, shape: tuple[int, ...], dtype: str) -> LeafSpec:
         """The spec of a leaf cut the standard way."""
-        return cls(path, shape, dtype, grid.chunk_shape(shape, dtype_named(dtype).item_bytes))
+        return cls(path, shape, dtype, _standard_chunk(shape, dtype))
 
     @property
     def element(self) -> DType:

@@ -276,7 +276,8 @@ class Saver:
 
     def _adopted(self, chain: Chain, base: Any) -> Leaf:
         kept, spec, digests = base if self._setup.keep_shadow else None, chain.spec, chain.digests
-        return Leaf(spec, spec.bounds(), kept, digests, leaf_digest(digests), chain.key[0].id, chain.delta_segments)
+        digest, key = leaf_digest(digests), chain.key[0].id
+        return Leaf(spec, spec.bounds(), kept, digests, digest, key, chain.delta_segments, chain.delta_bytes)
 
     def _shadow(self, path: str) -> Shadow | None:
         leaf = self.leaves.get(path)

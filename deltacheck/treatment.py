@@ -26,7 +26,7 @@ from deltacheck.policy.chain import staggered
 from deltacheck.policy.decide import Decision, Situation, betas, decide
 from deltacheck.policy.events import Detector
 from deltacheck.policy.events import Observation as Seen
-from deltacheck.policy.roles import Hyperparameters, Parameter
+from deltacheck.policy.roles import Hyperparameters, Parameter, Roles
 from deltacheck.policy.stage import STABLE, Observation, Stage, advance
 from deltacheck.records import LeafSpec
 from deltacheck.store.schema import Derived
@@ -64,6 +64,7 @@ class Treatment:
         self._scales: dict[str, float] = {}
         self._pairs: dict[str, int] = {}  # the step at which the moments of a parameter were stored that are reused since
         self._counts: dict[str, int | None] = {}  # of the optimizer, at the last save
+        self._settled: tuple[Roles, Roles] | None = None  # before and after a proof that no capture has contradicted since
 
     def resumed(self) -> None:
         """A step was restored: nothing is known of the run that goes on from it."""
@@ -88,7 +89,7 @@ class Treatment:
         }
         self._observe(step, rates, metrics, specs)
         if self._stage.name == STABLE:
-            found = roles.prove(found, partial(self._is_cast, sources))
+            found = self._proven(found, sources)
         save = _Save(self, step, self._stage.name, sources)
         save.share_equal([path for path in known if path in sources])
         for parameter in found.parameters:
@@ -137,6 +138,17 @@ class Treatment:
     def _live(self, source: LeafSource) -> Array:
         """A leaf as it is now, 1-D."""
         return self._host(source.current()).view(source.spec.element.numpy)
+
+    def _proven(self, found: Roles, sources: Mapping[str, LeafSource]) -> Roles:
+        """Whose weights they are, by content; looked at again once a weight is not what its master says."""
+        settled = self._settled
+        if settled is None or settled[0] != found:
+            settled = self._settled = found, roles.prove(found, partial(self._is_cast, sources))
+        return settled[1]
+
+    def doubt(self) -> None:
+        """A weight was not the cast of its master, whatever the proof says."""
+        self._settled = None
 
     def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
         """Whether a weight is its master, rounded; told from a sample, since every value is checked again when it is captured."""
@@ -278,6 +290,7 @@ class _Group:
         made = lattice.codes(live, decision.spacing, decision.seed, weights=weights)
         error = made.largest_error / rate
         if made.refused or error > decision.terms.limit:
+            save._treatment.doubt()
             return save.exactly(path)
         save._treatment._spacings[path] = decision.spacing
         save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
@@ -302,12 +315,14 @@ class _Group:
         given = derive.cast(master, spec.element.numpy)
         if bounded is None:
             if not np.array_equal(given.view(np.uint16), live.view(np.uint16)):
+                save._treatment.doubt()
                 return save.exactly(path)
             save.promise(path, self._derive(path, decision, digest=_digest(spec, live)), None)
             return Coded(None, None)
         assert isinstance(decision.terms, Bounded)
         error = relative_l2(live, given)
         if not error <= decision.terms.limit:
+            save._treatment.doubt()
             return save.exactly(path)
         save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
         return Coded(None, None)

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias, cast
 
 import optree
@@ -62,6 +63,11 @@ def escape_key(key: object) -> str:
         raise UnsupportedLeaf(f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or integer keys")
     if isinstance(key, int):
         return _digits(int(key))
+    return _escaped(key)
+
+
+@lru_cache(1 << 14)  # states have the same keys at every save
+def _escaped(key: str) -> str:
     if not key.isascii():
         _require_utf8(key, f"the key {key!r}")
     if key == "" or _LOOKS_LIKE_INTEGER.match(key):

@@ -109,11 +109,12 @@ class Leaf:
     digest: str = ""
     key_segment: str = ""
     delta_segments: list[str] = field(default_factory=list)
+    delta_bytes: list[int] = field(default_factory=list)  # what a restore decodes of each
     reading: Any = None  # the write that still reads ``base`` where it lies
 
-    @property
-    def depth(self) -> int | None:
-        return None if self.base is None else len(self.delta_segments)
+    def is_due(self, policy: Policy) -> bool:
+        """Whether it is written whole."""
+        return needs_keyframe(policy, self.spec.path, self.spec.raw_bytes, None if self.base is None else self.delta_bytes)
 
     def free_base(self, timeout: float) -> None:
         """Wait until no write reads the base any more."""
@@ -239,7 +240,7 @@ class Work:
                 leaf = known
             if current is None:
                 pass
-            elif spec.path in self.due or needs_keyframe(policy.max_chain_depth, spec.path, leaf.depth):
+            elif spec.path in self.due or leaf.is_due(policy):
                 leaf.base = codec.copy(current, leaf.base)
                 self.keyframes.append(spec.path)
             elif isinstance(codec, GroupCodec) and codec.grouped(current, leaf.base):
@@ -394,7 +395,7 @@ class Work:
                     await_write(window.popleft()[1], self.setup.io_timeout_seconds)
             self.changed[path] = int(leaf.bounds[-1])
             self.encoded_bytes[path] = host.nbytes
-            leaf.key_segment, leaf.delta_segments = self.writer.id, []
+            leaf.key_segment, leaf.delta_segments, leaf.delta_bytes = self.writer.id, [], []
             self._enter(leaf, leaf.digests, key=key)
         for path, chunks in sorted(self.row_chunks.items()):
             leaf = leaves[path]
@@ -409,6 +410,7 @@ class Work:
             leaf.digests[stored] = fresh
             if leaf.digest:
                 leaf.delta_segments = [*leaf.delta_segments, self.writer.id]
+                leaf.delta_bytes = [*leaf.delta_bytes, self.encoded_bytes[path]]
             else:  # whole, encoded
                 leaf.key_segment = self.writer.id
             self._enter(leaf, fresh, delta=tuple(self.delta_rows[path]))

@@ -13,6 +13,7 @@ import pytest
 import deltacheck
 from deltacheck import errors
 from deltacheck.store.root import open_root
+from deltacheck.store.scratch import Scratch
 from tests.golden import make
 
 RELEASES = sorted(path for path in (Path(__file__).parent / "golden").iterdir() if path.is_dir() and path.name[0].isdigit())
@@ -74,7 +75,7 @@ def content_of(root: Any, manifest: Any) -> Any:
         table = forge.body_of({"attributes": deltacheck.store.schema.to_attributes(segment.table)})
         del table["id"], table["checksum"]
         parts = [segment.part(number) for number in range(len(segment.table.parts))]
-        streams = [{name: r.result().tobytes() for name, r in part.start(0, len(part.index)).items()} for part in parts]
+        streams = [{n: s.tobytes() for n, s in part.start(0, len(part.index), Scratch()).result().items()} for part in parts]
         segments.append((table, segment.digests.tolist(), [part.index.tolist() for part in parts], streams))
     return told, sorted(segments, key=lambda one: sorted(one[0]["leaves"]))
 

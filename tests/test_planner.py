@@ -253,8 +253,10 @@ def test_an_interval_after_which_everything_has_changed_is_told() -> None:
 
 
 def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
-    free = planner.plan(dense(), DISK, DAY, interval_steps=10)
-    tight = planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_seconds=40.0)
+    free, tight = (
+        planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_ratio=None, max_restore_seconds=most)
+        for most in (None, 40.0)
+    )
     assert tight.max_chain_depth < free.max_chain_depth == 32
     assert tight.ways[0].restore_seconds <= 40.0 < free.ways[0].restore_seconds
     rates = planner.at_interval(dense(), 10)
@@ -263,6 +265,16 @@ def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
     assert any("leaves no room for a delta" in reason for reason in whole.reasons)
     with pytest.raises(ValueError, match="without any delta, more than the 5 that"):
         planner.plan(dense(), DISK, DAY, max_restore_seconds=5.0)
+
+
+def test_where_everything_changes_a_restore_decodes_no_more_than_the_ratio_says() -> None:
+    plans = {
+        ratio: planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0] for ratio in (None, 3, 1)
+    }
+    assert plans[None].restore_seconds > 5 * plans[3].restore_seconds > 5 * plans[1].restore_seconds
+    assert plans[None].bytes < plans[3].bytes < plans[1].bytes
+    few = [planner.plan(sparse(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0] for ratio in (None, 6)]
+    assert few[0] == few[1], "32 deltas in which few words change hold less than that"
 
 
 def test_saves_that_are_slower_than_their_interval_are_spread_or_charged() -> None:
@@ -308,7 +320,7 @@ def train(root: Path, every: int, steps: int = 37) -> None:
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(3)]
     model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-    with Engine(root, policy=Policy.exact(max_chain_depth=100)) as engine:
+    with Engine(root, policy=Policy.exact(max_chain_depth=100, max_restore_ratio=None)) as engine:
         for step in range(steps):
             loss = (model(torch.randn(16, 300)) - 1).square().mean()
             optimizer.zero_grad()
@@ -411,7 +423,7 @@ def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(t
     run = AdamRun((96, 96), 3)
     run.advance(100)
     stored = []
-    with Engine(tmp_path, policy=Policy.model_exact(moments="dropped", max_chain_depth=100)) as engine:
+    with Engine(tmp_path, policy=Policy.model_exact(moments="dropped", max_chain_depth=100, max_restore_ratio=None)) as engine:
         for _ in range(14):
             run.advance(10)
             stored.append(engine.save(run.step, run.state()).result())

@@ -135,22 +135,19 @@ def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with
     ((number, first, rows),) = last.table.leaves[path].delta
     part, original = last.part(number), segment.PartReader.start
 
-    class Changed:
-        def __init__(self, reading: Any, begin: int, end: int) -> None:
-            self.reading, self.begin, self.end = reading, begin, end
-
+    class Changed(segment.StreamsReading):
         def result(self) -> Any:
-            values = self.reading.result().copy()
-            values[self.begin : self.end] = 255
-            return values
+            streams = super().result()
+            offsets = part.offsets["tiles"]
+            streams["tiles"][int(offsets[first]) : int(offsets[first + rows])] = 255
+            return streams
 
-    def start(self: Any, begin: int, stop: int) -> dict[str, Any]:
-        readings: dict[str, Any] = original(self, begin, stop)
-        if self is part:
-            assert (begin, stop) == (0, part.index.shape[0])
-            offsets = self.offsets["tiles"]
-            readings["tiles"] = Changed(readings["tiles"], int(offsets[first]), int(offsets[first + rows]))
-        return readings
+    def start(self: Any, begin: int, stop: int, scratch: Any) -> Any:
+        reading = original(self, begin, stop, scratch)
+        if self is not part:
+            return reading
+        assert (begin, stop) == (0, part.index.shape[0])
+        return Changed(*reading)
 
     monkeypatch.setattr(segment.PartReader, "start", start)
     with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):

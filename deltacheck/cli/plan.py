@@ -13,6 +13,7 @@ import typer
 from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, JustRoot
 from deltacheck.cli.output import Column, Row
+from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
     from deltacheck.policy.planner import Machine, Plan, Rates, Run
@@ -46,6 +47,12 @@ def plan(
     max_chain_depth: Annotated[
         int, typer.Option(min=0, metavar="N", help="Most deltas on a leaf. Larger: fewer keyframes, longer restore.")
     ] = 32,
+    max_restore_ratio: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="R", help="Most that a restore decodes of a leaf's deltas, in units of the leaf; 0: no limit."
+        ),
+    ] = RESTORE_RATIO,
     max_restore_seconds: Annotated[
         float | None, typer.Option(min=0, metavar="S", help="Recommend the chain depth that keeps a restore within this.")
     ] = None,
@@ -103,6 +110,7 @@ def plan(
         machine,
         run,
         max_chain_depth=max_chain_depth,
+        max_restore_ratio=max_restore_ratio or None,
         max_restore_seconds=max_restore_seconds,
         interval_steps=interval_steps,
     )

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
 
 import xxhash
+
+if TYPE_CHECKING:
+    from deltacheck.policy.presets import Policy
+
+LEAST_RATIO_BYTES = 16 << 10  # what deltas of smaller leaves hold, a restore does not notice
 
 
 def staggered(path: str, limit: int) -> int:
@@ -13,12 +20,34 @@ def staggered(path: str, limit: int) -> int:
     So what is due at the limit does not all fall on one save. It depends on nothing else: every process decides alike.
     """
     spread = limit // 2
-    return limit - (xxhash.xxh3_64_intdigest(path.encode()) % spread if spread else 0)
+    return limit - (_hash(path) % spread if spread else 0)
 
 
-def needs_keyframe(max_chain_depth: int, path: str, depth: int | None) -> bool:
-    """Whether a leaf is written whole: it has no base (``depth=None``), or its chain has reached its limit."""
-    return depth is None or depth >= staggered(path, max_chain_depth)
+def staggered_ratio(path: str, limit: float) -> float:
+    """As ``staggered``, of a ratio."""
+    return limit * (1 - _hash(path) / 2**65)
+
+
+def _hash(path: str) -> int:
+    return xxhash.xxh3_64_intdigest(path.encode())
+
+
+def needs_keyframe(policy: Policy, path: str, raw_bytes: int, deltas: Sequence[int] | None) -> bool:
+    """Whether a leaf is written whole: it has no base (``deltas=None``), or its chain has reached one of its limits.
+
+    ``deltas``: what each delta since the keyframe holds for a restore to decode, in bytes; ``raw_bytes``: of the leaf.
+    """
+    if deltas is None or len(deltas) >= staggered(path, policy.max_chain_depth):
+        return True
+    ratio = policy.max_restore_ratio
+    if ratio is None or raw_bytes < LEAST_RATIO_BYTES:
+        return False
+    return sum(deltas) >= staggered_ratio(path, ratio) * raw_bytes
+
+
+def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:
+    """How many deltas lie between two keyframes of a leaf where each holds ``delta_bytes`` for a restore to decode."""
+    return next(n for n in count() if needs_keyframe(policy, path, raw_bytes, [delta_bytes] * n))
 
 
 def due_for_reads(chains: Mapping[str, Sequence[str]], reads: Mapping[str, int], limit: int | None) -> frozenset[str]:

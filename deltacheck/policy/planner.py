@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from deltacheck.contracts import Bounded, Reused
 from deltacheck.dtypes import dtype_named
+from deltacheck.policy.presets import RESTORE_RATIO
 from deltacheck.profile.record import LeafProfile, Profile
 
 # How what changes grows with the steps between two checkpoints; fitted to our own runs, see planning.md.
@@ -233,11 +234,23 @@ def delta_bytes(rates: Rates) -> float:
     return sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
 
 
-def mean_bytes(rates: Rates, max_chain_depth: int) -> float:
+def mean_bytes(rates: Rates, max_chain_depth: int, max_restore_ratio: float | None = None) -> float:
     """Of a checkpoint, keyframes amortised. A leaf that never changes is never written again."""
     chain = mean_chain(max_chain_depth)
-    moving = [leaf for leaf in rates.leaves if leaf.density > 0]
-    return sum((leaf.key_bytes + chain * leaf.delta_bytes) / (chain + 1) for leaf in moving) + rates.tables_bytes
+    total = rates.tables_bytes
+    for leaf in (leaf for leaf in rates.leaves if leaf.density > 0):
+        within = [_chain_within(leaf, max_restore_ratio, share) for share in (0.5625, 0.6875, 0.8125, 0.9375)]
+        deltas = min(chain, sum(within) / len(within))
+        total += (leaf.key_bytes + deltas * leaf.delta_bytes) / (deltas + 1)
+    return total
+
+
+def _chain_within(leaf: LeafRate, max_restore_ratio: float | None, share: float = 1.0) -> float:
+    """Deltas that reach a share of the ratio, which is staggered between half of it and all. A changed word takes its own bytes and one for its
+    place, and a dense delta no more than the leaf.
+    """
+    held = min(1.0, leaf.density * (1 + 1 / leaf.word_bytes))
+    return math.inf if max_restore_ratio is None or not held else math.ceil(share * max_restore_ratio / held)
 
 
 def code_bits(spread: float) -> float:
@@ -317,10 +330,12 @@ def plan(
     run: Run,
     *,
     max_chain_depth: int = 32,
+    max_restore_ratio: float | None = RESTORE_RATIO,
     max_restore_seconds: float | None = None,
     interval_steps: int | None = None,
 ) -> Plan:
-    """Predict. ``interval_steps``: judge this interval, else find the best. ``max_restore_seconds``: shorten the chain until it is met.
+    """Predict. ``interval_steps``: judge this interval, else find the best. ``max_chain_depth``, ``max_restore_ratio``: as ``Policy`` has them.
+    ``max_restore_seconds``: shorten the chain until it is met.
 
     Raises ``ValueError`` where not even a keyframe can be restored in ``max_restore_seconds``.
     """
@@ -332,7 +347,7 @@ def plan(
     young, daly = young_interval(capture, run.mtbf_seconds), daly_interval(capture, run.mtbf_seconds)
 
     def durable(steps: float) -> float:
-        return capture + max(encode, mean_bytes(at_interval(rates, steps), max_chain_depth) / machine.write)
+        return capture + max(encode, mean_bytes(at_interval(rates, steps), max_chain_depth, max_restore_ratio) / machine.write)
 
     steps = interval_steps or _best_steps(daly, run.step_seconds)
     while interval_steps is None and durable(steps) > steps * run.step_seconds:
@@ -341,13 +356,13 @@ def plan(
     here = at_interval(rates, steps)
     depth = max_chain_depth
     if max_restore_seconds is not None:
-        base, each = restore_seconds(here, machine, run, 0), restore_seconds(here, machine, run, 1)
-        depth = depth_for(
-            max_seconds=max_restore_seconds, keyframe_seconds=base, delta_seconds=each - base, most=max_chain_depth
-        )
-    stored = mean_bytes(here, depth)
+        base, longest = (restore_seconds(here, machine, run, n, max_restore_ratio) for n in (0, max_chain_depth))
+        if longest > max_restore_seconds:
+            each = restore_seconds(here, machine, run, 1) - base
+            depth = depth_for(max_seconds=max_restore_seconds, keyframe_seconds=base, delta_seconds=each, most=max_chain_depth)
+    stored = mean_bytes(here, depth, max_restore_ratio)
     lag = capture + max(encode, stored / machine.write)
-    deltas = _way("deltas", steps, stored, capture, lag, restore_seconds(here, machine, run, depth), run)
+    deltas = _way("deltas", steps, stored, capture, lag, restore_seconds(here, machine, run, depth, max_restore_ratio), run)
     others = _whole(here, machine, run, capture, deltas)
     saves_bytes = stored <= PAYS_SHARE * keyframe_bytes(here)
     saves_time = deltas.waste < 0.99 * min(way.waste for way in others[:2])
@@ -357,7 +372,7 @@ def plan(
         keyframe_bytes=keyframe_bytes(here),
         delta_bytes=delta_bytes(here),
         max_chain_depth=depth,
-        read_bytes=keyframe_bytes(here) + depth * delta_bytes(here),
+        read_bytes=_read_bytes(here, depth, max_restore_ratio),
         young_seconds=young,
         daly_seconds=daly,
         saves_bytes=saves_bytes,
@@ -366,11 +381,17 @@ def plan(
     )
 
 
-def restore_seconds(rates: Rates, machine: Machine, run: Run, depth: int) -> float:
+def restore_seconds(rates: Rates, machine: Machine, run: Run, depth: int, max_restore_ratio: float | None = None) -> float:
     """Of the longest restore: reading keyframe and deltas, and decoding them: every word of a keyframe, the changed ones of a delta."""
-    reading = (keyframe_bytes(rates) + depth * delta_bytes(rates)) / machine.read
-    touched = rates.state_bytes + depth * sum(leaf.raw_bytes * leaf.density for leaf in rates.leaves)
-    return reading + touched / run.processes / machine.apply
+    reading = _read_bytes(rates, depth, max_restore_ratio) / machine.read
+    deltas = sum(min(depth, _chain_within(leaf, max_restore_ratio)) * leaf.raw_bytes * leaf.density for leaf in rates.leaves)
+    return reading + (rates.state_bytes + deltas) / run.processes / machine.apply
+
+
+def _read_bytes(rates: Rates, depth: int, max_restore_ratio: float | None) -> float:
+    """Of the longest restore."""
+    deltas = sum(min(depth, _chain_within(leaf, max_restore_ratio)) * leaf.delta_bytes for leaf in rates.leaves)
+    return keyframe_bytes(rates) + deltas + depth * rates.tables_bytes
 
 
 def _best_steps(interval_seconds: float, step_seconds: float) -> int:

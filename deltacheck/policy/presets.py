@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deltacheck.contracts import Exact
 
@@ -16,6 +16,9 @@ WEIGHTS = ("exact", "bounded")
 # Largest error of a bounded master: runs that were killed and resumed with it stayed within the noise between data orders, and no
 # element of theirs moved by 50 learning rates, where harm begins (docs/explanation/stability.md).
 MASTER_ERROR_LR = 32.0
+
+# Where everything changes, a restore then decodes seven times the state at most, and not 33 times; four to six deltas follow each keyframe.
+RESTORE_RATIO = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,16 @@ class Policy:
     fewer keyframes to write, longer restore, more segments that a step depends on. ``derive``: whether weights that are the cast of their
     master are left out of what is stored, and computed, proven by their digest, at a restore. Fewer bytes; plain zarr finds no weights then.
     ``max_restore_reads``: most arrays of deltas that a restore opens beside the keyframes. Smaller: a faster restore, above all from storage
-    with slow requests; more leaves written whole.
+    with slow requests; more leaves written whole. ``max_restore_ratio``: most that a restore decodes of a leaf's deltas, in units of the leaf's
+    own bytes; the delta that reaches it is the last. ``None``: what the depth allows. A delta of a leaf that changes everywhere counts as one,
+    where few words change as a few hundredths. Smaller: faster restores; larger: fewer bytes where everything changes.
     """
 
     max_chain_depth: int
     hidden: Hidden | None = None
     derive: bool = False
     max_restore_reads: int | None = None
+    max_restore_ratio: float | None = RESTORE_RATIO
 
     @property
     def is_exact(self) -> bool:
@@ -55,9 +61,16 @@ class Policy:
         return self.hidden is None and not self.derive
 
     @classmethod
-    def exact(cls, max_chain_depth: int = 32, *, derive: bool = False, max_restore_reads: int | None = None) -> Policy:
+    def exact(
+        cls,
+        max_chain_depth: int = 32,
+        *,
+        derive: bool = False,
+        max_restore_reads: int | None = None,
+        max_restore_ratio: float | None = RESTORE_RATIO,
+    ) -> Policy:
         """Lossless: every leaf is restored bit for bit. Raises ``ValueError`` for a limit below 0 (0: every save writes keyframes)."""
-        return cls(_checked(max_chain_depth), None, derive, None if max_restore_reads is None else _checked(max_restore_reads))
+        return cls(**_checked(max_chain_depth, max_restore_reads, max_restore_ratio), derive=derive)
 
     @classmethod
     def model_exact(
@@ -72,6 +85,7 @@ class Policy:
         betas: tuple[float, float] | None = None,
         max_chain_depth: int = 32,
         max_restore_reads: int | None = None,
+        max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
         """What the forward pass sees is restored bit for bit; optimizer state that it does not see is bounded or reused, once it is stable.
 
@@ -103,8 +117,8 @@ class Policy:
             None,
             betas,
         )
-        reads = None if max_restore_reads is None else _checked(max_restore_reads)
-        return cls(_checked(max_chain_depth), _checked_hidden(hidden), max_restore_reads=reads)
+        limits = _checked(max_chain_depth, max_restore_reads, max_restore_ratio)
+        return cls(**limits, hidden=_checked_hidden(hidden))
 
     @classmethod
     def post_training(
@@ -119,6 +133,7 @@ class Policy:
         max_age_steps: int = 200,
         max_chain_depth: int = 32,
         max_restore_reads: int | None = None,
+        max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
         """What the profile of an earlier run allows: its stable set, from its stable start on. Everything else is exact.
 
@@ -143,14 +158,24 @@ class Policy:
             betas,
         )
         kept = None if profile.stable_start is None or betas is None else _checked_hidden(hidden)
-        reads = None if max_restore_reads is None else _checked(max_restore_reads)
-        return cls(_checked(max_chain_depth), kept, derive=True, max_restore_reads=reads)
+        limits = _checked(max_chain_depth, max_restore_reads, max_restore_ratio)
+        return cls(**limits, hidden=kept, derive=True)
 
 
-def _checked(limit: int) -> int:
-    if limit < 0:
-        raise ValueError(f"max_chain_depth and max_restore_reads must be at least 0, not {limit}")
-    return limit
+def _checked(max_chain_depth: int, max_restore_reads: int | None, max_restore_ratio: float | None) -> dict[str, Any]:
+    """The limits of a chain by their names."""
+    for limit in (max_chain_depth, max_restore_reads or 0):
+        if limit < 0:
+            raise ValueError(f"max_chain_depth and max_restore_reads must be at least 0, not {limit}")
+    if max_restore_ratio is not None and not max_restore_ratio > 0:
+        raise ValueError(
+            f"max_restore_ratio must be above 0, not {max_restore_ratio}; max_chain_depth=0 writes every leaf whole"
+        )
+    return {
+        "max_chain_depth": max_chain_depth,
+        "max_restore_reads": max_restore_reads,
+        "max_restore_ratio": max_restore_ratio,
+    }
 
 
 def _checked_hidden(hidden: Hidden) -> Hidden:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -23,6 +23,7 @@ from deltacheck.store.durability import Durability
 from deltacheck.store.effort import Effort
 from deltacheck.store.place import ObjectPath, Place
 from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
+from deltacheck.store.scratch import Scratch
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
@@ -375,14 +376,28 @@ class PartReader:
         """Whether reading past these rows costs less than a read of its own: a chunk of a stream is decoded whole in any case."""
         return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
 
-    def start(self, first: int, stop: int) -> dict[str, Reading]:
+    def start(self, first: int, stop: int, scratch: Scratch) -> StreamsReading:
         """Begin to read the streams of rows ``first`` to ``stop``."""
-        readings: dict[str, Reading] = {}
+        readings, data = [], {}
         for name, offsets in self.offsets.items():
             begin, end = int(offsets[first]), int(offsets[stop])
             if end > begin:
-                readings[name] = self._arrays[name].start([slice(begin, end)])
-        return readings
+                data[name] = scratch.take(end - begin)
+                readings.append(self._arrays[name].start_into(data[name], [slice(begin, end)]))
+        return StreamsReading(readings, data)
+
+
+class StreamsReading(NamedTuple):
+    """Streams being read into ``data``, by name: memory that goes back to its ``Scratch`` when nobody needs it."""
+
+    readings: list[Reading]
+    data: dict[str, U8]
+
+    def result(self) -> Mapping[str, U8]:
+        """The streams. Raises what ``Reading.result`` raises; the others may then still be written to."""
+        for reading in self.readings:
+            reading.result()
+        return self.data
 
 
 def stream_sizes(index: U32) -> dict[str, U64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -35,11 +36,16 @@ def describe(value: object) -> ArrayLeaf | None:
         raise UnsupportedLeaf(
             f"a tensor of layout {value.layout} (quantized: {value.is_quantized}) is not a dense array; save its parts"
         )
-    name = dtype_named(str(value.dtype).removeprefix("torch.")).name
+    name = _name_of(value.dtype)
     identity = None
     if value.numel():
         identity = (str(value.device), value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity)
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return dtype_named(str(dtype).removeprefix("torch.")).name
 
 
 def local_of(value: object) -> object:
@@ -54,11 +60,13 @@ def is_plain(value: torch.Tensor) -> bool:
 
 def flat_bytes(value: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor where it lies, uint8 1-D in C order: a view of plain tensors, a copy of all others."""
-    with torch.no_grad():
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        if plain.is_complex():
-            plain = torch.view_as_real(plain)
-        return plain.reshape(-1).view(torch.uint8)
+    plain = value.detach()
+    if not is_plain(value):
+        with torch.no_grad():
+            plain = plain.resolve_conj().resolve_neg().contiguous()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:
