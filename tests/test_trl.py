@@ -14,7 +14,7 @@ import pytest
 pytestmark = [
     pytest.mark.xdist_group("trl"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed (make trl-test)"),
+    pytest.mark.skipif(not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed"),
 ]
 
 
