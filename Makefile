@@ -26,7 +26,7 @@ ZSTD := build/zstd
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test experiments fuzz soak crash-test damage-test power-test store-test rank-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo docs test experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -67,6 +67,16 @@ rank-test: $(VENV)/.stamp-install build/deepspeed/.stamp  ## save and restore wi
 build/deepspeed/.stamp: constraints.txt | $(VENV)/.stamp-install
 	rm -rf $(@D)
 	DS_BUILD_OPS=0 $(PIP) install --quiet --no-deps --target $(@D) $(PINNED) deepspeed einops hjson py-cpuinfo
+	touch $@
+
+trl-test: $(VENV)/.stamp-install build/trl/.stamp  ## kill and resume TRL's trainers: SFT with and without LoRA, DPO, GRPO; run its how-to (a minute)
+	PYTHONPATH="$(CURDIR)/build/trl/site-packages" $(BIN)/pytest -n 0 -k trl tests/test_trl.py tests/test_docs.py $(ARGS)
+
+# Not in .venv, either: 80 MB for one test. The folder's name matters: datasets names its data by a pickle, for which dill goes through
+# every module whose path has no `site-packages` in it, until it fails.
+build/trl/.stamp: constraints.txt | $(VENV)/.stamp-install
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D)/site-packages $(PINNED) trl datasets dill multiprocess pandas pyarrow
 	touch $@
 
 # Trials of `make damage-test`.

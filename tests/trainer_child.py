@@ -6,6 +6,8 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,37 +63,7 @@ def trainer(folder: Path, *callbacks: TrainerCallback, make: Any = model, **opti
         str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
         **options,
     )  # fmt: skip
-    if make is None:
-        return supervised(arguments, list(callbacks))
     return Trainer(make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks))
-
-
-def supervised(arguments: TrainingArguments, callbacks: list[TrainerCallback]) -> Trainer:
-    """TRL's, over tokens that are ready, so that nothing is fetched."""
-    import datasets
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({str(n): n for n in range(32)}, unk_token="0")),
-        pad_token="0",
-        eos_token="1",
-    )
-    lines = datasets.Dataset.from_list(
-        [{"input_ids": line["input_ids"].tolist()} for line in map(Lines().__getitem__, range(20))]
-    )
-    own = {k: getattr(arguments, k) for k in ("output_dir", "max_steps", "save_steps", "logging_steps", "learning_rate")}
-    config = SFTConfig(
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        **own,
-    )
-    return SFTTrainer(model(), config, train_dataset=lines, processing_class=words, callbacks=callbacks)
 
 
 def outcome(one: Trainer) -> dict[str, object]:
@@ -105,17 +77,19 @@ def outcome(one: Trainer) -> dict[str, object]:
     }
 
 
-def train(folder: Path, *more: TrainerCallback, resume: Any = None, **options: Any) -> dict[str, object]:
-    one = trainer(folder, DeltaCheckCallback(), *more, **options)
+def train(
+    folder: Path, *more: TrainerCallback, resume: Any = None, start: Callable[..., Trainer] = trainer, **options: Any
+) -> dict[str, object]:
+    one = start(folder, DeltaCheckCallback(), *more, **options)
     one.train(resume)
     return outcome(one)
 
 
-def killed_and_resumed(make: Any, folder: Path) -> dict[str, Any]:
+def killed_and_resumed(start: Callable[..., Trainer], folder: Path) -> dict[str, Any]:
     return {
-        "whole": forked(lambda: train(folder / "whole", make=make)),
-        "killed": forked(lambda: train(folder / "parts", Kill(), make=make)),
-        "resumed": forked(lambda: train(folder / "parts", make=make)),
+        "whole": forked(lambda: train(folder / "whole", start=start)),
+        "killed": forked(lambda: train(folder / "parts", Kill(), start=start)),
+        "resumed": forked(lambda: train(folder / "parts", start=start)),
     }
 
 
@@ -221,8 +195,6 @@ def examples(folder: Path) -> Any:
     runs = [("hf_trainer.py", 6, "--every", 3), ("hf_trainer.py", 8), ("accelerate_loop.py", 5), ("accelerate_loop.py", 12)]
     if "peft" in SCENARIOS:
         runs += [("hf_trainer.py", 6, "--every", 3, "--lora"), ("hf_trainer.py", 8, "--lora")]
-    if "trl" in SCENARIOS:
-        runs += [("hf_sft_lora.py", 6), ("hf_sft_lora.py", 8)]
 
     def run(name: str, steps: int, *more: object) -> str:
         root = folder / f"{name}{'--lora' in more}"
@@ -233,7 +205,7 @@ def examples(folder: Path) -> Any:
 
 SCENARIOS: dict[str, Any] = {
     "examples": examples,
-    "killed_and_resumed": lambda folder: killed_and_resumed(model, folder),
+    "killed_and_resumed": partial(killed_and_resumed, trainer),
     "asked_for": asked_for,
     "bare": bare,
     "plain": plain,
@@ -242,10 +214,8 @@ SCENARIOS: dict[str, Any] = {
     "refused": refused,
     "accelerated": accelerated,
 }
-if importlib.util.find_spec("trl") and importlib.util.find_spec("datasets"):
-    SCENARIOS["trl"] = lambda folder: killed_and_resumed(None, folder)
 if importlib.util.find_spec("peft"):
-    SCENARIOS |= {"peft": lambda folder: killed_and_resumed(lora, folder), "peft_leaves": peft_leaves}
+    SCENARIOS |= {"peft": partial(killed_and_resumed, partial(trainer, make=lora)), "peft_leaves": peft_leaves}
 
 if __name__ == "__main__":
     run_all(SCENARIOS, Path(sys.argv[1]))
