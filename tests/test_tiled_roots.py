@@ -1,0 +1,360 @@
+"""A root that ranks wrote says what the root of one process says of the same states: every command and every way to read, one after the other.
+
+What a tool does to such a root, and how it tells of damage, is in ``test_tiled_tools.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from adam_run import AdamRun
+from ranked_run import RankedRun, cells, rows
+from safetensors.numpy import load_file
+from states import assert_same
+
+import deltacheck
+from deltacheck import Mirror, Policy, Profile, errors
+from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
+from deltacheck.report.collect import collect
+from deltacheck.store.root import open_root
+from deltacheck.tier import Bond, write_bond
+
+# Which ranks saved how many steps, one group after the other: two axes, one axis, one process that keeps the cuts, and cuts that fit none of them.
+GROUPS = ((4, cells, 3), (2, rows, 2), (1, rows, 1), (3, rows, 2))
+RECUT = 6  # the first step of the last group, which writes all large leaves whole
+NEWEST = 7
+BIG, MASK = "model/big", "model/mask"
+ROOT = "ROOT"  # in a command of the tables
+SPEEDS = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Two roots of the same steps. ``states``: of each."""
+
+    one: Path
+    many: Path
+    states: list[Any]
+
+    def __iter__(self) -> Iterator[Path]:
+        yield from (self.one, self.many)
+
+    def copy(self, folder: Path) -> Roots:
+        for name, root in (("one", self.one), ("many", self.many)):
+            shutil.copytree(root, folder / name)
+        return Roots(folder / "one", folder / "many", self.states)
+
+
+def states() -> list[Any]:
+    """An Adam run; a large leaf of which at step 1 only a part moves and at step 4 nothing; one that never moves; an empty one, a scalar, a text."""
+    run, random = AdamRun((64, 96), 2, rate=1e-3), np.random.default_rng(3)
+    big = random.standard_normal((700, 500)).astype(np.float32)
+    mask = big[:40, :30] > 0
+    found = []
+    for step in range(NEWEST + 1):
+        run.advance()
+        part = big[: {1: 300, 4: 0}.get(step)]
+        part[random.random(part.shape) < 0.02] *= np.float32(1.01)
+        state = run.state()
+        state["model"] |= {
+            "big": big.copy(),
+            "empty": np.zeros((0, 4), np.int32),
+            "mask": mask,
+            "scale": np.array(0.5, np.float32),
+        }
+        found.append(state | {"name": "a run"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
+    folder = tmp_path_factory.mktemp("roots")
+    made = Roots(folder / "one", folder / "many", states())
+    groups = iter(GROUPS)
+    left = 0
+    with Engine(made.one) as engine:
+        for step, state in enumerate(made.states):
+            if left == 0:
+                size, layout, left = next(groups)
+                run = RankedRun(made.many, size, layout)
+                if step:
+                    run.resume(made.states[step - 1])
+            metrics = {"loss": 1 / (step + 1), "grad_norm": 2.0}
+            assert not [found for found in run.save(step, state, metrics) if isinstance(found, BaseException)]
+            engine.save(step, state, metrics=metrics).result(60)
+            left -= 1
+            if left == 0:
+                run.close()
+    cuts = [open_root(made.many).manifest(step).tiles[BIG].cuts for step in (2, NEWEST)]
+    assert cuts == [((0, 350, 700), (0, 250, 500)), ((0, 234, 468, 700), (0, 500))]
+    return made
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """A command in this process on one of the roots: what it says as JSON. No text of it names a tile as it is stored."""
+
+    def call(root: Path, *words: object) -> Any:
+        line = [str(root) if word == ROOT else str(word) for word in words]
+        capsys.readouterr()
+        assert main([*line, "--json"]) == 0
+        found = capsys.readouterr().out
+        assert "%@" not in found
+        return json.loads(found)
+
+    return call
+
+
+@pytest.fixture
+def both(tool: Any, roots: Roots) -> Callable[..., list[Any]]:
+    """What a command says of the root of one process, and of that of ranks."""
+    return lambda *words: [tool(root, *words) for root in roots]
+
+
+def without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in names}
+
+
+# --- what commands say -----------------------------------------------------------------------------------------------------------
+
+# What two runs of the same states have of their own, whoever wrote them.
+OWN = ("root", "time", "stored_bytes", "written_bytes", "durability", "seconds_since_previous")
+
+
+def listed(found: Any) -> Any:
+    return [without(row, *OWN) for row in found["steps"]]
+
+
+def told_of_leaves(found: Any) -> Any:
+    leaves = [without(row, "tiles", "ranks") for row in found["leaves"]]
+    return without(found, *OWN, "digest", "segments") | {"leaves": leaves}
+
+
+def logged(found: Any) -> Any:
+    """The steps whose chains go on as those of one process do."""
+    return listed(found)[:RECUT]
+
+
+def moved(found: Any) -> Any:
+    """The order in which a norm is summed up is that of the tiles."""
+    found["changed"] = [row | {"relative_l2": pytest.approx(row["relative_l2"])} for row in found["changed"]]
+    return without(found, "root")
+
+
+def ages(found: Any) -> Any:
+    """Tiles have other chunks than the leaf: what is the same is since when some of them are as they are."""
+    since: dict[str, list[Any]] = {}
+    for row in found["parts"]:
+        since.setdefault(row["path"], []).append(row["since"])
+    return since
+
+
+def checked(found: Any) -> Any:
+    return without(found, "root", "all_bytes", "checked_bytes")
+
+
+def planned(found: Any) -> Any:
+    bytes_ = {name: pytest.approx(found[name], rel=0.1) for name in ("keyframe_bytes", "delta_bytes", "read_bytes")}
+    kept = ("state_bytes", "verdict", "saves_bytes", "saves_time", "observed_interval_steps", "max_chain_depth")
+    return {name: found[name] for name in kept} | bytes_
+
+
+COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
+    "ls": (["ls", ROOT], listed),
+    **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (0, 2, 3, 4, 5)},
+    "show some": (["show", ROOT, NEWEST, "--leaves", "model/scale", "--leaves", "model/e*"], told_of_leaves),
+    "log": (["log", ROOT], logged),
+    "log of classes": (["log", ROOT, "--by-class", "--levels", 2], logged),
+    **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (3, 4), (4, RECUT), (RECUT, NEWEST), (NEWEST, 0))},
+    "diff of some": (["diff", ROOT, 5, NEWEST, "--leaves", "*exp_avg*", "--leaves", MASK], moved),
+    "blame": (["blame", ROOT, 2], ages),
+    "verify": (["verify", ROOT], checked),
+    "verify deep": (["verify", ROOT, "--deep"], checked),
+    "verify one": (["verify", ROOT, NEWEST, "--deep"], checked),
+    "plan": (["plan", ROOT, *SPEEDS, "--step-seconds", 1], planned),
+    "repair": (["repair", ROOT, "--dry-run"], lambda found: without(found, "root")),
+    "prune": (["prune", ROOT, "--keep-last", 2, "--keep-best", "loss:max:1", "--dry-run"], lambda found: without(found, "root")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_the_same_of_what_ranks_wrote(both: Any, name: str) -> None:
+    words, content = COMMANDS[name]
+    one, many = (content(found) for found in both(*words))
+    assert one == many
+
+
+@pytest.mark.parametrize("name", [name for name, (words, _) in COMMANDS.items() if words[0] != "prune"])
+def test_people_read_of_leaves_and_not_of_what_they_are_stored_as(
+    roots: Roots, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    capsys.readouterr()
+    assert main([str(roots.many) if word == ROOT else str(word) for word in COMMANDS[name][0]]) == 0
+    assert "%@" not in "".join(capsys.readouterr())
+
+
+def test_the_first_save_after_another_cut_says_what_it_wrote_whole(both: Any, roots: Roots) -> None:
+    one, many = (found["steps"][RECUT] for found in both("log", ROOT))
+    cut = [path for path, array in leaves_of(roots.states[RECUT]).items() if array.ndim == 2 and array.size]
+    assert (one["keyframes"], many["keyframes"]) == (0, len(cut))
+    assert one["deltas"] == many["deltas"] + len(cut) - 1  # the mask, which has not moved
+    assert many["words"] < one["words"]  # its density is of the others alone
+
+
+def test_a_leaf_that_is_only_cut_otherwise_has_not_moved(both: Any, roots: Roots) -> None:
+    assert len({open_root(roots.many).manifest(step).tiles[MASK].cuts for step in (2, NEWEST)}) == 2
+    for found in both("diff", ROOT, 2, NEWEST, "--leaves", MASK):
+        assert (found["changed"], found["unchanged"]) == ([], 1)
+
+
+def test_a_leaf_that_is_only_cut_otherwise_may_be_older_than_its_cuts(both: Any) -> None:
+    one, many = (ages(found) for found in both("blame", ROOT, NEWEST))
+    assert one[MASK] == [{"step": 0, "or_earlier": True}]
+    assert many[MASK] == [{"step": RECUT, "or_earlier": True}]
+    assert {path: since for path, since in many.items() if path != MASK} == {
+        path: since for path, since in one.items() if path != MASK
+    }
+    assert one[BIG] == [{"step": NEWEST, "or_earlier": False}]
+    one, many = (ages(found) for found in both("blame", ROOT, 4, "--leaves", BIG))
+    assert one == many == {BIG: [{"step": 3, "or_earlier": False}]}
+
+
+def test_a_profile_is_that_of_the_same_run_in_one_process(both: Any, roots: Roots, tool: Any, tmp_path: Path) -> None:
+    found = []
+    for name, root in (("one", roots.one), ("many", roots.many)):
+        tool(root, "profile", ROOT, "-o", tmp_path / name)
+        found.append(json.loads((tmp_path / name).read_text()) | {"source": ""})
+    assert found[0] == found[1]
+    leaves = Profile.read(tmp_path / "many").leaves
+    assert (leaves[BIG].kind, leaves[MASK].kind, leaves["model/w0"].derived_from) == (
+        "sparse",
+        "frozen",
+        "optimizer/state/0/master",
+    )
+    plans = [tool(roots.many, "plan", "--profile", tmp_path / name, *SPEEDS, "--step-seconds", 1) for name in ("one", "many")]
+    assert without(plans[0], "source") == without(plans[1], "source")
+
+
+def test_a_report_tells_of_the_same_leaves_and_how_much_of_them_changed(roots: Roots, tool: Any, tmp_path: Path) -> None:
+    one, many = (collect(root) for root in roots)
+    assert (one.groups, one.problems) == (many.groups, many.problems)
+    for before, after in zip(one.steps[:RECUT], many.steps, strict=False):
+        assert (before.raw_bytes, before.leaves, before.changed) == (after.raw_bytes, after.leaves, after.changed)
+    assert many.steps[NEWEST].changed[BIG] == one.steps[NEWEST].changed[BIG]
+    tool(roots.many, "profile", ROOT, "-o", tmp_path / "profile.json")
+    told = tool(roots.many, "report", ROOT, "-o", tmp_path / "report.html", "--profile", tmp_path / "profile.json")
+    assert told["figures"] == ["bytes", "changes", "drift", "contracts", "restore"]
+    page = (tmp_path / "report.html").read_text()
+    assert "%@" not in page
+    assert BIG in page
+
+
+# --- what goes out ---------------------------------------------------------------------------------------------------------------
+
+
+def leaves_of(state: Any, at: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= leaves_of(value, f"{at}{key}/")
+        elif isinstance(value, np.ndarray):
+            found[f"{at}{key}"] = value
+    return found
+
+
+@pytest.mark.parametrize("step", [2, 5, NEWEST])
+@pytest.mark.parametrize("chosen", [[], ["--leaves", "model/*", "--strip", "model/"]], ids=["all", "some"])
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "pt"])
+def test_an_export_is_that_of_the_same_step_in_one_process(
+    roots: Roots, tool: Any, tmp_path: Path, kind: str, chosen: list[str], step: int
+) -> None:
+    files = [tmp_path / f"{name}.{kind}" for name in ("one", "many")]
+    for root, file in zip(roots, files, strict=True):
+        tool(root, "export", ROOT, step, "--out", file, *chosen)
+    if kind == "safetensors":  # which names its source
+        found = load_file(files[1])
+        wanted = leaves_of(roots.states[step])
+        if chosen:
+            wanted = {path.removeprefix("model/"): array for path, array in wanted.items() if path.startswith("model/")}
+        assert_same(dict(sorted(found.items())), dict(sorted(wanted.items())))
+    else:
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_orbax_folder_has_whole_leaves(roots: Roots, tool: Any, tmp_path: Path) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tool(
+        roots.many, "export", ROOT, NEWEST, "--out", tmp_path / "x.orbax", "--leaves", "model/[bmsw]*", "--leaves", "*exp_avg*"
+    )
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "x.orbax")
+    wanted = {path: array for path, array in leaves_of(roots.states[NEWEST]).items() if path in found}
+    assert len(found) == 12
+    assert_same({path: np.asarray(value) for path, value in sorted(found.items())}, dict(sorted(wanted.items())))
+
+
+# --- reading from Python ---------------------------------------------------------------------------------------------------------
+
+
+def some_box(shape: tuple[int, ...], draw: random.Random) -> tuple[slice | int, ...]:
+    """A box as users write it: fewer axes than there are, numbers from the end, nothing."""
+    box: list[slice | int] = []
+    for size in shape[: draw.randint(0, len(shape))]:
+        kind = draw.randrange(3)
+        if kind == 0 and size:
+            box.append(draw.randrange(-size, size))
+        elif kind == 1:
+            box.append(slice(*sorted(draw.randint(0, size) for _ in "ab")))
+        else:
+            box.append(slice(-draw.randint(1, 30), None))
+    return tuple(box)
+
+
+def test_any_box_of_any_leaf_of_any_step_is_what_was_saved(roots: Roots) -> None:
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+    opened = deltacheck.open(roots.many)
+    for step, state in enumerate(roots.states):
+        for path, array in leaves_of(state).items():
+            box = some_box(array.shape, draw)
+            kept = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in box)
+            found = opened.restore(step, slices={path: box})[path]
+            assert_same(found, np.array(array[kept])), f"seed {seed}: step {step}, {path}, {box}"
+
+
+def test_leaves_and_boxes_are_given_together(roots: Roots) -> None:
+    wanted = {"leaves": [BIG, "model/scale", "model/w0"], "slices": {BIG: (slice(340, 360), 3), MASK: (-1,), "model/empty": ()}}
+    one, many = (deltacheck.open(root).restore(NEWEST, **wanted) for root in roots)
+    assert_same(one, many)
+    assert {path: array.shape for path, array in many.items()} == {
+        BIG: (20, 1), "model/scale": (), "model/w0": (64, 96), MASK: (1, 30), "model/empty": (0, 4)
+    }  # fmt: skip
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"slices": {BIG: (9999,)}}, ValueError, "out of range"),
+    ({"slices": {BIG: (slice(0, 9, 2),)}}, ValueError, "step 1"),
+    ({"slices": {BIG: (0, 0, 0)}}, ValueError, "too many"),
+    ({"leaves": [f"{BIG}%@0,0"]}, errors.StepNotFound, "near it: 'model/big'"),
+    ({"slices": {f"{BIG}%@0,0": ()}}, errors.StepNotFound, "near it: 'model/big'"),
+    ({"leaves": [BIG], "max_bytes": 1000}, errors.BudgetExceeded, "1400000 bytes"),
+    ({"slices": {BIG: (slice(0, 2),)}, "max_bytes": 10}, errors.BudgetExceeded, "4000 bytes"),
+    ({"expected_digest": "sha256:" + "0" * 64}, errors.Damaged, "is not the one that is expected"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "kind", "message"), REFUSED, ids=[str(one[0]) for one in REFUSED])
+def test_what_is_refused_of_a_leaf_is_refused_of_one_in_tiles(
+    roots: Roots, wanted: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    for root in roots:
+        with pytest.raises(kind, match=message):
+            deltacheck.open(root).restore(NEWEST, **wanted)
