@@ -14,7 +14,9 @@ from deltacheck.store.root import Root, commit
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What was done. ``leaves``: how many were written whole, one in tiles counts once; ``deltas``: of the longest chain before; ``stored_bytes``: of all new files."""
+    """What was done. ``leaves``: how many were written whole, one in tiles counting once; ``deltas``: of the longest chain before;
+    ``stored_bytes``: of all new files.
+    """
 
     step: int
     seq: int

@@ -5,7 +5,9 @@ What a tool does to such a root, and how it tells of damage, is in ``test_tiled_
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ import pytest
 from adam_run import AdamRun
 from ranked_run import RankedRun, cells, rows
 from safetensors.numpy import load_file
-from states import assert_same
+from states import assert_same, bits, differences
 
 import deltacheck
 from deltacheck import Mirror, Policy, Profile, errors
@@ -81,7 +83,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
     made = Roots(folder / "one", folder / "many", states())
     groups = iter(GROUPS)
     left = 0
-    with Engine(made.one) as engine:
+    with Engine(made.one, durability="process") as engine:
         for step, state in enumerate(made.states):
             if left == 0:
                 size, layout, left = next(groups)
@@ -170,11 +172,11 @@ def planned(found: Any) -> Any:
 
 COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "ls": (["ls", ROOT], listed),
-    **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (0, 2, 3, 4, 5)},
+    **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (0, 2, 3, 5)},
     "show some": (["show", ROOT, NEWEST, "--leaves", "model/scale", "--leaves", "model/e*"], told_of_leaves),
     "log": (["log", ROOT], logged),
     "log of classes": (["log", ROOT, "--by-class", "--levels", 2], logged),
-    **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (3, 4), (4, RECUT), (RECUT, NEWEST), (NEWEST, 0))},
+    **{f"diff {a} {b}": (["diff", ROOT, a, b], moved) for a, b in ((0, 2), (2, 3), (4, RECUT))},
     "diff of some": (["diff", ROOT, 5, NEWEST, "--leaves", "*exp_avg*", "--leaves", MASK], moved),
     "blame": (["blame", ROOT, 2], ages),
     "verify": (["verify", ROOT], checked),
@@ -193,7 +195,7 @@ def test_a_command_says_the_same_of_what_ranks_wrote(both: Any, name: str) -> No
     assert one == many
 
 
-@pytest.mark.parametrize("name", [name for name, (words, _) in COMMANDS.items() if words[0] != "prune"])
+@pytest.mark.parametrize("name", ["show 2", "log of classes", "diff 2 3", "blame", "verify", "plan", "repair"])
 def test_people_read_of_leaves_and_not_of_what_they_are_stored_as(
     roots: Roots, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -271,11 +273,12 @@ def leaves_of(state: Any, at: str = "") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("step", [2, 5, NEWEST])
-@pytest.mark.parametrize("chosen", [[], ["--leaves", "model/*", "--strip", "model/"]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("step", "chosen"), [(NEWEST, []), (2, ["--leaves", "model/*", "--strip", "model/"])], ids=["all", "some"]
+)
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "pt"])
 def test_an_export_is_that_of_the_same_step_in_one_process(
-    roots: Roots, tool: Any, tmp_path: Path, kind: str, chosen: list[str], step: int
+    roots: Roots, tool: Any, tmp_path: Path, kind: str, step: int, chosen: list[str]
 ) -> None:
     files = [tmp_path / f"{name}.{kind}" for name in ("one", "many")]
     for root, file in zip(roots, files, strict=True):
@@ -319,7 +322,8 @@ def some_box(shape: tuple[int, ...], draw: random.Random) -> tuple[slice | int, 
 
 
 def test_any_box_of_any_leaf_of_any_step_is_what_was_saved(roots: Roots) -> None:
-    seed = random.randrange(1 << 30)
+    seed = int(os.environ.get("DELTACHECK_BOXES_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"seed {seed}. Replay: DELTACHECK_BOXES_SEED={seed} pytest {__file__} -k any_box")
     draw = random.Random(seed)
     opened = deltacheck.open(roots.many)
     for step, state in enumerate(roots.states):
@@ -327,7 +331,7 @@ def test_any_box_of_any_leaf_of_any_step_is_what_was_saved(roots: Roots) -> None
             box = some_box(array.shape, draw)
             kept = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in box)
             found = opened.restore(step, slices={path: box})[path]
-            assert_same(found, np.array(array[kept])), f"seed {seed}: step {step}, {path}, {box}"
+            assert not list(differences(found, np.asarray(array[kept]), f"step {step}, {path}, {box}"))
 
 
 def test_leaves_and_boxes_are_given_together(roots: Roots) -> None:
@@ -358,3 +362,180 @@ def test_what_is_refused_of_a_leaf_is_refused_of_one_in_tiles(
     for root in roots:
         with pytest.raises(kind, match=message):
             deltacheck.open(root).restore(NEWEST, **wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("step", [2, NEWEST])
+def test_every_framework_reads_what_ranks_wrote(roots: Roots, step: int) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from deltacheck.backends.torch import DeltaStorageReader, load
+
+    one, many = (load(root, step) for root in roots)
+    assert_same(many, one)
+    model = roots.states[step]["model"]
+    target = {"big": torch.zeros(700, 500), "mask": torch.zeros(40, 30, dtype=torch.bool), "w1": torch.zeros(64, 96).bfloat16()}
+    dcp.load({"model": target}, storage_reader=DeltaStorageReader(roots.many, step), no_dist=True)
+    assert all(bits(target[name]) == bits(model[name]) for name in target)
+
+
+def test_jax_reads_under_any_sharding_what_ranks_wrote(roots: Roots) -> None:
+    jax = pytest.importorskip("jax")
+    from deltacheck.backends.orbax import load
+
+    mesh = jax.make_mesh((2, 2), ("x", "y"))
+    specs = {(700, 500): ("x", "y"), (64, 96): ("y",), (40, 30): (None, "x")}
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        sharding = jax.NamedSharding(mesh, jax.P(*specs.get(value.shape, ())))
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    state = roots.states[NEWEST]
+    target = jax.tree.map(placed, state)
+    found = load(roots.many, NEWEST, target)
+    for wanted, array, value in zip(*(jax.tree.leaves(one) for one in (target, found, state)), strict=True):
+        if isinstance(value, np.ndarray):
+            assert array.sharding == wanted.sharding
+            assert bits(np.asarray(array)) == bits(value)
+
+
+def one_after_the_other(root: Path, folder: Path, **options: Any) -> Iterator[deltacheck.Update]:
+    """What a follower is told where it looks after each commit."""
+    shutil.copytree(root, folder)
+    first, *later = sorted(path for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    for path in later:
+        path.rename(folder / path.name)
+    follower = deltacheck.follow(folder, **options)
+    for path in (first, *later):
+        if path is not first:
+            (folder / path.name).rename(path)
+        update = follower.poll()
+        assert update is not None
+        yield update
+
+
+def test_a_follower_is_told_the_same_of_every_step(roots: Roots, tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    from deltacheck.backends.orbax import applied
+    from deltacheck.backends.torch import apply
+
+    wanted = [BIG, MASK, "model/w0", "model/scale"]
+    first = {name: roots.states[0]["model"][name] for name in ("big", "mask", "w0", "scale")}
+    tensors = {"model": {name: tensors_of(value) for name, value in first.items()}}
+    arrays = {"model": {name: jax.numpy.asarray(value) for name, value in first.items()}}
+    told = (one_after_the_other(root, tmp_path / root.name, leaves=wanted) for root in roots)
+    for step, (one, many) in enumerate(zip(*told, strict=True)):
+        assert (many.step, many.since, many.names, many.metrics) == (one.step, one.since, one.names, one.metrics)
+        assert many.changes.keys() == one.changes.keys()
+        for path, change in many.changes.items():
+            assert bits(change.values) == bits(one.changes[path].values)
+            assert (change.positions is None) == (one.changes[path].positions is None)
+            assert change.positions is None or np.array_equal(change.positions, one.changes[path].positions)
+        apply(many, tensors)
+        arrays = applied(many, arrays)
+        for name, value in roots.states[step]["model"].items():
+            if name in first:
+                assert bits(tensors["model"][name]) == bits(np.asarray(arrays["model"][name])) == bits(value)
+
+
+# --- what is done to a root, and who goes on with it -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(roots: Roots, tmp_path: Path) -> Roots:
+    """Copies that a test may change."""
+    return roots.copy(tmp_path)
+
+
+def assert_whole(root: Path, wanted: list[Any], steps: list[int]) -> None:
+    opened = deltacheck.open(root)
+    assert opened.steps() == steps
+    for step in steps:
+        assert_same(opened.restore(step), wanted[step])
+    assert opened.verify(deep=True) == []
+
+
+def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_was(
+    copied: Roots, tool: Any, tmp_path: Path
+) -> None:
+    def done(root: Path) -> Iterator[Any]:
+        yield without(tool(root, "tag", ROOT, 2, "good"), "root")
+        yield tool(root, "show", ROOT, "@good")["step"]
+        yield tool(root, "branch", ROOT, "@good", "--to", tmp_path / f"of {root.name}", "--copy")["step"]
+        yield without(tool(root, "compact", ROOT)["compacted"], "stored_bytes")
+        yield without(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5), "root")
+        yield without(tool(root, "untag", ROOT, "good"), "root")
+        yield without(tool(root, "delete", ROOT, 2), "root")
+        yield deltacheck.open(root).steps()
+
+    one, many = (list(done(root)) for root in copied)
+    assert many == one
+    assert many[3]["leaves"] == 16  # all but those that have never changed
+    for root in copied:
+        assert_whole(tmp_path / f"of {root.name}", copied.states, [2])
+        would = tool(root, "gc", ROOT, "--compact", "--dry-run", "--below", 1)["rewritten"]
+        assert [row["leaves"] for row in would if row["leaves"] > len(leaves_of(copied.states[0]))] == []
+        tool(root, "gc", ROOT, "--compact", "--grace", 0)
+        assert_whole(root, copied.states, [0, 5, NEWEST])
+
+
+def test_a_mirror_has_every_step_of_ranks_and_loses_what_is_deleted(copied: Roots, tool: Any, tmp_path: Path) -> None:
+    write_bond(copied.many, Bond("a run", "elsewhere", NEWEST, open_root(copied.many).manifest().nonce))
+    target = tmp_path / "target"
+    assert tool(copied.many, "mirror", ROOT, target, "--once")["copied"] == len(copied.states)
+    assert_whole(target, copied.states, list(range(NEWEST + 1)))
+    for step in (0, 3):
+        tool(copied.many, "delete", ROOT, step)
+    with Mirror(copied.many, target) as mirror:
+        assert mirror.poll() == []
+    assert_whole(target, copied.states, [1, 2, 4, 5, 6, 7])
+
+
+def tensors_of(state: Any) -> Any:
+    import torch
+
+    if isinstance(state, dict):
+        return {key: tensors_of(value) for key, value in state.items()}
+    if not isinstance(state, np.ndarray):
+        return state
+    plain = torch.from_numpy(state.view(np.int16) if state.dtype.name == "bfloat16" else state).clone()
+    return plain.view(torch.bfloat16) if state.dtype.name == "bfloat16" else plain
+
+
+def next_steps(engine: Any, state: Any) -> list[Any]:
+    """Two more saves; what they must restore to."""
+    found = []
+    for step in (NEWEST + 1, NEWEST + 2):
+        state["model"]["big"][step] += 1
+        state["step"] += 1
+        engine.save(step, state).result(60)
+        found.append(copy.deepcopy(state))
+    return found
+
+
+@pytest.mark.parametrize("how", ["derived", "post-training", "in memory"])
+def test_one_process_goes_on_from_ranks_under_every_policy(copied: Roots, tool: Any, tmp_path: Path, how: str) -> None:
+    policy = Policy.model_exact() if how == "derived" else Policy.exact()
+    if how == "post-training":
+        tool(copied.many, "profile", ROOT, "-o", tmp_path / "profile.json")
+        policy = Policy.post_training(Profile.read(tmp_path / "profile.json"))
+    memory = tmp_path / "memory" if how == "in memory" else None
+    target = tensors_of(copied.states[0])
+    with Engine(copied.many, policy=policy, memory=memory, durability="process") as engine:
+        engine.restore(into=target)
+        assert bits(target["model"]["big"]) == bits(copied.states[NEWEST]["model"]["big"])
+        wanted = next_steps(engine, target)
+        if memory is not None:
+            engine.persist()
+    opened = deltacheck.open(copied.many)
+    for step, state in enumerate(wanted, NEWEST + 1):
+        found = opened.restore(step)
+        assert all(bits(found["model"][name]) == bits(value) for name, value in state["model"].items())
+    tool(copied.many, "compact", ROOT)
+    tool(copied.many, "gc", ROOT, "--compact", "--grace", 0)
+    assert opened.verify(deep=True) == []
+    assert tool(copied.many, "diff", ROOT, NEWEST, NEWEST + 2, "--leaves", "model/*")["changed"][0]["changed"] == 2 * 500
+    assert [step.step for step in collect(copied.many).steps] == opened.steps()
