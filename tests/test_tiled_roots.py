@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from states import assert_same, bits, differences
 
 import deltacheck
 from deltacheck import Mirror, Policy, Profile, errors
-from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.report.collect import collect
+from deltacheck.store import layout, place
 from deltacheck.store.root import open_root
 from deltacheck.tier import Bond, write_bond
 
@@ -482,6 +484,36 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         assert_whole(root, copied.states, [0, 5, NEWEST])
 
 
+@pytest.mark.parametrize("step", [0, RECUT])
+def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(copied: Roots, tool: Any, step: int) -> None:
+    """The mask never moves; each of its tiles is lost once, in the segments of the first save or of the first after the other cut."""
+    root = open_root(copied.many)
+    harmed = set()
+    for ref in root.manifest(step).segments:
+        segment = root.store.segment(ref)
+        if any(path.startswith(MASK) for path in segment.table.leaves) and layout.seq_of(ref.id) == step:
+            (chunk,) = (file for file in (copied.many / "segments" / ref.id / "packed" / "bool").glob("c.*"))
+            chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
+            harmed.add(ref.id)
+    assert len(harmed) == (4 if step == 0 else 3)
+    done = tool(copied.many, "repair", ROOT)
+    assert done["lost"] == []
+    assert done["steps"] == list(range(RECUT) if step == 0 else range(RECUT, NEWEST + 1))
+    assert {(row["leaf"], row["source"].partition(": ")[2]) for row in done["healed"]} == {
+        (MASK, f"leaf {MASK!r} of step {NEWEST if step == 0 else RECUT - 1}, which has it in other tiles")
+    }
+    assert_whole(copied.many, copied.states, list(range(NEWEST + 1)))
+
+
+def test_repair_makes_nothing_of_tiles_that_hold_something_else(copied: Roots, tool: Any) -> None:
+    """A leaf that has moved since, and is stored under other cuts, is no cure: what is lost is told."""
+    root = open_root(copied.many)
+    ref = next(ref for ref in root.manifest(NEWEST).segments if layout.seq_of(ref.id) == RECUT)
+    shutil.rmtree(copied.many / "segments" / ref.id)
+    assert main(["repair", str(copied.many), "--lossy"]) == 0
+    assert_whole(copied.many, copied.states, list(range(RECUT)))
+
+
 def test_a_mirror_has_every_step_of_ranks_and_loses_what_is_deleted(copied: Roots, tool: Any, tmp_path: Path) -> None:
     write_bond(copied.many, Bond("a run", "elsewhere", NEWEST, open_root(copied.many).manifest().nonce))
     target = tmp_path / "target"
@@ -539,3 +571,58 @@ def test_one_process_goes_on_from_ranks_under_every_policy(copied: Roots, tool: 
     assert opened.verify(deep=True) == []
     assert tool(copied.many, "diff", ROOT, NEWEST, NEWEST + 2, "--leaves", "model/*")["changed"][0]["changed"] == 2 * 500
     assert [step.step for step in collect(copied.many).steps] == opened.steps()
+
+
+def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.randn(60, 50))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    state = tensors_of(copied.states[NEWEST])
+    with Engine(copied.many, durability="process") as engine, GradientLog(engine, optimizer) as log:
+        engine.restore()
+        for step in range(NEWEST + 1, NEWEST + 4):
+            weight.grad = torch.randn(60, 50)
+            optimizer.step()
+            log.save(step, state | {"weight": weight, "state of it": optimizer.state_dict()}).result(60)
+    assert [tool(copied.many, "show", ROOT, step)["replay"] is not None for step in (8, 9, 10)] == [False, True, True]
+    manifest = open_root(copied.many).manifest()
+    assert (manifest.tiles, manifest.must_understand) == (
+        {},
+        ("replay", "tiles"),
+    )  # small leaves stand on what several ranks wrote
+    assert tool(copied.many, "verify", ROOT, "--deep")["ok"]
+    tool(copied.many, "compact", ROOT)
+    with Engine(copied.many) as engine, GradientLog(engine, optimizer) as log:
+        found = log.restore()
+    assert bits(found["weight"]) == bits(weight)
+    assert all(bits(found["model"][name]) == bits(value) for name, value in copied.states[NEWEST]["model"].items())
+
+
+def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(s3: Any, tool: Any, tmp_path: Path) -> None:
+    address = f"s3://bucket/{secrets.token_hex(8)}/run"
+    saved = []
+    state = {
+        "big": np.arange(5400, dtype=np.float32).reshape(60, 90),
+        "scale": np.array(1.5),
+        "empty": np.zeros((0, 2)),
+        "step": 0,
+    }
+    for size in (2, 3):
+        with RankedRun(place.of(address), size) as run:  # type: ignore[arg-type]
+            for report in run.save(len(saved), state):
+                assert not isinstance(report, BaseException), report
+        saved.append(copy.deepcopy(state))
+        state["big"][:, 3] += 1
+    opened = deltacheck.open(address)
+    for step, wanted in enumerate(saved):
+        assert_same({key: opened.restore(step)[key] for key in wanted}, wanted)
+    assert_same(opened.restore(1, slices={"big": (slice(15, 45), 3)})["big"], saved[1]["big"][15:45, 3:4])
+    assert opened.verify(deep=True) == []
+    (row,) = tool(address, "diff", ROOT, 0, 1)["changed"]
+    assert (row["path"], row["changed"]) == ("big", 60)
+    tool(address, "export", ROOT, 1, "--out", tmp_path / "x.safetensors")
+    assert_same(load_file(tmp_path / "x.safetensors")["big"], saved[1]["big"])
+    update = deltacheck.follow(address).poll()
+    assert update is not None
+    assert bits(update.changes["big"].values) == bits(saved[1]["big"])
