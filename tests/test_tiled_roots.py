@@ -616,7 +616,8 @@ def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(s3: Any, tool
         state["big"][:, 3] += 1
     opened = deltacheck.open(address)
     for step, wanted in enumerate(saved):
-        assert_same({key: opened.restore(step)[key] for key in wanted}, wanted)
+        found = opened.restore(step)
+        assert_same({key: found[key] for key in wanted}, wanted)
     assert_same(opened.restore(1, slices={"big": (slice(15, 45), 3)})["big"], saved[1]["big"][15:45, 3:4])
     assert opened.verify(deep=True) == []
     (row,) = tool(address, "diff", ROOT, 0, 1)["changed"]
