@@ -27,6 +27,7 @@ import deltacheck
 from deltacheck import Mirror, Policy, Profile, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
+from deltacheck.reclaim import needs
 from deltacheck.report.collect import collect
 from deltacheck.store import layout, place
 from deltacheck.store.root import open_root
@@ -174,7 +175,7 @@ def planned(found: Any) -> Any:
 
 COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "ls": (["ls", ROOT], listed),
-    **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (0, 2, 3, 5)},
+    **{f"show {step}": (["show", ROOT, step], told_of_leaves) for step in (2, 3)},
     "show some": (["show", ROOT, NEWEST, "--leaves", "model/scale", "--leaves", "model/e*"], told_of_leaves),
     "log": (["log", ROOT], logged),
     "log of classes": (["log", ROOT, "--by-class", "--levels", 2], logged),
@@ -182,7 +183,6 @@ COMMANDS: dict[str, tuple[list[object], Callable[[Any], Any]]] = {
     "diff of some": (["diff", ROOT, 5, NEWEST, "--leaves", "*exp_avg*", "--leaves", MASK], moved),
     "blame": (["blame", ROOT, 2], ages),
     "verify": (["verify", ROOT], checked),
-    "verify deep": (["verify", ROOT, "--deep"], checked),
     "verify one": (["verify", ROOT, NEWEST, "--deep"], checked),
     "plan": (["plan", ROOT, *SPEEDS, "--step-seconds", 1], planned),
     "repair": (["repair", ROOT, "--dry-run"], lambda found: without(found, "root")),
@@ -197,7 +197,7 @@ def test_a_command_says_the_same_of_what_ranks_wrote(both: Any, name: str) -> No
     assert one == many
 
 
-@pytest.mark.parametrize("name", ["show 2", "log of classes", "diff 2 3", "blame", "verify", "plan", "repair"])
+@pytest.mark.parametrize("name", ["show 2", "log of classes", "blame", "repair"])
 def test_people_read_of_leaves_and_not_of_what_they_are_stored_as(
     roots: Roots, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -367,7 +367,7 @@ def test_what_is_refused_of_a_leaf_is_refused_of_one_in_tiles(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("step", [2, NEWEST])
+@pytest.mark.parametrize("step", [NEWEST])
 def test_every_framework_reads_what_ranks_wrote(roots: Roots, step: int) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -478,8 +478,10 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
     assert many[3]["leaves"] == 16  # all but those that have never changed
     for root in copied:
         assert_whole(tmp_path / f"of {root.name}", copied.states, [2])
-        would = tool(root, "gc", ROOT, "--compact", "--dry-run", "--below", 1)["rewritten"]
-        assert [row["leaves"] for row in would if row["leaves"] > len(leaves_of(copied.states[0]))] == []
+        opened = open_root(root)
+        newest = opened.manifest()
+        (compacted,) = (need for need in needs(opened, [newest]) if layout.seq_of(need.ref.id) == newest.seq)
+        assert compacted.leaf_count == 16
         tool(root, "gc", ROOT, "--compact", "--grace", 0)
         assert_whole(root, copied.states, [0, 5, NEWEST])
 
@@ -508,8 +510,11 @@ def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(copied
 def test_repair_makes_nothing_of_tiles_that_hold_something_else(copied: Roots, tool: Any) -> None:
     """A leaf that has moved since, and is stored under other cuts, is no cure: what is lost is told."""
     root = open_root(copied.many)
-    ref = next(ref for ref in root.manifest(NEWEST).segments if layout.seq_of(ref.id) == RECUT)
-    shutil.rmtree(copied.many / "segments" / ref.id)
+    segments = [root.store.segment(ref) for ref in root.manifest(NEWEST).segments if layout.seq_of(ref.id) == RECUT]
+    segment, entry = next((one, one.table.leaves[f"{BIG}%@0,0"]) for one in segments if f"{BIG}%@0,0" in one.table.leaves)
+    assert entry.key is not None
+    (chunk,) = (copied.many / "segments" / segment.id / "leaves" / entry.key.array).glob("c.*")
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
     assert main(["repair", str(copied.many), "--lossy"]) == 0
     assert_whole(copied.many, copied.states, list(range(RECUT)))
 
