@@ -47,9 +47,9 @@ def _tile_specs(leaf: LeafSpec, cuts: Cuts) -> Iterator[LeafSpec]:
 def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
     """For stored leaves of a step: since when each of their chunks has its content, among the steps that are there.
 
-    Of a leaf that a policy keeps as codes, the codes are what is compared; one that was cut into other tiles before counts as new. Reads
-    segment tables and chunk digests, back to the step where nothing is left to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the
-    way is not whole, ``KeyError`` for a path that is not stored.
+    Of a leaf that a policy keeps as codes, the codes are what is compared; one that ranks have cut otherwise before cannot be compared with
+    that, and is as old as the first step of its cuts, or older. Reads segment tables and chunk digests, back to the step where nothing is left
+    to find. Raises ``Damaged`` or ``ChainBroken`` where a step on the way is not whole, ``KeyError`` for a path that is not stored.
     """
     paths = list(dict.fromkeys(paths))
     names = {path: manifest.names_of(path) or [path] for path in paths}
@@ -81,6 +81,7 @@ def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, B
         comparable = {
             path for path in open_paths if path in before.stored and before.stored[path].spec(path) == found[path].spec
         }
+        open_paths -= {path for path in open_paths - comparable if _lies_otherwise(path, manifest, before)}
         links = chain.resolve(root, before, sorted(comparable))
         for path in sorted(open_paths):
             one = found[path]
@@ -90,3 +91,12 @@ def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, B
             if one.is_known.all():
                 open_paths.remove(path)
     return found
+
+
+def _lies_otherwise(path: str, manifest: Manifest, before: Manifest) -> bool:
+    """Whether an earlier step stores the leaf of ``path``, too, but one of the two steps has it in tiles. REQUIRES: it cannot be compared there."""
+    leaf = tiles.leaf_of(path)
+    if not before.names_of(leaf) or not (leaf in before.tiles or leaf in manifest.tiles):
+        return False
+    old, new = before.spec(leaf), manifest.spec(leaf)
+    return (old.dtype, old.shape) == (new.dtype, new.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deltacheck import chain
+from deltacheck import chain, tiles
 from deltacheck.compactor import write_whole
 from deltacheck.errors import StepNotFound
 from deltacheck.rewrite import renewed
@@ -14,7 +14,9 @@ from deltacheck.store.root import Root, commit
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What was done. ``leaves``: how many were written whole; ``deltas``: of the longest chain before; ``stored_bytes``: of all new files."""
+    """What was done. ``leaves``: how many were written whole, one in tiles counting once; ``deltas``: of the longest chain before;
+    ``stored_bytes``: of all new files.
+    """
 
     step: int
     seq: int
@@ -47,6 +49,6 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     after = renewed(root, before, seq, segments, "compacting")
     written = commit(root.path, after, root.store.durability)
     collect.delete_checkpoint(root, before.seq)
-    return Compacted(
-        before.step, seq, len(long), max(len(found.deltas) for found in long.values()), ref.stored_bytes + written.stored_bytes
-    )
+    leaves = {tiles.leaf_of(path) for path in long}
+    deltas = max(len(found.deltas) for found in long.values())
+    return Compacted(before.step, seq, len(leaves), deltas, ref.stored_bytes + written.stored_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from deltacheck import chain
+from deltacheck import chain, tiles
 from deltacheck.chain import Chain
 from deltacheck.compactor import write_whole
 from deltacheck.errors import Damaged, StepNotFound
@@ -40,6 +40,11 @@ class Need:
     ref: SegmentRef
     leaves: Mapping[str, tuple[Manifest, LeafEntry]]
     is_tight: bool
+
+    @property
+    def leaf_count(self) -> int:
+        """How many leaves these are, or are tiles of."""
+        return len({tiles.leaf_of(path) for path in self.leaves})
 
     @property
     def whole_bytes(self) -> int:
@@ -71,7 +76,7 @@ def reclaim(
         if not need.is_tight and need.whole_bytes <= below * need.ref.stored_bytes
     ]
     if dry_run:
-        return tuple(Rewritten(n.ref.id, "", len(n.leaves), n.ref.stored_bytes, n.whole_bytes) for n in sparse)
+        return tuple(Rewritten(n.ref.id, "", n.leaf_count, n.ref.stored_bytes, n.whole_bytes) for n in sparse)
     stands_in: dict[str, SegmentRef] = {}
     for need in sparse:
         writer = root.store.writer(layout.seq_of(need.ref.id))
@@ -84,7 +89,7 @@ def reclaim(
             arrays.replace_file(path.parent, path.name, encode_manifest(manifest))
             sync_directory(path.parent)
     made = [(need, stands_in[need.ref.id]) for need in sparse]
-    return tuple(Rewritten(n.ref.id, ref.id, len(n.leaves), n.ref.stored_bytes, ref.stored_bytes) for n, ref in made)
+    return tuple(Rewritten(n.ref.id, ref.id, n.leaf_count, n.ref.stored_bytes, ref.stored_bytes) for n, ref in made)
 
 
 def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:

@@ -1,7 +1,8 @@
 """Heal damaged steps from what other steps and leaves still have, and say plainly what is lost.
 
 A chunk is known by its digest, so the bytes that a damaged file held may be found wherever the same digest stands: in a keyframe after it,
-in a tied leaf or a replica, in a step that was compacted; a low-precision copy follows from its master. What is healed is written whole to new
+in a tied leaf or a replica, in a step that was compacted; a leaf that ranks have cut otherwise is put together from those tiles; a low-precision
+copy follows from its master. What is healed is written whole to new
 segments, and steps get new manifests: nothing that is committed is written to. Documents that are replaced or set aside are kept in
 ``<root>.damaged``; segments that no step needs any more stay for ``gc``.
 """
@@ -122,7 +123,7 @@ def repair(
     found = surveying.survey(root, manifests.values(), without_lost=True)
     _mend_documents(root, found, backup, done, dry_run)
     sick = _Sick.of(manifests.values(), found)
-    healer = _Healer(found, sick)
+    healer = _Healer(found, sick, list(manifests.values()))
     wanted = [(path, m) for path, m in manifests.items() if m.seq in sick.leaves and step in (None, m.step)]
     curable: dict[Place, Manifest] = {}
     for path, manifest in wanted:
@@ -230,8 +231,9 @@ class _At:
 
 
 class _Healer:
-    def __init__(self, found: Survey, sick: _Sick) -> None:
+    def __init__(self, found: Survey, sick: _Sick, manifests: list[Manifest]) -> None:
         self._found = found
+        self._manifests = manifests
         self._sick = sick
         self._tables = {id(lineage): surveying.tables(lineage).digests for lineage in found.lineages}
         self._leaves: dict[str, tuple[Lineage, int]] = {}  # by leaf digest, those that can be restored
@@ -252,7 +254,7 @@ class _Healer:
         if known is not None:
             lineage, links = known
             data = _load(lineage, links)
-            source = f"leaf {lineage.path!r} after segment {lineage.links[links - 1][0].id}, which is equal"
+            source = f"{_named(lineage.path)} after segment {lineage.links[links - 1][0].id}, which is equal"
             return _Content(data, self._tables[id(lineage)][links - 1], source)
         missing: list[int] = []
         own = self._of(manifest, leaf)
@@ -260,9 +262,9 @@ class _Healer:
             content, missing = self._assembled(*own)
             if content is not None:
                 return content
-        cast = self._cast(manifest, leaf)
-        if cast is not None:
-            return cast
+        other = self._cut_otherwise(manifest, leaf) or self._cast(manifest, leaf)
+        if other is not None:
+            return other
         problem = (
             "no other data has the digests of these chunks"
             if missing
@@ -301,7 +303,7 @@ class _Healer:
                 if values is not None and values.size == end - begin:
                     data[begin:end] = values
                     if at.lineage is not lineage or at.links != links:
-                        sources.add(f"leaf {at.lineage.path!r} after segment {at.lineage.links[at.links - 1][0].id}")
+                        sources.add(f"{_named(at.lineage.path)} after segment {at.lineage.links[at.links - 1][0].id}")
                     break
             else:
                 missing.append(chunk)
@@ -322,6 +324,35 @@ class _Healer:
             return None, missing
         return _Content(data, digests, ", ".join(sorted(sources)) or "its own chunks, each read alone"), []
 
+    def _cut_otherwise(self, manifest: Manifest, leaf: str) -> _Content | None:
+        """A leaf or tile from a step that has the same elements in other tiles, as after a change of the number of ranks."""
+        record, path = manifest.stored[leaf], tiles.leaf_of(leaf)
+        spec, cuts = record.spec(leaf), _cuts(manifest, path)
+        if cuts is None:
+            return None
+        box = tiles.box(cuts, tiles.numbered(cuts, leaf) if tiles.is_name(leaf) else 0)
+        tried = set()
+        for manifest_of in reversed(self._manifests):
+            their = _cuts(manifest_of, path)
+            if their is None or their == cuts or tiles.shape_of(their) != tiles.shape_of(cuts):
+                continue
+            cut = manifest_of.tiles.get(path)
+            parts = [
+                (one, manifest_of.leaves[path] if cut is None else cut.record(one.number)) for one in tiles.overlaps(their, box)
+            ]
+            digests = tuple(part.digest for _, part in parts)
+            if digests in tried or any(part.dtype != record.dtype or part.digest not in self._leaves for _, part in parts):
+                continue
+            tried.add(digests)
+            values = np.empty(record.shape, spec.element.numpy)
+            for one, part in parts:
+                values[one.in_box] = _load(*self._leaves[part.digest]).view(values.dtype).reshape(part.shape)[one.in_tile]
+            data = values.reshape(-1).view(np.uint8)
+            chunks = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            if leaf_digest(chunks) == record.digest:
+                return _Content(data, chunks, f"leaf {path!r} of step {manifest_of.step}, which has it in other tiles")
+        return None
+
     def _cast(self, manifest: Manifest, leaf: str) -> _Content | None:
         """A leaf that is the cast of another of its step, as working copies are of their masters."""
         record = manifest.stored[leaf]
@@ -337,8 +368,22 @@ class _Healer:
                 data = derive.cast(values, spec.element.numpy).view(np.uint8)
                 digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
                 if leaf_digest(digests) == record.digest:
-                    return _Content(data, digests, f"leaf {path!r} of the same step, rounded to {record.dtype}")
+                    return _Content(data, digests, f"{_named(path)} of the same step, rounded to {record.dtype}")
         return None
+
+
+def _cuts(manifest: Manifest, path: str) -> tiles.Cuts | None:
+    """How a step has cut what it stores of a leaf; ``None`` of what it does not store, and of what has no elements or axes to cut."""
+    if path in manifest.tiles:
+        return manifest.tiles[path].cuts
+    shape = manifest.leaves[path].shape if path in manifest.leaves else ()
+    return tuple((0, size) for size in shape) if shape and 0 not in shape else None
+
+
+def _named(stored: str) -> str:
+    """A leaf, or which tile of it, for people."""
+    which = f"{tiles.about(stored).removesuffix(': ')} of " if tiles.is_name(stored) else ""
+    return f"{which}leaf {tiles.leaf_of(stored)!r}"
 
 
 def _load(lineage: Lineage, links: int) -> U8:

@@ -46,8 +46,10 @@ def diff(words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, a
     root, found = where.manifests(where.parse(words, least=2, most=2), item)
     before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in found)
     paths = _by_fate(before, after, leaves or [])
+    compared = _drifts(root, before, after, paths["changed"])
+    moved = [row for row in compared if row["changed"]]  # not leaves that ranks have only cut otherwise
     tables: dict[str, list[Row]] = {
-        "changed": _drifts(root, before, after, paths["changed"]),
+        "changed": moved,
         "added": [{"path": path, **_what(after.spec(path))} for path in paths["added"]],
         "removed": [{"path": path, **_what(before.spec(path))} for path in paths["removed"]],
         "reshaped": [
@@ -55,7 +57,7 @@ def diff(words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, a
         ],
         "scalars": [] if leaves else _scalars(before.manifest, after.manifest),
     }
-    unchanged = len(paths["unchanged"])
+    unchanged = len(paths["unchanged"]) + len(compared) - len(moved)
     if as_json:
         ends = {name: {"step": m.step, "seq": m.seq} for name, m in zip(("before", "after"), found, strict=True)}
         output.print_json({"root": str(root.path), **ends, "unchanged": unchanged, **tables})

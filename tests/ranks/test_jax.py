@@ -23,6 +23,7 @@ import deltacheck
 from deltacheck.backends import torch as torch_backend
 from deltacheck.backends.orbax import load
 from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_two_processes_save_deltas_and_restore_them_under_another_mesh(tmp_path: Path) -> None:
+def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "root"
     told = launch(jax_run.save_and_restore, 2, str(root))
     for rank, one in enumerate(told):
@@ -71,6 +74,24 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(tmp_path:
     assert same(deltacheck.open(root).restore(4)["arrays"])
     tensors = torch_backend.load(root, 4)["arrays"]
     assert same({name: t.view(torch.uint8).numpy() if t.dim() else t.numpy() for name, t in tensors.items()})
+    for words in (
+        ["ls"],
+        ["show", "4"],
+        ["log", "--by-class"],
+        ["diff", "3", "4"],
+        ["blame", "4"],
+        ["verify", "--deep"],
+        ["repair"],
+    ):
+        assert main([*words, "--json", str(root)]) == 0
+        told = capsys.readouterr().out
+        assert "rows" in told or words[0] in ("ls", "log", "verify", "repair")
+        assert "%@" not in told
+    assert main(["branch", str(root), "4", "--to", str(tmp_path / "branch")]) == 0
+    assert same(deltacheck.open(tmp_path / "branch").restore(4)["arrays"])
+    assert main(["export", str(root), "4", "--out", str(tmp_path / "x.npz")]) == 0
+    with np.load(tmp_path / "x.npz") as found:
+        assert same({name: found[f"arrays/{name}"] for name in jax_run.numbers(4)})
 
 
 def test_what_fails_in_one_process_is_told_by_all_within_seconds_with_its_cause(tmp_path: Path) -> None:
