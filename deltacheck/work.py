@@ -46,7 +46,7 @@ from deltacheck.tree import Node
 # made, one run of the codec at work, and the others on their way to disk.
 PART_BYTES = 64 << 20
 PARTS_PER_CACHE = 8
-KEYFRAME_WINDOW_BYTES = 256 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
+KEYFRAME_WINDOW_BYTES = 32 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
 
 
 class Coded(NamedTuple):

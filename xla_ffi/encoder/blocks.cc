@@ -1,5 +1,9 @@
 #include "blocks.h"
 
+#ifdef __linux__
+#  include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -13,19 +17,67 @@ namespace {
 
 constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
 constexpr size_t kMostBlocks = 64;                // kept at a time: they take address space, too
+// From here on a block comes from the system and goes back to it. What malloc is given back it may keep for ever, and
+// for one of its threads alone.
+constexpr size_t kLeastMapped = size_t{1} << 20;
+constexpr size_t kLead = 16;  // before the header of a mapped block
 
-// Stands in front of every block. Its size brings the bytes of large blocks, which begin 16 bytes after a page, to a
+// Stands in front of every block. Its size brings the bytes of large blocks, which begin kLead bytes after a page, to a
 // line of the cache.
 struct alignas(16) Header {
   size_t room;
   size_t filled;         // most that it can have held: the system has made no memory behind it
   size_t filled_before;  // the same without its present use
-  uint8_t unused[48 - 3 * sizeof(size_t)];
+  size_t mapped;         // bytes that the system gave, lead and header included; 0: malloc did
+  uint8_t unused[48 - 4 * sizeof(size_t)];
 };
 static_assert(sizeof(Header) == 48);
 
 Header* header_of(uint8_t* data) { return reinterpret_cast<Header*>(data) - 1; }
 uint8_t* data_of(Header* header) { return reinterpret_cast<uint8_t*>(header + 1); }
+
+// A block with room for `size`; null where there is no memory.
+Header* obtain(size_t size) {
+  void* found;
+  size_t mapped = 0;
+#ifdef __linux__
+  if (size >= kLeastMapped) {
+    mapped = kLead + sizeof(Header) + size;
+    found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    found = found == MAP_FAILED ? nullptr : static_cast<uint8_t*>(found) + kLead;
+  } else
+#endif
+  {
+    found = std::malloc(sizeof(Header) + size);
+  }
+  return found == nullptr ? nullptr : new (found) Header{size, 0, 0, mapped, {}};
+}
+
+void release(Header* block) {
+#ifdef __linux__
+  if (block->mapped != 0) {
+    munmap(reinterpret_cast<uint8_t*>(block) - kLead, block->mapped);
+    return;
+  }
+#endif
+  std::free(block);
+}
+
+// The block with room for `size`, less than it has, maybe elsewhere; null where that failed, and it stays as it is.
+Header* shrink(Header* block, size_t size) {
+#ifdef __linux__
+  if (block->mapped != 0) {
+    const size_t bytes = kLead + sizeof(Header) + size;
+    if (mremap(reinterpret_cast<uint8_t*>(block) - kLead, block->mapped, bytes, 0) == MAP_FAILED) return nullptr;
+    block->mapped = bytes;
+    block->room = size;
+    return block;
+  }
+#endif
+  auto* const smaller = static_cast<Header*>(std::realloc(block, sizeof(Header) + size));
+  if (smaller != nullptr) smaller->room = size;
+  return smaller;
+}
 
 struct Kept {
   std::mutex mutex;            // only ever tried: after a fork it may be held for ever
@@ -69,23 +121,21 @@ bool keep(Header* block) {
     blocks.push_back(block);
     kept().bytes += block->filled;
   }
-  for (Header* each : old) std::free(each);
+  for (Header* each : old) release(each);
   return true;
 }
 
 }  // namespace
 
 void Free::operator()(uint8_t* memory) const {
-  if (!keep(header_of(memory))) std::free(header_of(memory));
+  if (!keep(header_of(memory))) release(header_of(memory));
 }
 
 Bytes allocate(size_t size) {
   Header* block = size < kLeastKept ? nullptr : take(size);
   if (block == nullptr) {
-    block = static_cast<Header*>(std::malloc(sizeof(Header) + size));
+    block = obtain(size);
     if (block == nullptr) throw std::bad_alloc();
-    block->room = size;
-    block->filled = 0;
   }
   block->filled_before = block->filled;
   block->filled = block->room;
@@ -101,10 +151,9 @@ void settle(Bytes* block) {
     std::memcpy(small.data.get(), block->data.get(), block->size);
     *block = std::move(small);
   } else if (before->room - block->size > before->room / 8) {
-    if (void* smaller = std::realloc(before, sizeof(Header) + block->size)) {
+    if (Header* const after = shrink(before, block->size)) {
       (void)block->data.release();
-      Header* const after = static_cast<Header*>(smaller);
-      after->room = after->filled = block->size;
+      after->filled = block->size;
       block->data.reset(data_of(after));
     }
   }
