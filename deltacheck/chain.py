@@ -41,6 +41,7 @@ _CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
 _TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 # Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
 _AHEAD_BYTES = 32 << 20
+_JOINED_BYTES = 256 << 10  # of streams that lie apart, copied for one call of the decoder; copying more takes longer than another call
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,7 +496,7 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
         except Damaged:
             _apply_alone(span, codec)
             continue
-        for runs in _calls(span.runs):
+        for runs in _calls(span):
             _apply_runs(span, runs, streams, codec)
         for stream in streams.values():
             scratch.give_back(stream)
@@ -582,17 +583,29 @@ def _ahead(reads: Sequence[_Read], start: Callable[[_Read], _Begun]) -> Iterator
         held -= size
 
 
-def _calls(runs: Sequence[_Run]) -> list[list[_Run]]:
+def _calls(span: _Span) -> Iterator[list[_Run]]:
     """Runs that one call of the codec takes: those of one block in its order, of each leaf at most one.
 
-    The codec wants ascending rows, and those of a leaf that several devices have written ascend in each run only.
+    The codec wants ascending rows, and those of a leaf that several devices have written ascend in each run only. It also wants the
+    streams of a call in one piece: what does not lie together is joined where that is little.
     """
     found: dict[tuple[int, int], list[_Run]] = {}
     before: Counter[int] = Counter()
-    for run in runs:
+    for run in span.runs:
         found.setdefault((id(run.item.block), before[id(run.item)]), []).append(run)
         before[id(run.item)] += 1
-    return [sorted(of, key=lambda run: run.item.first) for of in found.values()]
+    part = span.segment.part(span.part)
+    for of in found.values():
+        call: list[_Run] = []
+        size = 0
+        for run in sorted(of, key=lambda run: run.item.first):
+            held = part.stream_bytes(run.first, run.stop)
+            if call and run.first != call[-1].stop and size + held > _JOINED_BYTES:
+                yield call
+                call, size = [], 0
+            call.append(run)
+            size += held
+        yield call
 
 
 def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:

@@ -20,6 +20,7 @@
 #ifdef DELTACHECK_ENTROPY
 #  include "encoder/crc32c.h"
 #  include "encoder/entropy.h"
+#  include "encoder/entropy_read.h"
 #endif
 
 namespace nb = nanobind;
@@ -29,7 +30,7 @@ namespace {
 
 // Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that a stale build is
 // noticed.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -131,6 +132,23 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, 
   }
   nb::gil_scoped_release released;
   return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded, level}, number);
+}
+
+std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded, bool compressed,
+                      uint64_t begin, const Array<uint8_t>& out) {
+  constexpr uint64_t kMostChunks = uint64_t{1} << 20;
+  if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 || chunks_per_file > kMostChunks ||
+      (!sharded && chunks_per_file != 1)) {
+    throw std::invalid_argument("a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
+  }
+  const uint64_t bytes = chunk_bytes * chunks_per_file;
+  if (out.size() == 0 || begin > bytes || out.size() > bytes - begin) {
+    throw std::invalid_argument("the file does not hold as many bytes from there on");
+  }
+  uint8_t* to = out.data();
+  const uint64_t end = begin + out.size();
+  nb::gil_scoped_release released;
+  return read_stream_file(descriptor, {chunk_bytes, chunks_per_file, sharded, compressed ? 1 : 0}, begin, end, to);
 }
 #endif
 
@@ -278,6 +296,9 @@ NB_MODULE(_native, m) {
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"), nb::arg("number"),
         "0, or the errno of the write that failed. Only in builds with libzstd.");
+  m.def("read_stream_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"), nb::arg("chunks_per_file"),
+        nb::arg("sharded"), nb::arg("compressed"), nb::arg("begin"), nb::arg("out").noconvert(),
+        "'', or what is wrong with the file. Only in builds with libzstd.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from deltacheck import grid
 from deltacheck.codec.extension import extension
 from deltacheck.deadline import Deadline
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
-from deltacheck.store import chunk_files, place
+from deltacheck.store import chunk_files, place, stream_files
 from deltacheck.store.background import Background
 from deltacheck.store.chunk_files import Cells
 from deltacheck.store.durability import Durability
@@ -353,10 +353,14 @@ class ReadableArray:
         self._cells = spec.cells
         self._looked_at: set[str] = set()
         chunk_files.check_directory(path)
-        try:
-            self._array = _open(path, spec, where, open=True, assume_metadata=True)
-        except _TENSORSTORE_ERRORS as error:
-            raise read_error(error, path) from error
+        # Streams and tables are one run of bytes, which the native module reads where it can; TensorStore reads all else.
+        self._is_native = spec.codec != "values" and isinstance(path, Path) and stream_files.native_reader() is not None
+        self._array: Any = None
+        if not self._is_native:
+            try:
+                self._array = _open(path, spec, where, open=True, assume_metadata=True)
+            except _TENSORSTORE_ERRORS as error:
+                raise read_error(error, path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -365,25 +369,46 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
+        if self._is_native:
+            whole = self._checked(box)
+            out = np.empty([s.stop - s.start for s in whole], self._spec.dtype)
+            return self._start_native(out, whole)
         wanted = self._wanted(box)
-        return Reading(wanted.read(), self._path, self._patience(wanted))
+        return Reading(wanted.read(), self._path, self._patience(wanted.size))
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
+        if self._is_native:
+            return self._start_native(out, self._checked(box))
         wanted = self._wanted(box)
         target = ts.array(out, copy=False)
-        return Reading(target.write(wanted.translate_to[(0,) * wanted.rank]), self._path, self._patience(wanted))
+        future = target.write(wanted.translate_to[(0,) * wanted.rank])
+        return Reading(future, self._path, self._patience(wanted.size))
 
-    def _patience(self, wanted: ts.TensorStore) -> float | None:
-        return place.patience(self._path, wanted.size * np.dtype(self._spec.dtype).itemsize)
+    def _start_native(self, out: NDArray[Any], box: Sequence[slice]) -> Reading:
+        """REQUIRES: the box is whole but for its first axis, as those of streams and tables are; ``out`` is contiguous."""
+        path, cells, compressed = self._path, self._cells, self._spec.codec == "stream"
+        assert isinstance(path, Path)
+        assert all((s.start, s.stop) == (0, size) for s, size in zip(box[1:], self._spec.shape[1:], strict=True))
+        row_bytes = math.prod(self._spec.shape[1:]) * out.itemsize
+        first, data = box[0].start * row_bytes, out.reshape(-1).view(np.uint8)
+        read = partial(stream_files.read, path, cells, compressed=compressed, first=first, out=data)
+        return Reading(stream_files.start(read), path, self._patience(out.size), out)
 
-    def _wanted(self, box: Sequence[slice]) -> Any:
-        """A box of the array, once its files are known to be what may be opened. ``Damaged`` where it is none of the array's."""
+    def _patience(self, elements: int) -> float | None:
+        return place.patience(self._path, elements * np.dtype(self._spec.dtype).itemsize)
+
+    def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
+        """A box, by default all of the array. ``Damaged`` where it is none of the array's."""
         shape = self._spec.shape
         whole = box or [slice(0, size) for size in shape]
         if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
             raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
-        for name in self._cells.names(whole):
+        return whole
+
+    def _wanted(self, box: Sequence[slice]) -> Any:
+        """A box of the array, once its files are known to be what may be opened."""
+        for name in self._cells.names(self._checked(box)):
             if name not in self._looked_at:
                 chunk_files.check_file(self._path / name, self._cells)
                 self._looked_at.add(name)
@@ -391,18 +416,23 @@ class ReadableArray:
 
 
 class Reading:
-    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: ``TIMEOUT_SECONDS``."""
+    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: ``TIMEOUT_SECONDS``.
 
-    def __init__(self, future: Any, path: Place, patience: float | None = None) -> None:
+    ``values``: what is read into, where the future does not give it.
+    """
+
+    def __init__(self, future: Any, path: Place, patience: float | None = None, values: NDArray[Any] | None = None) -> None:
         self._future = future
         self._path = path
         self._patience = patience
+        self._values = values
 
     def result(self) -> Any:
         """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            return _await(self._future, self._path, self._patience)
-        except StorageFailed:
+            found = _await(self._future, self._path, self._patience)
+            return found if self._values is None else self._values
+        except (StorageFailed, Damaged):
             raise
         except _TENSORSTORE_ERRORS as error:
             raise read_error(error, self._path) from error

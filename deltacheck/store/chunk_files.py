@@ -71,25 +71,40 @@ def check_file(path: Place, cells: Cells) -> None:
     if isinstance(path, ObjectPath):
         return
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = open_file(path, cells)
     except FileNotFoundError:
         return
+    os.close(descriptor)
+
+
+def open_file(path: Path, cells: Cells) -> int:
+    """A descriptor of a file that may be read, for the caller to close. Raises ``FileNotFoundError``, else ``Damaged``."""
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file")
-        if status.st_size > cells.most_bytes:
-            raise Damaged(f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks can take")
-        if cells.blosc:
-            for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
-                header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
-                decoded = int.from_bytes(header[4:8], "little")
-                if decoded != cells.chunk_bytes:
-                    raise Damaged(f"{path}: a chunk says that it has {decoded} bytes, it must have {cells.chunk_bytes}")
-    finally:
+        _check(descriptor, path, cells)
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(descriptor: int, path: Path, cells: Cells) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{path} is not a regular file")
+    if status.st_size > cells.most_bytes:
+        raise Damaged(f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks can take")
+    if cells.blosc:
+        for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
+            header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
+            decoded = int.from_bytes(header[4:8], "little")
+            if decoded != cells.chunk_bytes:
+                raise Damaged(f"{path}: a chunk says that it has {decoded} bytes, it must have {cells.chunk_bytes}")
 
 
 def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list[int]:
