@@ -89,7 +89,7 @@ class RankedRun:
         ranks = Threads(size, 60).ranks()
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
-        policy = Policy.exact(max_chain_depth=depth)
+        policy = Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
         self.savers = [Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores]
         self.commit: Callable[[Manifest], Written] = lambda manifest: commit(root, manifest, durability)
 

@@ -59,6 +59,9 @@ class Roots:
         return Roots(folder / "one", folder / "many", self.states)
 
 
+LONG = Policy.exact(max_restore_ratio=None)  # else a leaf that is not in tiles, and so larger, is written whole earlier
+
+
 def states() -> list[Any]:
     """An Adam run; a large leaf of which at step 1 only a part moves and at step 4 nothing; one that never moves; an empty one, a scalar, a text."""
     run, random = AdamRun((64, 96), 2, rate=1e-3), np.random.default_rng(3)
@@ -86,7 +89,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
     made = Roots(folder / "one", folder / "many", states())
     groups = iter(GROUPS)
     left = 0
-    with Engine(made.one, durability="process") as engine:
+    with Engine(made.one, policy=LONG, durability="process") as engine:
         for step, state in enumerate(made.states):
             if left == 0:
                 size, layout, left = next(groups)
