@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,17 +130,36 @@ def test_a_restore_asks_tensorstore_for_keyframes_alone(tmp_path: Path, monkeypa
 
 
 def test_a_child_that_was_forked_reads(tmp_path: Path) -> None:
-    content = noise(5000)
-    spec = written(tmp_path / "s", content, "stream")
-    where = arrays.context(1)
-    assert ReadableArray(tmp_path / "s", spec, where).read().size == 5000  # the threads are there
+    written(tmp_path / "s", noise(5000), "stream")
+    code = """
+    import os, pathlib, sys
+    from deltacheck.store import arrays
+    spec = arrays.ArraySpec.flat(5000, "uint8", "stream", {})
+    array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec, arrays.context(1))
+    before = array.read().tobytes()  # the threads are there
     child = os.fork()
     if child == 0:
-        try:
-            same = np.array_equal(ReadableArray(tmp_path / "s", spec, where).start().result(), content)
-        finally:
-            os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        os._exit(0 if array.read().tobytes() == before else 1)
+    print(os.waitpid(child, 0)[1])
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def test_where_no_thread_can_be_started_the_reader_reads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = noise(5000)
+    spec = written(tmp_path / "s", content, "stream")
+
+    def refuse(process: int) -> Any:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(stream_files, "_background", refuse)
+    array = ReadableArray(tmp_path / "s", spec, arrays.context(1))
+    assert np.array_equal(array.read(), content)
+    (tmp_path / "s" / "c.0").unlink()
+    with pytest.raises(errors.ChainBroken):
+        array.read()
 
 
 # --- files that are not what they should be ---------------------------------------------------------------------------------
@@ -171,7 +193,7 @@ def test_a_link_a_pipe_and_a_file_of_any_size_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_flipped_bit_and_every_shorter_file_is_refused(tmp_path: Path, codec: str) -> None:
-    content = noise(900)
+    content = noise(150)
     spec = sharded(tmp_path / "s", content, codec, 3)
     file = tmp_path / "s" / "c.0"
     whole = file.read_bytes()

@@ -40,12 +40,13 @@ class Background:
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
-        _carry_out(*task)
+        carry_out(*task)
         del task  # with the memory that the work refers to
     _end(tasks)
 
 
-def _carry_out(future: Future[None], work: Callable[[], None]) -> None:
+def carry_out(future: Future[None], work: Callable[[], None]) -> None:
+    """Call ``work`` and let the future tell what came of it."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for

@@ -16,7 +16,7 @@ from deltacheck.codec.base import U8
 from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store import chunk_files
-from deltacheck.store.background import Background
+from deltacheck.store.background import Background, carry_out
 from deltacheck.store.chunk_files import Cells
 
 _THREADS = 4  # larger: more waits for the storage at a time
@@ -58,7 +58,14 @@ def read(path: Path, cells: Cells, *, compressed: bool, first: int, out: U8) -> 
 
 def start(work: Callable[[], None]) -> Future[None]:
     """Carry out reads behind the caller; the future tells when they are done, and what they raised."""
-    return _background(os.getpid()).start(work)
+    try:
+        return _background(os.getpid()).start(work)
+    except (
+        RuntimeError
+    ):  # from Python 3.12 on an interpreter that ends starts no threads, and saves are finished then, some read back
+        done: Future[None] = Future()
+        carry_out(done, work)
+        return done
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -51,11 +51,22 @@ def describe_target(value: object) -> ArrayLeaf | None:
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:
     if not is_key(value.dtype):
-        return ArrayLeaf(tuple(value.shape), dtype_named(value.dtype.name).name, identity)
-    data = jax.eval_shape(jax.random.key_data, value)
+        return ArrayLeaf(tuple(value.shape), _name_of(value.dtype), identity)
+    data = _key_data(tuple(value.shape), value.dtype)
     return ArrayLeaf(tuple(data.shape), data.dtype.name, identity, KEY_TAG + _implementation(value.dtype))
 
 
+@lru_cache(64)
+def _name_of(dtype: Any) -> str:
+    return dtype_named(dtype.name).name
+
+
+@lru_cache(64)  # states have few keys, and abstract evaluation takes a millisecond
+def _key_data(shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.eval_shape(jax.random.key_data, abstract(shape, dtype))
+
+
+@lru_cache(64)
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -66,6 +77,7 @@ def is_key_tag(tag: str | None) -> bool:
     return tag is not None and tag.startswith(KEY_TAG)
 
 
+@lru_cache(64)
 def _implementation(dtype: Any) -> str:
     """The registered name of a key dtype's implementation."""
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
@@ -74,6 +86,7 @@ def _implementation(dtype: Any) -> str:
     raise UnsupportedLeaf(f"keys of type {dtype} have no implementation that JAX knows by name; save jax.random.key_data(key)")
 
 
+@lru_cache(64)
 def key_dtype(tag: str | None) -> Any:
     """The dtype of the typed keys that a tag stands for; ``UnsupportedLeaf`` where JAX has no such implementation."""
     implementation = str(tag).removeprefix(KEY_TAG)
