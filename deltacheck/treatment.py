@@ -140,11 +140,12 @@ class Treatment:
         return self._host(source.current()).view(source.spec.element.numpy)
 
     def _proven(self, found: Roles, sources: Mapping[str, LeafSource]) -> Roles:
-        """Whose weights they are, by content; looked at again once a weight is not what its master says."""
-        settled = self._settled
-        if settled is None or settled[0] != found:
-            settled = self._settled = found, roles.prove(found, partial(self._is_cast, sources))
-        return settled[1]
+        """Whose weights they are, by content; looked at again while a master has none, and once a weight is not what its master says."""
+        if self._settled is not None and self._settled[0] == found:
+            return self._settled[1]
+        proven = roles.prove(found, partial(self._is_cast, sources))
+        self._settled = (found, proven) if all(p.proven or p.master is None for p in proven.parameters) else None
+        return proven
 
     def doubt(self) -> None:
         """A weight was not the cast of its master, whatever the proof says."""

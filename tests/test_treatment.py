@@ -141,6 +141,41 @@ def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(sav
         assert promise.terms == Bounded(32.0, "lr")
 
 
+def bounded_masters(made: Saves, change: Any) -> list[int]:
+    """Save after ten more steps what ``change`` makes of the state, see that it comes back, and tell whose masters were bounded."""
+    made.run.advance(10)
+    state = made.run.state()
+    change(state["model"])
+    made.engine.save(made.run.step, state).result()
+    np.testing.assert_equal(made.restored()["model"], state["model"])
+    return [n for n in range(3) if f"optimizer/state/{n}/master" in made.manifest().contracts]
+
+
+def exchanged(model: dict[str, Any]) -> None:
+    model["w0"], model["w1"] = model["w1"], model["w0"]
+
+
+def test_weights_that_change_places_are_found_again(saves: Any) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    made.save(2)
+    assert bounded_masters(made, lambda model: None) == [0, 1]
+    assert bounded_masters(made, exchanged) == [], "each is refused by the cells of a weight that is not its own"
+    assert bounded_masters(made, exchanged) == [0, 1]
+
+
+def test_a_master_without_a_weight_gets_it_as_soon_as_one_fits(saves: Any) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    made.save(2)
+
+    def other(model: dict[str, Any]) -> None:
+        model["w0"] = np.ones_like(model["w0"])
+
+    assert [bounded_masters(made, other) for _ in range(3)] == [[1]] * 3
+    assert bounded_masters(made, lambda model: None) == [0, 1]
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.7, 3.0])
 def test_a_lattice_keeps_the_progress_of_steps_of_any_size(share: float) -> None:  # law 2
     spacing = 2.0**-10
