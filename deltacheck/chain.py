@@ -41,9 +41,8 @@ _CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
 _TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 # Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
 _AHEAD_BYTES = 32 << 20
-_JOINED_BYTES = (
-    256 << 10
-)  # of streams that lie apart, copied for one call of the decoder; copying more takes longer than another call
+# Of streams that lie apart, copied for one call of the decoder: copying more takes longer than another call.
+_JOINED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
