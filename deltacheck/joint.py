@@ -24,6 +24,7 @@ from deltacheck.records import LeafSpec
 from deltacheck.sharding import Before, Held, Holdings, Plan, Share
 from deltacheck.store.root import Written
 from deltacheck.store.schema import TILES, LeafRecord, Manifest, SegmentRef, Tiles
+from deltacheck.structs import known
 from deltacheck.tiles import Cuts
 from deltacheck.tree import Node
 
@@ -72,6 +73,9 @@ class Report(msgspec.Struct, frozen=True):
     step: int
     segments: tuple[SegmentRef, ...]
     digests: str
+
+
+known(Hello, Go, Told, Assigned, Report)
 
 
 class Begun(NamedTuple):

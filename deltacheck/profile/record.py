@@ -9,6 +9,7 @@ import msgspec
 
 from deltacheck.contracts import Bounded, Exact, Reused
 from deltacheck.errors import Damaged, UnsupportedFormat
+from deltacheck.structs import known
 
 FORMAT, VERSION = "deltacheck.profile", 1
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -117,3 +118,6 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Header(msgspec.Struct):
     format: str
     version: int
+
+
+known(Profile, _Header)

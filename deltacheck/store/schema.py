@@ -25,6 +25,7 @@ from deltacheck.dtypes import dtype_named
 from deltacheck.errors import Damaged, UnsupportedFormat, UnsupportedLeaf
 from deltacheck.records import LeafSpec
 from deltacheck.store import layout
+from deltacheck.structs import known
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 _MAX_ELEMENTS = 1 << 56
@@ -697,3 +698,6 @@ def _check_tag(tag: Tag) -> None:
 
 
 _CHECKS: Mapping[type[Any], Any] = {Manifest: _check_manifest, SegmentTable: _check_segment, Tag: _check_tag}
+
+
+known(*_CHECKS)

@@ -18,6 +18,7 @@ from deltacheck.errors import Damaged, DeltacheckError, NotACheckpointRoot, Rank
 from deltacheck.joint import Begun, Joint
 from deltacheck.store.root import Written
 from deltacheck.store.schema import Manifest
+from deltacheck.structs import known
 from deltacheck.tree import Flat
 
 
@@ -38,6 +39,9 @@ class Opened(msgspec.Struct, frozen=True):
     seq: int
     is_committed: bool
     resumes: bool
+
+
+known(Opening, Opened)
 
 
 class Together:

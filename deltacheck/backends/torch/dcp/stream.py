@@ -36,6 +36,7 @@ from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.place import Place
 from deltacheck.store.root import Root, Store, Written, commit
 from deltacheck.store.schema import Manifest
+from deltacheck.structs import known
 from deltacheck.tree import Flat, Node
 
 log = logging.getLogger("deltacheck")
@@ -71,6 +72,9 @@ class Part(msgspec.Struct, frozen=True):
 
     report: Report
     sizes: dict[str, int]
+
+
+known(Task, Part)
 
 
 class Restored(NamedTuple):
