@@ -1,6 +1,6 @@
 """A root that ranks wrote says what the root of one process says of the same states: every command and every way to read, one after the other.
 
-What a tool does to such a root, and how it tells of damage, is in ``test_tiled_tools.py``.
+What a tool does to such a root, and how it tells of damage, is in ``tests/test_tiled_tools.py``.
 """
 
 from __future__ import annotations
