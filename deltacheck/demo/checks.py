@@ -68,6 +68,8 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
     (segment,) = checkpoints.manifest(step).segments
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # A save that was killed before its segment was whole has left that without a document; no step needs it.
+        warnings.filterwarnings("ignore", r"Object at s\d{10}-[0-9a-f]{8} is not recognized as a component")
         zarr.open_group(root, mode="r").tree()
         leaves = zarr.open_group(root / "segments" / segment.id / "leaves", mode="r")
         whole = {str(array.attrs["leaf_path"]): np.asarray(array[...]) for _, array in leaves.arrays()}
