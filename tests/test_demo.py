@@ -36,7 +36,8 @@ def test_quick_demo_is_killed_resumes_and_ends_bit_for_bit_the_same(tmp_path: Pa
     )  # jax and zarr are among the test extras
     plan = tiny(seed=11)
     assert figures["kill"]["saving_step"] in plan.checkpoints()[1:-1]
-    assert figures["kill"]["newest_checkpoint"] <= figures["kill"]["last_step"] < plan.steps
+    # Where steps are fast, the kill may come after the last of them.
+    assert figures["kill"]["newest_checkpoint"] <= figures["kill"]["last_step"] <= plan.steps
     assert {save["step"] for save in figures["saved"]} <= set(plan.checkpoints())
     assert all(save["stored_bytes"] > 0 and save["blocking_seconds"] > 0 for save in figures["saved"])
 
