@@ -60,9 +60,8 @@ def start(work: Callable[[], None]) -> Future[None]:
     """Carry out reads behind the caller; the future tells when they are done, and what they raised."""
     try:
         return _background(os.getpid()).start(work)
-    except (
-        RuntimeError
-    ):  # from Python 3.12 on an interpreter that ends starts no threads, and saves are finished then, some read back
+    except RuntimeError:
+        # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished then, some of them read back.
         done: Future[None] = Future()
         carry_out(done, work)
         return done
