@@ -28,7 +28,8 @@ from deltacheck.cli import main
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each process that a test starts."""
+    """In each process that a test starts. This one's devices start before, with its own flags: other files' tests count on them."""
+    jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 
