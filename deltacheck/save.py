@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait as wait_for
 from functools import partial
@@ -224,7 +225,7 @@ class Saver:
             self._next_seq += 1
         try:
             self._handles.append(handle)
-            work.capture([source for source in sources.values() if not source.lazy])
+            work.capture(deque(source for source in sources.values() if not source.lazy))
             self._to_encode.put(work)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._fail(work, error)
@@ -420,8 +421,7 @@ class Saver:
     def _encode_loop(self) -> None:
         while (work := self._to_encode.get()) is not None:
             try:
-                work.capture(work.lazy)
-                work.lazy.clear()  # from here on the save holds none of the caller's memory
+                work.capture(work.lazy)  # from here on the save holds none of the caller's memory
                 work.handle._advance("captured")
                 work.encode()
                 self._reads[work.writer.id] = work.writer.delta_arrays

@@ -64,6 +64,7 @@ class Treatment:
         self._scales: dict[str, float] = {}
         self._pairs: dict[str, int] = {}  # the step at which the moments of a parameter were stored that are reused since
         self._counts: dict[str, int | None] = {}  # of the optimizer, at the last save
+        self._find = roles.Finder()
         self._settled: tuple[Roles, Roles] | None = None  # before and after a proof that no capture has contradicted since
 
     def resumed(self) -> None:
@@ -81,7 +82,7 @@ class Treatment:
             return dict(sources), Terms
         specs = {path: source.spec for path, source in sources.items()}
         known = dict(scalars(tree)) | self._single(sources)
-        found = roles.find(specs, known, list(sources))
+        found = self._find(specs, known)
         told = next((metrics[name] for name in _RATES if name in metrics), None)
         rates = {
             group: own if own.lr is not None else replace(own, lr=told)
@@ -90,15 +91,17 @@ class Treatment:
         self._observe(step, rates, metrics, specs)
         if self._stage.name == STABLE:
             found = self._proven(found, sources)
-        save = _Save(self, step, self._stage.name, sources)
-        save.share_equal([path for path in known if path in sources])
+        save = _Save(self, step, self._stage.name)
+        taken = save.share_equal({path: sources[path] for path in known if path in sources})
         for parameter in found.parameters:
             own = rates[parameter.group or ""]
             count = _as_count(known.get(parameter.count or ""))
             spacing = self._spacings.get(parameter.master or "")
             situation = Situation(own, count, spacing, self._scale(parameter.master, sources))
-            save.take(parameter, situation, decide(self._policy, self._stage.name, parameter, specs, situation))
-        return save.sources, save.terms
+            taken |= save.take(
+                parameter, situation, decide(self._policy, self._stage.name, parameter, specs, situation), sources
+            )
+        return dict(sources) | taken, save.terms
 
     def _observe(
         self, step: int, rates: Mapping[str, Hyperparameters], metrics: Mapping[str, float], specs: Mapping[str, LeafSpec]
@@ -167,62 +170,60 @@ class Treatment:
 
 
 class _Save:
-    """One save: the sources of the leaves that are kept otherwise than exactly, and what came of them."""
+    """One save: what came of the leaves that are kept otherwise than exactly.
 
-    def __init__(self, treatment: Treatment, step: int, stage: str, sources: Mapping[str, LeafSource]) -> None:
-        self.sources = dict(sources)
-        self._treatment = treatment
-        self._step = step
+    It lives until the commit, and so holds no leaf: memory that the training has left, as JAX leaves a state at every step, goes once captured.
+    """
+
+    def __init__(self, treatment: Treatment, step: int, stage: str) -> None:
+        self.treatment = treatment
+        self.step = step
         self._stage = stage
-        self._live = sources
         self._derived: dict[str, Derived] = {}
         self._contracts: dict[str, Promise] = {}
 
     def terms(self) -> Terms:
         """What the manifest says. REQUIRES: every source was captured."""
-        policy = self._treatment._policy
+        policy = self.treatment._policy
         return Terms(self._derived, self._contracts, self._stage if policy.hidden is not None else "")
 
-    def take(self, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision]) -> None:
-        """Replace the sources of one parameter's leaves as decided."""
-        group = _Group(self, parameter, situation, decisions)
-        for path, decision in decisions.items():
-            self._replace(path, group.capture_of(path, decision), group.paths)
-        second, hidden = parameter.second, self._treatment._policy.hidden
+    def take(
+        self, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision], sources: Mapping[str, LeafSource]
+    ) -> dict[str, LeafSource]:
+        """The sources of one parameter's leaves as decided, of those that are not just what they were."""
+        paths = (parameter.weight, parameter.master, parameter.first, parameter.second)
+        group = _Group(self, parameter, situation, decisions, {path: sources[path] for path in paths if path is not None})
+        together = list(group.sources.values())
+        taken = {path: _read_as(group.sources[path], group.capture_of(path, d), together) for path, d in decisions.items()}
+        second, hidden = parameter.second, self.treatment._policy.hidden
         if second is not None and second not in decisions and parameter.adam and hidden is not None:
-            self._replace(second, partial(self._watched, second, group.rescale_since_last()), (second,))
+            source = sources[second]
+            taken[second] = _read_as(source, partial(self._watched, source, group.rescale_since_last()), [source])
+        return taken
 
-    def share_equal(self, paths: Sequence[str]) -> None:
+    def share_equal(self, sources: Mapping[str, LeafSource]) -> dict[str, LeafSource]:
         """Store leaves of one number that are equal once: the step counts that an optimizer keeps for every parameter."""
-        owners: dict[tuple[LeafSpec, bytes], str] = {}
-        for path in paths:
-            spec = replace(self._live[path].spec, path="")
-            owner = owners.setdefault((spec, self.live(path).tobytes()), path)
-            if owner != path:
-                self._replace(path, partial(self._same, path, owner), (path, owner))
+        owners: dict[tuple[LeafSpec, bytes], LeafSource] = {}
+        taken = {}
+        for path, source in sources.items():
+            owner = owners.setdefault((replace(source.spec, path=""), self.live(source).tobytes()), source)
+            if owner is not source:
+                taken[path] = _read_as(source, partial(self._same, source, owner), [source, owner])
+        return taken
 
-    def _same(self, path: str, owner: str) -> Any:
-        live = self.live(path)
+    def _same(self, source: LeafSource, owner: LeafSource) -> Any:
+        live, spec = self.live(source), source.spec
         if live.tobytes() != self.live(owner).tobytes():
-            return self.exactly(path)
-        spec = self._live[path].spec
-        self.promise(path, Derived("same", spec.dtype, spec.shape, _digest(spec, live), of=owner), None)
+            return source.current()
+        self.promise(spec.path, Derived("same", spec.dtype, spec.shape, _digest(spec, live), of=owner.spec.path), None)
         return Coded(None, None)
 
-    def _replace(self, path: str, current: Callable[[], Any], companions: tuple[str, ...]) -> None:
-        """A leaf that is read together with others is read when the first of them must be."""
-        lazy = all(self._live[companion].lazy for companion in companions if companion in self._live)
-        self.sources[path] = replace(self._live[path], current=current, lazy=lazy)
-
-    def live(self, path: str) -> Array:
-        return self._treatment._live(self._live[path])
-
-    def exactly(self, path: str) -> Any:
-        return self._live[path].current()
+    def live(self, source: LeafSource) -> Array:
+        return self.treatment._live(source)
 
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """What is stored of a leaf so far, where it is of this form."""
-        shadow = self._treatment._shadow(path)
+        shadow = self.treatment._shadow(path)
         return shadow.data.view(spec.element.numpy) if shadow is not None and shadow.spec == spec else None
 
     def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
@@ -230,32 +231,42 @@ class _Save:
         if promise is not None:
             self._contracts[path] = promise
 
-    def _watched(self, path: str, scale: float) -> Any:
+    def _watched(self, source: LeafSource, scale: float) -> Any:
         """A second moment that is stored exactly; its drift since the save before is measured on the way.
 
         ``scale``: what reuse would multiply it with. Without it, the growth from zero of a young v would look like drift.
         """
-        spec = self._live[path].spec
-        before = self.stored(path, spec)
+        spec = source.spec
+        before = self.stored(spec.path, spec)
         if before is not None and spec.dtype == "float32":
-            drift = octaves_apart(sample(self.live(path)), sample(before) * np.float32(scale))
+            drift = octaves_apart(sample(self.live(source)), sample(before) * np.float32(scale))
             if drift is not None:
-                self._treatment._drifts.append(drift)
-        return self.exactly(path)
+                self.treatment._drifts.append(drift)
+        return source.current()
+
+
+def _read_as(source: LeafSource, current: Callable[[], Any], together: Sequence[LeafSource]) -> LeafSource:
+    """A leaf that is read ``together`` with others is read when the first of them must be."""
+    return replace(source, current=current, lazy=all(other.lazy for other in together))
 
 
 class _Group:
     """The leaves of one parameter at one save. Codes are made when the first leaf that needs them is captured."""
 
-    def __init__(self, save: _Save, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision]) -> None:
+    def __init__(
+        self,
+        save: _Save,
+        parameter: Parameter,
+        situation: Situation,
+        decisions: Mapping[str, Decision],
+        sources: Mapping[str, LeafSource],
+    ) -> None:
+        self.sources = sources
         self._save = save
         self._parameter = parameter
         self._situation = situation
         self._decisions = decisions
         self._moments: dict[str, Any] | None = None
-        self.paths = tuple(
-            path for path in (parameter.weight, parameter.master, parameter.first, parameter.second) if path is not None
-        )
 
     def capture_of(self, path: str, decision: Decision) -> Callable[[], Any]:
         """What captures the leaf ``path``."""
@@ -269,7 +280,13 @@ class _Group:
         return partial(self._moment, path)
 
     def _spec(self, path: str) -> LeafSpec:
-        return self._save._live[path].spec
+        return self.sources[path].spec
+
+    def _live(self, path: str) -> Array:
+        return self._save.live(self.sources[path])
+
+    def _exactly(self, path: str) -> Any:
+        return self.sources[path].current()
 
     def _derive(self, path: str, decision: Decision, **about: Any) -> Derived:
         spec = self._spec(path)
@@ -286,14 +303,14 @@ class _Group:
         save, rate = self._save, self._situation.hyperparameters.lr
         assert rate is not None  # else there were no spacing
         assert isinstance(decision.terms, Bounded)
-        live = save.live(path)
-        weights = save.live(decision.of) if decision.of else None
+        live = self._live(path)
+        weights = self._live(decision.of) if decision.of else None
         made = lattice.codes(live, decision.spacing, decision.seed, weights=weights)
         error = made.largest_error / rate
         if made.refused or error > decision.terms.limit:
-            save._treatment.doubt()
-            return save.exactly(path)
-        save._treatment._spacings[path] = decision.spacing
+            save.treatment.doubt()
+            return self._exactly(path)
+        save.treatment._spacings[path] = decision.spacing
         save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
         spec = LeafSpec.of(path, self._spec(path).shape, "int32")
         return Coded(spec, made.codes.view(np.uint8))
@@ -301,8 +318,8 @@ class _Group:
     def _cast(self, path: str, decision: Decision) -> Any:
         """A weight that is the cast of its master as a restore gives it: not stored where that is the promise, and it holds."""
         save, spec = self._save, self._spec(path)
-        live = save.live(path)
-        master = save.live(decision.of)
+        live = self._live(path)
+        master = self._live(decision.of)
         bounded = self._decisions.get(decision.of)
         if bounded is not None:
             made = lattice.codes(master, bounded.spacing, bounded.seed)
@@ -316,15 +333,15 @@ class _Group:
         given = derive.cast(master, spec.element.numpy)
         if bounded is None:
             if not np.array_equal(given.view(np.uint16), live.view(np.uint16)):
-                save._treatment.doubt()
-                return save.exactly(path)
+                save.treatment.doubt()
+                return self._exactly(path)
             save.promise(path, self._derive(path, decision, digest=_digest(spec, live)), None)
             return Coded(None, None)
         assert isinstance(decision.terms, Bounded)
         error = relative_l2(live, given)
         if not error <= decision.terms.limit:
-            save._treatment.doubt()
-            return save.exactly(path)
+            save.treatment.doubt()
+            return self._exactly(path)
         save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
         return Coded(None, None)
 
@@ -343,7 +360,7 @@ class _Group:
 
     def _both(self) -> dict[str, Any]:
         coded = {path: decision for path, decision in self._decisions.items() if decision.how == "octaves"}
-        exactly = {path: self._save.exactly(path) for path in coded}
+        exactly = {path: self._exactly(path) for path in coded}
         if self._breaks_the_law():
             return exactly
         reused = any(isinstance(decision.terms, Reused) for decision in coded.values())
@@ -366,16 +383,16 @@ class _Group:
             made[path] = Coded(spec, found.codes.view(np.uint8))
             measured, from_step = found.largest_error_octaves, None
             if isinstance(decision.terms, Reused):
-                live, codes = (sample(values) for values in (self._save.live(path), found.codes))
+                live, codes = (sample(values) for values in (self._live(path), found.codes))
                 given = octaves.values(codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
                 measured = octaves_apart(np.abs(live), np.abs(given) * np.float32(self._scale(decision))) or 0.0
-                from_step = self._save._step
+                from_step = self._save.step
             assert decision.terms is not None
             promises[path] = Promise(decision.terms, measured, from_step)
         for path, decision in coded.items():
             self._save.promise(path, self._derive(path, decision), promises[path])
         if reused:
-            self._save._treatment._pairs[self._parameter.name] = self._save._step
+            self._save.treatment._pairs[self._parameter.name] = self._save.step
         return made
 
     def _scale(self, decision: Decision) -> float:
@@ -387,11 +404,11 @@ class _Group:
 
     def _coded_values(self, path: str, decision: Decision) -> Array:
         scale = self._scale(decision)
-        live = self._save.live(path)
+        live = self._live(path)
         return live if scale == 1.0 else live * np.float32(1 / scale)
 
     def _betas(self) -> tuple[float, float] | None:
-        hidden = self._save._treatment._policy.hidden
+        hidden = self._save.treatment._policy.hidden
         return None if hidden is None else betas(hidden, self._situation.hyperparameters)
 
     def _breaks_the_law(self) -> bool:
@@ -400,12 +417,12 @@ class _Group:
         limit = next((d.limit for d in self._decisions.values() if d.limit), None)
         if limit is None or first is None or second is None:
             return False
-        return adam.law_violations(sample(self._save.live(first)), sample(self._save.live(second)), limit) > 0
+        return adam.law_violations(sample(self._live(first)), sample(self._live(second)), limit) > 0
 
     def _keep(self, coded: Mapping[str, Decision]) -> dict[str, Any] | None:
         """The pair as it was stored, where it may still be reused; the drift guard."""
         save, first, second = self._save, self._parameter.first, self._parameter.second
-        stored_step = save._treatment._pairs.get(self._parameter.name)
+        stored_step = save.treatment._pairs.get(self._parameter.name)
         if stored_step is None or first is None or second is None:
             return None
         specs = {
@@ -415,15 +432,15 @@ class _Group:
         codes = {path: save.stored(path, spec) for path, spec in specs.items()}
         terms = coded[second].terms
         assert isinstance(terms, Reused)
-        age = save._step - stored_step
+        age = save.step - stored_step
         if any(found is None for found in codes.values()) or not 0 < age <= staggered(second, terms.max_age_steps):
             return None
         old = {path: found for path, found in codes.items() if found is not None}
-        live = save.live(second)
+        live = self._live(second)
         if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
             return None
         given = self._given(coded, {path: sample(found) for path, found in old.items()})
-        now = {path: sample(save.live(path)) for path in (first, second)}
+        now = {path: sample(self._live(path)) for path in (first, second)}
         drift = octaves_apart(now[second], given[second])
         own = self._situation.hyperparameters
         change = adam.update_change(now[first], now[second], given[second], own.eps or 1e-8)
@@ -438,7 +455,7 @@ class _Group:
 
     def rescale_since_last(self) -> float:
         """What a second moment of the save before is multiplied with to stand for that of now."""
-        counts = self._save._treatment._counts
+        counts = self._save.treatment._counts
         before = counts.get(self._parameter.name)
         counts[self._parameter.name] = self._situation.step
         known, now = self._betas(), self._situation.step

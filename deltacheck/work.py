@@ -181,7 +181,7 @@ class Work:
         self.paths = list(sources)
         self.sources = {path: source.spec for path, source in sources.items()}
         self.specs: dict[str, LeafSpec] = {}  # of what is stored
-        self.lazy = [source for source in sources.values() if source.lazy]
+        self.lazy = deque(source for source in sources.values() if source.lazy)
         self.metrics = metrics
         self.commit, self.abandon = commit, abandon
         self.terms = terms
@@ -210,11 +210,14 @@ class Work:
 
     # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
 
-    def capture(self, sources: Sequence[LeafSource]) -> None:
-        """Bring the shadow to the leaves' present content, keeping what changed."""
+    def capture(self, sources: deque[LeafSource]) -> None:
+        """Bring the shadow to the leaves' present content, keeping what changed. Takes what it captures out of ``sources``: a leaf that only
+        the save still holds is then freed before the next one is read.
+        """
         codec, policy = self.setup.codec, self.setup.policy
         grouped: list[tuple[Leaf, LeafSource, Any]] = []
-        for source in sources:
+        while sources:
+            source = sources.popleft()
             self.handle._beat()
             known = self.leaves.get(source.spec.path)
             if known is not None:

@@ -270,3 +270,34 @@ def test_eight_bit_states_are_unknown() -> None:
 def test_a_state_of_anything_else_has_no_parameters() -> None:
     leaves, scalars, order = flat({"state": {"params": {"kernel": torch.zeros(2)}}, "x": torch.zeros(3)})
     assert roles.find(leaves, scalars, order) == Roles()
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "rates", "swapped parameters", "a leaf's shape", "a leaf's type", "a new leaf", "a new count"]
+)
+def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
+    leaves, scalars, _ = flat(two_groups())
+    find = roles.Finder()
+    before = find(leaves, scalars)
+    path = "optimizer/state/0/exp_avg"
+    match what:
+        case "rates":
+            scalars |= {"optimizer/param_groups/0/lr": 0.125}
+        case "swapped parameters":
+            scalars |= {"optimizer/param_groups/0/params/0": 1, "optimizer/param_groups/1/params/0": 0}
+        case "a leaf's shape":
+            leaves |= {path: LeafSpec.of(path, (16,), "float32")}
+        case "a leaf's type":
+            leaves |= {path: LeafSpec.of(path, (4, 4), "bfloat16")}
+        case "a new leaf":
+            leaves |= {"optimizer/state/0/master": LeafSpec.of("optimizer/state/0/master", (4, 4), "float32")}
+        case "a new count":
+            scalars |= {"optimizer/state/0/step": 3}
+    assert find(leaves, scalars) == roles.find(leaves, scalars)
+    assert (find(leaves, scalars) is before) == (what in ("nothing", "rates"))
+
+
+def two_groups() -> Any:
+    moments = {n: {name: torch.zeros(4, 4) for name in ("exp_avg", "exp_avg_sq")} for n in range(2)}
+    groups = [{"lr": rate, "betas": (0.9, 0.999), "params": [n]} for n, rate in enumerate((1e-3, 1e-4))]
+    return {"model": {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}, "optimizer": {"state": moments, "param_groups": groups}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,37 @@ def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Polic
     found = made.restored(contract="exact")
     np.testing.assert_equal(found, made.live())
     assert made.manifest().contract == "exact"
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy.exact(derive=True), Policy.model_exact(moments="reused")], ids=["derive", "model_exact"]
+)
+def test_a_save_lets_go_of_every_leaf_when_it_is_done(saves: Any, policy: Policy) -> None:
+    made = saves(policy)
+    if policy.hidden is None:
+        made.save(3)
+    else:
+        made.until_stable()
+    made.states.clear()
+    gc.collect()
+    gc.disable()  # JAX's arrays are memory of a device, that Python's collector knows nothing of
+    try:
+        made.run.advance(10)
+        state = made.run.state()
+        held = {path: weakref.ref(leaf) for path, leaf in _arrays(state).items()}
+        assert any(path.endswith("exp_avg") for path in held)
+        made.engine.save(made.run.step, state).result()
+        del state
+        assert [path for path, leaf in held.items() if leaf() is not None] == []
+    finally:
+        gc.enable()
+
+
+def _arrays(state: Any, at: str = "") -> dict[str, np.ndarray]:
+    if isinstance(state, np.ndarray):
+        return {at: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    return {path: leaf for key, value in items for path, leaf in _arrays(value, f"{at}/{key}").items()}
 
 
 def test_weights_that_are_the_cast_of_their_master_are_not_stored_and_come_back(saves: Any) -> None:
