@@ -76,9 +76,14 @@ class Run:
         self.rule = AdamRule(*recipe.betas, recipe.eps)
 
     def train(self, steps: int) -> float:
+        """Some steps, and their loss; all of them are done. JAX returns before an update is: a save would seem to wait for it."""
         loss = 0.0
         for _ in range(steps):
             loss = self.workload.train_step()
+        if self.framework == "jax":
+            import jax
+
+            jax.block_until_ready(self.workload.state())
         return loss
 
     def flat(self, state: State | None = None) -> tree.Flat:

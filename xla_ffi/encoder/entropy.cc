@@ -19,7 +19,6 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint64_t kCrcBytes = 4, kIndexEntryBytes = 16;
 constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
 
 // A chunk is judged by a sample: kPieces pieces of it, together a kSampleShare of it within these bounds.

@@ -9,6 +9,8 @@
 
 namespace deltacheck {
 
+constexpr uint64_t kCrcBytes = 4, kIndexEntryBytes = 16;  // behind every chunk and index; of a chunk in a shard's index
+
 // How a stream is cut (docs/reference/format.md, "Arrays").
 struct StreamCut {
   uint64_t chunk_bytes;      // >= 1

@@ -19,7 +19,6 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint64_t kCrcBytes = 4, kIndexEntryBytes = 16;
 constexpr uint64_t kNoChunk = ~uint64_t{0};
 
 uint64_t little_endian(const uint8_t* from, int bytes) {
