@@ -72,6 +72,22 @@ def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninte
 
 @pytest.mark.experiments
 @PATIENT
+@pytest.mark.parametrize("workload", ["sft", "rl_like", "lora"])
+def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> None:
+    command = [sys.executable, "-m", "deltacheck.cli", "eval", "--quick", "--workload", workload, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["holds"], found["reasons"]) == (True, [])
+    assert found["plan"]["factory"].endswith(f":tiny_{workload}")
+    (recovery,) = found["recoveries"]
+    assert recovery["leaves"] > 10
+    assert recovery["failed"] == recovery["not_put_back"] == []
+    assert found["recovery"]["equal_endings"] == found["recovery"]["trials"] == 1
+
+
+@pytest.mark.experiments
+@PATIENT
 @pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX])
 def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_result_little(example: str) -> None:
     output = run(example, "--every", 5)

@@ -89,7 +89,9 @@ def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Polic
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy.exact(derive=True), Policy.model_exact(moments="reused")], ids=["derive", "model_exact"]
+    "policy",
+    [Policy.exact(), Policy.exact(derive=True), Policy.model_exact(moments="reused")],
+    ids=["exact", "derive", "model_exact"],
 )
 def test_a_save_lets_go_of_every_leaf_when_it_is_done(saves: Any, policy: Policy) -> None:
     made = saves(policy)
