@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +31,6 @@ BYTES_AT_MOST = {EXACT: 0.65, POST_TRAINING: 0.01}  # of torch.save
 RESTORE_AT_MOST = 1.5  # of torch.load
 MEMORY_AT_MOST = 1.0  # of the asynchronous rival's
 PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "benchmarks.md"
-PLOT = PAGE.with_name("compare.png")
-_BEGIN, _END = "<!-- compare: begin -->", "<!-- compare: end -->"
 
 # What was measured in each repeat: name in the record -> heading.
 SAMPLES = {
@@ -67,13 +66,33 @@ class Entry:
     raw_bytes: int = 0
     torch_save_bytes: int = 0
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.framework, self.state, self.rival
+
     def middle(self, name: str) -> float:
         """The median; of bytes the mean, since saves with keyframes are larger than those between them."""
         return (mean if name == "bytes" else median)(self.samples[name])
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A run of this benchmark, and where it was."""
+
+    command: str
+    machine: Mapping[str, Any]
+
+
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures, and every repeat, to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures, and every repeat, to this file, as soon as each is there.")
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--also", help="What earlier runs wrote with --json: taken over, not measured again. Ratios between runs say less."
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 where a wanted figure is missed, and name it.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the medians to this PNG file.")] = None,
     size: Annotated[
@@ -90,7 +109,9 @@ def main(
     folder: Annotated[
         Path | None, typer.Option("--folder", help="On the disk to measure (default: where temporary files go).")
     ] = None,
-    write_docs: Annotated[bool, typer.Option("--write-docs", help="Rewrite table and plot in the documentation.")] = False,
+    write_docs: Annotated[
+        bool, typer.Option("--write-docs", help="Rewrite tables and plot of this size in the documentation.")
+    ] = False,
 ) -> None:
     """Measure ways of saving beside each other while a real post-training goes on."""
     console = Console(width=None if Console().is_terminal else 250)
@@ -98,21 +119,27 @@ def main(
     if size not in (*SIZES, "full") or not set(chosen) <= STATES.keys():
         console.print(f"--size is one of {', '.join(SIZES)}, full; --states are of {', '.join(STATES)}")
         raise typer.Exit(2)
-    with tempfile.TemporaryDirectory(prefix="deltacheck-compare-", dir=folder) as name:
-        place = machine.describe(Path(name))
-        entries = list(compared(size, chosen, repeats, every, (rivals or "").split(","), Path(name), console.print))
-    result = judged(entries, size, repeats)
-    result.show(console)
-    options = {"size": size, "states": ",".join(chosen), "repeats": repeats, "every": every}
+    options = {"size": size, "states": ",".join(chosen), "repeats": repeats, "every": every, "rivals": rivals and f'"{rivals}"'}
     command = "python -m benchmarks compare " + " ".join(f"--{k} {v}" for k, v in options.items() if v is not None)
-    record = {"command": command, "machine": place, "entries": [asdict(e) for e in entries], "result": result.as_json()}
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    earlier = [json.loads(file.read_text()) for file in also or []]
+    taken = {entry.key: entry for record in earlier for entry in (Entry(**e) for e in record["entries"])}
+    runs = [Made(record["command"], record["machine"]) for record in earlier]
+    entries: list[Entry] = []
+    result = judged(entries, size, repeats)
+    with tempfile.TemporaryDirectory(prefix="deltacheck-compare-", dir=folder) as name:
+        runs.insert(0, Made(command, machine.describe(Path(name))))
+        for entry in compared(size, chosen, repeats, every, (rivals or "").split(","), Path(name), console.print, taken):
+            entries.append(entry)
+            result = judged(entries, size, repeats)
+            if json_file is not None:
+                record = asdict(runs[0]) | {"entries": [asdict(e) for e in entries], "result": result.as_json()}
+                json_file.write_text(json.dumps(record | {"also": [asdict(run) for run in runs[1:]]}, indent=1) + "\n")
+    result.show(console)
     if plot is not None:
         draw(entries, plot)
     if write_docs:
-        draw(entries, PLOT)
-        PAGE.write_text(rewritten(PAGE.read_text(), section(entries, result, place, command)))
+        draw(entries, plot_of(size))
+        PAGE.write_text(rewritten(PAGE.read_text(), size, section(entries, result, runs, size)))
     raise typer.Exit(1 if check and any(not figure.holds for figure in result.figures) else 0)
 
 
@@ -130,24 +157,27 @@ def compared(
     rivals: Sequence[str],
     folder: Path,
     tell: Callable[[str], object],
+    taken: Mapping[tuple[str, str, str], Entry] = MappingProxyType({}),
 ) -> Iterable[Entry]:
-    """Every rival whose name contains one of ``rivals``, on every state, one process after the other."""
+    """Every rival whose name contains one of ``rivals``, on every state, one process after the other; those ``taken`` are not measured."""
     size = size_of(size_name)
     size = size if every is None else Size(**(asdict(size) | {"every": every}))
     for state in states:
         for framework, kinds in RIVALS.items():
             wanted = [kind for kind in kinds if any(part in kind.name for part in rivals)]
-            if not wanted:
-                continue
             prepared = folder / f"{framework}-{state}"
-            prepared.mkdir()
-            tell(f"{framework}, {state}: preparing")
-            in_own_process("benchmarks.race", Job(framework, state, size, str(prepared)).as_argument())
             for kind in wanted:
+                if (framework, state, kind.name) in taken:
+                    yield taken[framework, state, kind.name]
+                    continue
                 if kind.needs and find_spec(kind.needs) is None:
                     tell(f"{framework}, {state}, {kind.name}: skipped, {kind.needs} is not installed")
                     yield Entry(framework, state, kind.name, skipped=f"{kind.needs} is not installed")
                     continue
+                if not prepared.exists():
+                    prepared.mkdir()
+                    tell(f"{framework}, {state}: preparing")
+                    in_own_process("benchmarks.race", Job(framework, state, size, str(prepared)).as_argument())
                 own = folder / "rival"
                 own.mkdir()
                 job = Job(framework, state, size, str(prepared), str(own / "root"), kind.name, repeats)
@@ -158,7 +188,7 @@ def compared(
                     f"{written(entry.middle('bytes'), 'bytes')}, restore {written(entry.middle('restore'), 'seconds')}"
                 )
                 yield entry
-            shutil.rmtree(prepared)
+            shutil.rmtree(prepared, ignore_errors=True)
 
 
 def figures(entries: Sequence[Entry]) -> list[Figure]:
@@ -228,17 +258,25 @@ def _digits(value: float) -> str:
 # --- the page and the plot ---------------------------------------------------------------------------------------------------
 
 
-def section(entries: Sequence[Entry], result: Result, place: Mapping[str, Any], command: str) -> str:
-    """The part of the page that a run writes: how it was measured, a table for each state, and what was missed."""
+def plot_of(size: str) -> Path:
+    """The plot beside the page."""
+    return PAGE.with_name(f"compare-{size}.png")
+
+
+def section(entries: Sequence[Entry], result: Result, runs: Sequence[Made], size: str) -> str:
+    """The part of the page that is about a size: how it was measured, a table for each state, and what was missed. ``runs``: the newest first."""
     there = [entry for entry in entries if not entry.skipped]
-    versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
-    lines = [
-        f"`{command}`, {place['date'][:10]}; {place['processor']}, {place['cores']} cores, {place['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{place['file_system']}, no accelerator used; load {place['load_average']:.1f} at the start (a machine that others use: only "
-        f"ratios within this run say something). {versions}.",
-        "",
-        "![Medians as bars, smallest and largest as whiskers](compare.png)",
-    ]
+    lines = []
+    for run in runs:
+        place = run.machine
+        versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
+        lines += [
+            f"`{run.command}`, {place['date'][:10]}; {place['processor']}, {place['cores']} cores, {place['memory_bytes'] / 2**30:.0f} GiB, "
+            f"{place['file_system']}, no accelerator used; load {place['load_average']:.1f} at the start (a machine that others use: only "
+            f"ratios within this run say something). {versions}.",
+            "",
+        ]
+    lines.append(f"![Medians as bars, smallest and largest as whiskers]({plot_of(size).name})")
     for state in dict.fromkeys(entry.state for entry in there):
         mine = [entry for entry in there if entry.state == state]
         one = mine[0]
@@ -272,12 +310,13 @@ def _factor(value: float) -> str:
     return f"{value:.3g}"
 
 
-def rewritten(page: str, text: str) -> str:
-    """The page with ``text`` between its marks. Raises ``ValueError`` where it has none."""
-    found = re.search(f"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", page, re.DOTALL)
+def rewritten(page: str, size: str, text: str) -> str:
+    """The page with ``text`` between the marks of a size. Raises ``ValueError`` where it has none."""
+    begin, end = f"<!-- compare {size}: begin -->", f"<!-- compare {size}: end -->"
+    found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
     if found is None:
-        raise ValueError(f"the page has no {_BEGIN} ... {_END}")
-    return page[: found.start()] + f"{_BEGIN}\n{text}{_END}" + page[found.end() :]
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return page[: found.start()] + f"{begin}\n{text}{end}" + page[found.end() :]
 
 
 def draw(entries: Sequence[Entry], file: Path) -> None:

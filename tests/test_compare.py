@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,12 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measure
     assert "torch_checkpointing: skipped, torch_checkpointing is not installed" in result.about
     place = {"date": "2026-01-02T03", "processor": "P", "cores": 2, "memory_bytes": 1 << 30, "file_system": "ext4"}
     place |= {"load_average": 0.5, "versions": {"torch": "2"}}
-    text = compare.section([*measured, skipped], result, place, "python -m benchmarks compare --size tiny")
+    runs = [compare.Made("python -m benchmarks compare --size tiny", place), compare.Made("another run", place)]
+    text = compare.section([*measured, skipped], result, runs, "tiny")
     for expected in (
         "--size tiny`, 2026-01-02; P, 2 cores",
+        "`another run`, 2026-01-02",
+        "(compare-tiny.png)",
         "| torch.save |",
         f"| {EXACT}, torch |",
         "was skipped",
@@ -83,14 +86,15 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measure
 
 
 def test_a_rewritten_page_keeps_all_that_is_outside_the_marks() -> None:
-    page = "# Before\n<!-- compare: begin -->\nold | table\n<!-- compare: end -->\nafter\n"
-    assert compare.rewritten(page, "new\\1\n") == page.replace("old | table", "new\\1")
-    with pytest.raises(ValueError, match="compare: begin"):
-        compare.rewritten("# Before\n", "new\n")
+    page = "# Before\n<!-- compare small: begin -->\nold | table\n<!-- compare small: end -->\nafter\n"
+    assert compare.rewritten(page, "small", "new\\1\n") == page.replace("old | table", "new\\1")
+    with pytest.raises(ValueError, match="compare medium: begin"):
+        compare.rewritten(page, "medium", "new\n")
 
 
-def test_the_page_of_this_tree_has_the_marks() -> None:
-    assert compare.rewritten(compare.PAGE.read_text(), "x\n") != compare.PAGE.read_text()
+@pytest.mark.parametrize("size", ["small", "medium"])
+def test_the_page_of_this_tree_has_the_marks(size: str) -> None:
+    assert compare.rewritten(compare.PAGE.read_text(), size, "x\n") != compare.PAGE.read_text()
 
 
 def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) -> None:
@@ -187,6 +191,34 @@ def test_check_exits_with_1_where_a_figure_is_missed_and_names_it(
     assert [row["samples"]["bytes"] for row in record["entries"]] == [list(row.samples["bytes"]) for row in rows]
     assert str(tmp_path) not in file.read_text()
     assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def measured(module: str, argument: str) -> dict[str, Any]:
+        job = json.loads(argument)
+        asked.append(job["rival"] or f"prepare {job['framework']}")
+        return {} if not job["rival"] else {"samples": GOOD[2].samples, "peak": 1, "torch_save_bytes": 1000}
+
+    monkeypatch.setattr(compare, "in_own_process", measured)
+    monkeypatch.setattr(compare, "RIVALS", RIVALS)
+    app = typer.Typer()
+    app.command()(compare.main)
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    about = {"command": "an earlier run", "machine": {"date": "2026-01-02"}}
+    before.write_text(json.dumps(about | {"entries": [asdict(one) for one in GOOD[:2]]}))
+    arguments = ["--states", "adamw", "--rivals", "torch.save,async,exact", "--json", str(after), "--also", str(before)]
+    done = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert asked == ["prepare torch", EXACT, "prepare jax", ASYNC["jax"], EXACT]
+    record = json.loads(after.read_text())
+    assert [one["rival"] for one in record["entries"]] == ["torch.save", ASYNC["torch"], EXACT, ASYNC["jax"], EXACT]
+    assert record["also"] == [about]
+    assert "holds blocking, torch, adamw, exact, of torch DCP async_save: 50.0%" in done.output
+    assert '--rivals "torch.save,async,exact"' in record["command"]
 
 
 def test_an_unknown_state_is_refused_with_those_that_there_are() -> None:
