@@ -86,7 +86,7 @@ def flatten(tree: object, describe: Describe, expand: Expand = lambda container:
     Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
     """
     taken = _Taken(describe, expand, {}, {}, {})
-    skeleton = _take_apart(tree, (), taken)
+    skeleton = _take_apart(tree, "", 0, taken)
     for places in taken.ties.values():
         owner = min(path for path, _ in places)
         for path, node in places:
@@ -107,9 +107,8 @@ class _Taken(NamedTuple):
     ties: dict[Hashable, list[tuple[str, Node]]]
 
 
-def _take_apart(value: object, keys: tuple[str, ...], taken: _Taken) -> Node:
-    path = "/".join(keys)
-    if len(keys) > MAX_DEPTH:
+def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
+    if depth > MAX_DEPTH:
         raise UnsupportedLeaf(f"leaf {path!r}: containers are nested deeper than {MAX_DEPTH}")
     try:
         array = taken.describe(value)
@@ -127,13 +126,19 @@ def _take_apart(value: object, keys: tuple[str, ...], taken: _Taken) -> Node:
     if scalar is not None:
         return scalar
 
+    below = f"{path}/" if depth else ""
+
     def child(key: object, item: object) -> Node:
-        return _take_apart(item, (*keys, escape_key(key)), taken)
+        return _take_apart(item, below + escape_key(key), depth + 1, taken)
+
+    def entry(key: object, item: object) -> list[Json]:
+        node = child(key, item)  # refuses what is neither text nor an integer
+        return [str(key) if isinstance(key, str) else int(cast("int", key)), node]
 
     if isinstance(value, OrderedDict):
-        return {"t": "odict", "k": [[_key(k), child(k, v)] for k, v in value.items()]}
+        return {"t": "odict", "k": [entry(k, v) for k, v in value.items()]}
     if isinstance(value, dict):
-        return {"t": "dict", "k": [[_key(k), child(k, v)] for k, v in value.items()]}
+        return {"t": "dict", "k": [entry(k, v) for k, v in value.items()]}
     if isinstance(value, deque):
         return {"t": "deque", "maxlen": value.maxlen, "n": [child(i, v) for i, v in enumerate(value)]}
     if isinstance(value, list):
@@ -147,7 +152,7 @@ def _take_apart(value: object, keys: tuple[str, ...], taken: _Taken) -> Node:
             "turn it into arrays, numbers, text, bytes or None, or leave it out"
         )
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"t": "fields", "c": name, "k": [[_key(k), child(k, v)] for k, v in pairs]}
+    return {"t": "fields", "c": name, "k": [entry(k, v) for k, v in pairs]}
 
 
 def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]] | None:
@@ -160,11 +165,6 @@ def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]]
     except ValueError:
         return None
     return list(zip(getattr(value, "_fields", None) or one.entries, one.children, strict=True))
-
-
-def _key(key: object) -> str | int:
-    escape_key(key)
-    return str(key) if isinstance(key, str) else int(cast("int", key))
 
 
 def _scalar_node(value: object, path: str) -> Node | None:

@@ -62,7 +62,7 @@ class Capture:
             check = None if alias is None else unchanged_check(path, alias)
             if path not in there:
                 # What is read later is viewed now: torch then refuses to free or to move this memory, whatever becomes of the tensor.
-                current = partial(leaves.bytes_of, value) if alias is None else partial(_itself, leaves.bytes_of(alias))
+                current = partial(leaves.bytes_of, value) if alias is None else partial(_itself, leaves.viewed(alias).numpy())
                 sources[path] = LeafSource(spec, current, lazy=guarded, recheck=check)
             elif self._on_device[there[path]]:
                 sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)

@@ -39,7 +39,7 @@ def describe(value: object) -> ArrayLeaf | None:
     name = _name_of(value.dtype)
     identity = None
     if value.numel():
-        identity = (str(value.device), value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
+        identity = (value.device, value.data_ptr(), value.stride(), value.is_conj(), value.is_neg())
     return ArrayLeaf(tuple(value.shape), name, identity)
 
 
@@ -64,6 +64,11 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
     if not is_plain(value):
         with torch.no_grad():
             plain = plain.resolve_conj().resolve_neg().contiguous()
+    return viewed(plain)
+
+
+def viewed(plain: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor where it lies, uint8 1-D. REQUIRES: it is plain, and detached."""
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     return plain.reshape(-1).view(torch.uint8)
