@@ -87,7 +87,7 @@ class Saver:
         policy: Policy,
         *,
         next_seq: int,
-        host_cache_bytes: int = 256 << 20,
+        host_cache_bytes: int = 1 << 30,
         max_pending: int = 1,
         io_timeout_seconds: float = 600.0,
         keep_shadow: bool = True,

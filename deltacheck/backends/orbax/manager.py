@@ -36,7 +36,7 @@ def manager(
     *,
     items: Iterable[str] = (),
     policy: Policy | None = None,
-    host_cache_bytes: int = 256 << 20,
+    host_cache_bytes: int = 1 << 30,
     grace_seconds: float = 60.0,
     io_timeout_seconds: float = 600.0,
     durability: str = "power",

@@ -97,7 +97,7 @@ class Engine:
         root: str | os.PathLike[str] | ObjectPath,
         *,
         policy: Policy | None = None,
-        host_cache_bytes: int = 256 << 20,
+        host_cache_bytes: int = 1 << 30,
         max_pending: int = 1,
         on_busy: str = "wait",
         capture: str = "auto",

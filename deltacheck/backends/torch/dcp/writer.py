@@ -76,7 +76,7 @@ class DeltaStorageWriter(StorageWriter):
         *,
         step: int | None = None,
         policy: Policy | None = None,
-        host_cache_bytes: int = 256 << 20,
+        host_cache_bytes: int = 1 << 30,
         shadow: str = "auto",
         effort: str = "normal",
         durability: str = "power",
