@@ -267,11 +267,12 @@ def section(entries: Sequence[Entry], result: Result, runs: Sequence[Made], size
     """The part of the page that is about a size: how it was measured, a table for each state, and what was missed. ``runs``: the newest first."""
     there = [entry for entry in entries if not entry.skipped]
     lines = []
-    for run in runs:
+    for number, run in enumerate(runs):
         place = run.machine
+        taken = "Taken over from an earlier run: " if number else ""
         versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
         lines += [
-            f"`{run.command}`, {place['date'][:10]}; {place['processor']}, {place['cores']} cores, {place['memory_bytes'] / 2**30:.0f} GiB, "
+            f"{taken}`{run.command}`, {place['date'][:10]}; {place['processor']}, {place['cores']} cores, {place['memory_bytes'] / 2**30:.0f} GiB, "
             f"{place['file_system']}, no accelerator used; load {place['load_average']:.1f} at the start (a machine that others use: only "
             f"ratios within this run say something). {versions}.",
             "",

@@ -70,7 +70,7 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measure
     text = compare.section([*measured, skipped], result, runs, "tiny")
     for expected in (
         "--size tiny`, 2026-01-02; P, 2 cores",
-        "`another run`, 2026-01-02",
+        "Taken over from an earlier run: `another run`, 2026-01-02",
         "(compare-tiny.png)",
         "| torch.save |",
         f"| {EXACT}, torch |",
