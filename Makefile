@@ -19,8 +19,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Build requirements are resolved in an environment of their own, to which constraints.txt does not apply (see both files).
 PINNED := -c constraints.txt --build-constraint build-constraints.txt
 
-# Where libzstd's sources are unpacked.
-ZSTD := build/zstd
+# Where the sources of libzstd and c-blosc are unpacked.
+LIBRARIES := build/libraries
 
 # Sources whose change calls for a new build. Python files are not among them: the install is editable.
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
@@ -165,15 +165,16 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	$(PIP) install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	touch $@
 
-# pip compares the hash before it runs anything of the package.
-$(ZSTD)/.stamp: $(VENV)/.stamp-venv zstd-source.txt build-constraints.txt
-	rm -rf $(ZSTD)
-	$(PIP) download --quiet --no-deps --no-binary :all: --require-hashes -r zstd-source.txt --build-constraint build-constraints.txt -d $(ZSTD)
-	tar -xzf $(ZSTD)/*.tar.gz -C $(ZSTD) --strip-components 1
+# pip compares the hashes before it runs anything of the packages.
+$(LIBRARIES)/.stamp: $(VENV)/.stamp-venv library-sources.txt build-constraints.txt
+	rm -rf $(@D)
+	$(PIP) download --quiet --no-deps --no-binary zstd,blosc --require-hashes -r library-sources.txt --build-constraint build-constraints.txt -d $(@D)
+	for name in zstd blosc; do mkdir $(@D)/$$name && tar -xzf $(@D)/$$name-*.tar.gz -C $(@D)/$$name --strip-components 1; done
 	touch $@
 
-$(VENV)/.stamp-install: $(VENV)/.stamp-torch $(ZSTD)/.stamp pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
+$(VENV)/.stamp-install: $(VENV)/.stamp-torch $(LIBRARIES)/.stamp pyproject.toml constraints.txt build-constraints.txt $(NATIVE)
 	$(PIP) install --editable '.[all,test,lint]' $(PINNED) \
-		--config-settings=cmake.define.DELTACHECK_ZSTD_SOURCE_DIR="$(CURDIR)/$(ZSTD)/zstd/lib" \
+		--config-settings=cmake.define.DELTACHECK_ZSTD_SOURCE_DIR="$(CURDIR)/$(LIBRARIES)/zstd/zstd/lib" \
+		--config-settings=cmake.define.DELTACHECK_BLOSC_SOURCE_DIR="$(CURDIR)/$(LIBRARIES)/blosc/blosc/c-blosc" \
 		--config-settings=cmake.define.DELTACHECK_EMULATOR=ON
 	touch $@

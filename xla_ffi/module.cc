@@ -131,11 +131,23 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, 
     throw std::invalid_argument("the stream does not reach into that file");
   }
   nb::gil_scoped_release released;
-  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded, level}, number);
+  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded}, level, number);
 }
 
-std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded, bool compressed,
-                      uint64_t begin, const Array<uint8_t>& out) {
+// As deltacheck/store/arrays.py calls them.
+constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
+    {"store", ChunkCodec::kStore}, {"stream", ChunkCodec::kZstd}, {"values", ChunkCodec::kBlosc}};
+
+std::vector<std::string> readable_codecs() {
+  std::vector<std::string> found;
+  for (const auto& [name, codec] : kChunkCodecs) {
+    if (can_read(codec)) found.push_back(name);
+  }
+  return found;
+}
+
+std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
+                      const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
   constexpr uint64_t kMostChunks = uint64_t{1} << 20;
   if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 || chunks_per_file > kMostChunks ||
       (!sharded && chunks_per_file != 1)) {
@@ -145,10 +157,13 @@ std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_
   if (out.size() == 0 || begin > bytes || out.size() > bytes - begin) {
     throw std::invalid_argument("the file does not hold as many bytes from there on");
   }
+  const auto* known = std::find_if(std::begin(kChunkCodecs), std::end(kChunkCodecs),
+                                   [&codec](const auto& one) { return codec == one.first && can_read(one.second); });
+  if (known == std::end(kChunkCodecs)) throw std::invalid_argument("this build reads no codec '" + codec + "'");
   uint8_t* to = out.data();
   const uint64_t end = begin + out.size();
   nb::gil_scoped_release released;
-  return read_stream_file(descriptor, {chunk_bytes, chunks_per_file, sharded, compressed ? 1 : 0}, begin, end, to);
+  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, known->second, begin, end, to);
 }
 #endif
 
@@ -296,9 +311,10 @@ NB_MODULE(_native, m) {
   m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
         nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"), nb::arg("number"),
         "0, or the errno of the write that failed. Only in builds with libzstd.");
-  m.def("read_stream_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"), nb::arg("chunks_per_file"),
-        nb::arg("sharded"), nb::arg("compressed"), nb::arg("begin"), nb::arg("out").noconvert(),
+  m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"), nb::arg("chunks_per_file"),
+        nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"), nb::arg("out").noconvert(),
         "'', or what is wrong with the file. Only in builds with libzstd.");
+  m.def("readable_codecs", readable_codecs, "Codecs of `read_array_file`. Only in builds with libzstd.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,9 +26,9 @@ from deltacheck import grid
 from deltacheck.codec.extension import extension
 from deltacheck.deadline import Deadline
 from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
-from deltacheck.store import chunk_files, place, stream_files
+from deltacheck.store import chunk_files, native_files, place
 from deltacheck.store.background import Background
-from deltacheck.store.chunk_files import Cells
+from deltacheck.store.chunk_files import Cells, Piece
 from deltacheck.store.durability import Durability
 from deltacheck.store.place import ObjectPath, Place
 
@@ -353,14 +353,14 @@ class ReadableArray:
         self._cells = spec.cells
         self._looked_at: set[str] = set()
         chunk_files.check_directory(path)
-        # Streams and tables are one run of bytes, which the native module reads where it can; TensorStore reads all else.
-        self._is_native = spec.codec != "values" and isinstance(path, Path) and stream_files.native_reader() is not None
-        self._array: Any = None
-        if not self._is_native:
-            try:
-                self._array = _open(path, spec, where, open=True, assume_metadata=True)
-            except _TENSORSTORE_ERRORS as error:
-                raise read_error(error, path) from error
+        self._where = where
+
+    @cached_property
+    def _array(self) -> Any:
+        try:
+            return _open(self._path, self._spec, self._where, open=True, assume_metadata=True)
+        except _TENSORSTORE_ERRORS as error:
+            raise read_error(error, self._path) from error
 
     def read(self, box: Sequence[slice] = ()) -> NDArray[Any]:
         """The values of a box; ``Damaged`` where a chunk is missing or fails its checksum."""
@@ -369,31 +369,35 @@ class ReadableArray:
 
     def start(self, box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box."""
-        if self._is_native:
-            whole = self._checked(box)
-            out = np.empty([s.stop - s.start for s in whole], self._spec.dtype)
-            return self._start_native(out, whole)
+        pieces = self._pieces(box)
+        if pieces is not None:
+            return self._start_native(np.empty([s.stop - s.start for s in self._checked(box)], self._spec.dtype), pieces)
         wanted = self._wanted(box)
         return Reading(wanted.read(), self._path, self._patience(wanted.size))
 
     def start_into(self, out: NDArray[Any], box: Sequence[slice] = ()) -> Reading:
         """Begin to read a box straight into ``out`` (same shape and dtype)."""
-        if self._is_native:
-            return self._start_native(out, self._checked(box))
+        pieces = self._pieces(box)
+        if pieces is not None and out.flags.c_contiguous:
+            return self._start_native(out, pieces)
         wanted = self._wanted(box)
         target = ts.array(out, copy=False)
         future = target.write(wanted.translate_to[(0,) * wanted.rank])
         return Reading(future, self._path, self._patience(wanted.size))
 
-    def _start_native(self, out: NDArray[Any], box: Sequence[slice]) -> Reading:
-        """REQUIRES: the box is whole but for its first axis, as those of streams and tables are; ``out`` is contiguous."""
-        path, cells, compressed = self._path, self._cells, self._spec.codec == "stream"
+    def _pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
+        """Where the native module finds a box, ``None`` where TensorStore has to read it."""
+        checked = self._checked(box)
+        if not isinstance(self._path, Path) or self._spec.codec not in native_files.codecs():
+            return None
+        return self._cells.pieces(checked)
+
+    def _start_native(self, out: NDArray[Any], pieces: Sequence[Piece]) -> Reading:
+        path = self._path
         assert isinstance(path, Path)
-        assert all((s.start, s.stop) == (0, size) for s, size in zip(box[1:], self._spec.shape[1:], strict=True))
-        row_bytes = math.prod(self._spec.shape[1:]) * out.itemsize
-        first, data = box[0].start * row_bytes, out.reshape(-1).view(np.uint8)
-        read = partial(stream_files.read, path, cells, compressed=compressed, first=first, out=data)
-        return Reading(stream_files.start(read), path, self._patience(out.size), out)
+        data = out.reshape(-1).view(np.uint8)
+        read = partial(native_files.read, path, self._cells, self._spec.codec, pieces, data)
+        return Reading(native_files.start(read), path, self._patience(out.size), out)
 
     def _patience(self, elements: int) -> float | None:
         return place.patience(self._path, elements * np.dtype(self._spec.dtype).itemsize)

@@ -1,4 +1,4 @@
-"""A look at a zarr array's files before TensorStore opens them.
+"""How a zarr array lies in files, and a look at them before TensorStore opens them.
 
 TensorStore follows links, waits for pipes, takes whole files into memory and makes as much room as a blosc header asks for; where there is
 not enough, it ends the process. So a file must first be a regular one of this directory, no larger than its content can be, and every
@@ -12,11 +12,13 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from deltacheck import grid
 from deltacheck.errors import Damaged
 from deltacheck.store.place import ObjectPath, Place
 
@@ -27,13 +29,22 @@ _BLOSC_HEADER_BYTES = 16  # version, codec's version, flags, item size; uint32: 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+class Piece(NamedTuple):
+    """``size`` bytes from byte ``begin`` on of the chunks, decoded and one after the other, of the file ``name``."""
+
+    name: str
+    begin: int
+    size: int
+
+
 class Cells(NamedTuple):
-    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds; ``chunk_bytes``: of a decoded chunk;
-    ``chunks``: in one file; ``sharded``: whether an index ends the file; ``blosc``: whether chunks are encoded with it.
+    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds; ``chunk``: of a chunk, ``chunk_bytes``: of
+    a decoded one; ``chunks``: in one file; ``sharded``: whether an index ends the file; ``blosc``: whether chunks are encoded with it.
     """
 
     shape: tuple[int, ...]
     cell: tuple[int, ...]
+    chunk: tuple[int, ...]
     chunk_bytes: int
     chunks: int
     sharded: bool
@@ -49,7 +60,58 @@ class Cells(NamedTuple):
         spans = [range(s.start // c, -(-s.stop // c)) for s, c in zip(box, self.cell, strict=True) if s.stop > s.start]
         if len(spans) == len(self.shape):
             for at in itertools.product(*spans):
-                yield ".".join(["c", *map(str, at)])
+                yield _name(at)
+
+    def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
+        """Where the bytes of a box (bounded, an axis each) lie, in the order of memory. ``None`` where chunks do not follow each other
+        there, and for a part of an array that is neither rows of chunks as wide as the array nor one chunk.
+        """
+        if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
+            return None
+        if self.chunk[1:] == self.shape[1:]:
+            return self._rows(box)
+        if all((s.start, s.stop) == (0, size) for s, size in zip(box, self.shape, strict=True)):
+            return _all_pieces(self)
+        at = tuple(s.start // c for s, c in zip(box, self.chunk, strict=True))
+        if tuple(box) != tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(at, self.chunk, self.shape, strict=True)):
+            return None
+        times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
+        within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
+        size = math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk)
+        return [Piece(_name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes, size)]
+
+    def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
+        if any((s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)):
+            return None
+        row_bytes = self.chunk_bytes // self.chunk[0]
+        per_file = self.chunk_bytes * self.chunks
+        begin, end = box[0].start * row_bytes, box[0].stop * row_bytes
+        found = []
+        while begin < end:
+            number, within = divmod(begin, per_file)
+            size = min(per_file - within, end - begin)
+            found.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), within, size))
+            begin += size
+        return found
+
+
+def _name(at: Sequence[int]) -> str:
+    return ".".join(["c", *map(str, at)])
+
+
+@lru_cache(256)  # leaves have few shapes
+def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
+    """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the last."""
+    times = [c // k for c, k in zip(cells.cell, cells.chunk, strict=True)]
+    sizes = (np.diff(grid.bounds(cells.shape, cells.chunk)) * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))).tolist()
+    found: list[Piece] = []
+    for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
+        name = _name([i // t for i, t in zip(at, times, strict=True)])
+        begin = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times)) * cells.chunk_bytes
+        if found and (found[-1].name, found[-1].begin + found[-1].size) == (name, begin):
+            begin, size = found[-1].begin, found.pop().size + size
+        found.append(Piece(name, begin, size))
+    return tuple(found)
 
 
 def check_directory(path: Place) -> None:
@@ -126,4 +188,4 @@ def cells(shape: Sequence[int], chunk: Sequence[int], shard: Sequence[int] | Non
     """How an array of ``shape`` is cut. ``shard``: ``None`` for one file a chunk."""
     cell = tuple(shard or chunk)
     chunks = math.prod(s // c for s, c in zip(cell, chunk, strict=True))
-    return Cells(tuple(shape), cell, math.prod(chunk) * item_bytes, chunks, shard is not None, blosc)
+    return Cells(tuple(shape), cell, tuple(chunk), math.prod(chunk) * item_bytes, chunks, shard is not None, blosc)

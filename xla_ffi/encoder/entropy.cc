@@ -107,8 +107,8 @@ class Compressor {
 
 class File {
  public:
-  File(int descriptor, const std::vector<StreamView>& pieces, const StreamCut& cut, uint64_t number)
-      : descriptor_(descriptor), pieces_(pieces), cut_(cut), first_(number * cut.chunks_per_file) {
+  File(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut, int level, uint64_t number)
+      : descriptor_(descriptor), pieces_(pieces), cut_(cut), level_(level), first_(number * cut.chunks_per_file) {
     starts_.reserve(pieces.size() + 1);
     starts_.push_back(0);
     for (const StreamView& piece : pieces) starts_.push_back(starts_.back() + piece.size);
@@ -145,11 +145,11 @@ class File {
     const uint64_t size = cut_.chunk_bytes;
     thread_local std::vector<uint8_t> gathered, framed;
     const uint8_t* data = contiguous(first_ + chunk, &gathered);
-    if (cut_.level > 0) {
+    if (level_ > 0) {
       thread_local Compressor compressor;
       const uint64_t room = ZSTD_compressBound(std::max(size, kMostSample));
       if (framed.size() < room + kCrcBytes) framed.resize(room + kCrcBytes);
-      const uint64_t frame = compressor.frame(cut_.level, data, size, framed.data(), room);
+      const uint64_t frame = compressor.frame(level_, data, size, framed.data(), room);
       put_crc(framed.data(), frame);
       const int64_t at = place(chunk, frame + kCrcBytes);
       return at >= 0 && noted(write_at(descriptor_, framed.data(), frame + kCrcBytes, static_cast<uint64_t>(at)));
@@ -205,7 +205,8 @@ class File {
 
   const int descriptor_;
   const std::vector<StreamView>& pieces_;
-  const StreamCut& cut_;
+  const FileCut& cut_;
+  const int level_;
   const uint64_t first_;
   uint64_t chunks_;
   std::vector<uint64_t> starts_;
@@ -221,8 +222,9 @@ class File {
 
 }  // namespace
 
-int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const StreamCut& cut, uint64_t number) {
-  return File(descriptor, pieces, cut, number).write();
+int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut, int level,
+                      uint64_t number) {
+  return File(descriptor, pieces, cut, level, number).write();
 }
 
 }  // namespace deltacheck

@@ -1,8 +1,12 @@
 #include "entropy_read.h"
 
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zstd.h>
+#ifdef DELTACHECK_BLOSC
+#include <blosc.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -53,11 +57,40 @@ class Decompressor {
   ZSTD_DCtx* const context_;
 };
 
+// Makes the pages of memory that is about to be written, all at once and not one by one when they are touched.
+void populate(uint8_t* begin, uint64_t size) {
+#ifdef MADV_POPULATE_WRITE
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(begin) + size) / page * page;
+  if (from < to) (void)madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE);  // else they are made then
+#else
+  (void)begin, (void)size;
+#endif
+}
+
+// "", or why `size` bytes are no blosc frame of exactly `wanted` bytes.
+std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
+#ifdef DELTACHECK_BLOSC
+  size_t says = 0;
+  if (blosc_cbuffer_validate(data, size, &says) != 0) return "it is no blosc frame";
+  if (says != wanted) {
+    return "its frame says that it has " + std::to_string(says) + " bytes and not " + std::to_string(wanted);
+  }
+  const int made = blosc_decompress_ctx(data, out, wanted, 1);
+  return made >= 0 && static_cast<uint64_t>(made) == wanted ? "" : "its blosc frame cannot be decoded";
+#else
+  (void)data, (void)size, (void)out, (void)wanted;
+  return "this build has no blosc";
+#endif
+}
+
 class File {
  public:
-  File(int descriptor, const StreamCut& cut, uint64_t begin, uint64_t end, uint8_t* out)
+  File(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end, uint8_t* out)
       : descriptor_(descriptor),
         cut_(cut),
+        codec_(codec),
         begin_(begin),
         end_(end),
         out_(out),
@@ -122,7 +155,9 @@ class File {
       if (decoded.size() < cut_.chunk_bytes) decoded.resize(cut_.chunk_bytes);
       whole = decoded.data();
     }
-    std::string refusal = cut_.level == 0 ? stored(at, content, whole) : compressed(at, content, whole, &framed);
+    if (in_place) populate(whole, cut_.chunk_bytes);
+    std::string refusal =
+        codec_ == ChunkCodec::kStore ? stored(at, content, whole) : compressed(at, content, whole, &framed);
     if (refusal.empty() && !in_place) std::memcpy(out_ + (from - begin_), whole + (from - start), to - from);
     return refusal;
   }
@@ -141,11 +176,12 @@ class File {
   std::string compressed(uint64_t at, uint64_t content, uint8_t* whole, std::vector<uint8_t>* framed) const {
     // No frame of so many bytes is longer, but for those that hold nothing.
     if (content > ZSTD_compressBound(cut_.chunk_bytes) + 64) return "it is longer than any encoding of it";
-    thread_local Decompressor decompressor;
     if (framed->size() < content + kCrcBytes) framed->resize(content + kCrcBytes);
     std::string refusal = read_at(framed->data(), content + kCrcBytes, at);
     if (!refusal.empty()) return refusal;
     if (!crc_fits(framed->data(), content, framed->data() + content)) return "its checksum does not fit";
+    if (codec_ == ChunkCodec::kBlosc) return decode_blosc(framed->data(), content, whole, cut_.chunk_bytes);
+    thread_local Decompressor decompressor;
     return decompressor.decode(framed->data(), content, whole, cut_.chunk_bytes);
   }
 
@@ -163,7 +199,8 @@ class File {
   }
 
   const int descriptor_;
-  const StreamCut& cut_;
+  const FileCut& cut_;
+  const ChunkCodec codec_;
   const uint64_t begin_, end_;
   uint8_t* const out_;
   std::atomic<uint64_t> next_chunk_;
@@ -178,8 +215,18 @@ class File {
 
 }  // namespace
 
-std::string read_stream_file(int descriptor, const StreamCut& cut, uint64_t begin, uint64_t end, uint8_t* out) {
-  return File(descriptor, cut, begin, end, out).read();
+bool can_read(ChunkCodec codec) {
+#ifdef DELTACHECK_BLOSC
+  (void)codec;
+  return true;
+#else
+  return codec != ChunkCodec::kBlosc;
+#endif
+}
+
+std::string read_array_file(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end,
+                            uint8_t* out) {
+  return File(descriptor, cut, codec, begin, end, out).read();
 }
 
 }  // namespace deltacheck

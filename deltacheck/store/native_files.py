@@ -1,4 +1,4 @@
-"""Files of streams and tables, read by the native module: looked at, read and checked through one descriptor.
+"""Files of arrays, read by the native module: looked at, read, decoded and checked through one descriptor, straight to where they belong.
 
 TensorStore reads them as well, and does where there is no such module, or no file: it takes several times as long to open an array, and
 makes fresh memory for what it reads and for what it decodes.
@@ -7,7 +7,7 @@ makes fresh memory for what it reads and for what it decodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -17,43 +17,42 @@ from deltacheck.codec.extension import extension
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store import chunk_files
 from deltacheck.store.background import Background, carry_out
-from deltacheck.store.chunk_files import Cells
+from deltacheck.store.chunk_files import Cells, Piece
 
 _THREADS = 4  # larger: more waits for the storage at a time
 
 
 @cache
-def native_reader() -> Callable[..., str] | None:
-    """``read_stream_file`` of the native module; ``None`` where there is no module of ours, or one without libzstd."""
-    return getattr(extension(), "read_stream_file", None)
+def codecs() -> frozenset[str]:
+    """Codecs of ``ArraySpec`` that the native module reads; none where there is no module of ours, or one without libzstd."""
+    readable: Callable[[], list[str]] | None = getattr(extension(), "readable_codecs", None)
+    return frozenset() if readable is None else frozenset(readable())
 
 
-def read(path: Path, cells: Cells, *, compressed: bool, first: int, out: U8) -> None:
-    """Fill ``out`` with the bytes of an array from byte ``first`` on, each chunk of which is compared with its checksum.
+def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:
+    """Fill ``out`` with pieces of an array, one after the other; every chunk that they touch is compared with its checksum.
 
-    ``compressed``: whether chunks are zstd frames. REQUIRES: there is a native reader; the array is cut along its first axis alone, so that
-    its chunks follow each other, and has these bytes. Raises ``ChainBroken`` where a file is missing, ``Damaged``.
+    REQUIRES: ``codec`` is one of ``codecs()``; the pieces have as many bytes as ``out``. Raises ``ChainBroken`` where a file is missing,
+    ``Damaged``.
     """
-    native = native_reader()
-    assert native is not None
-    per_file = cells.chunk_bytes * cells.chunks
-    number, begin = divmod(first, per_file)
+    native = extension().read_array_file
+    # Its own decoder looks at the headers of frames.
+    cells = cells._replace(blosc=False)
     done = 0
-    while done < out.size:
-        size = min(per_file - begin, out.size - done)
-        name = ".".join(["c", str(number), *["0"] * (len(cells.shape) - 1)])
+    for name, begin, size in pieces:
         try:
             descriptor = chunk_files.open_file(path / name, cells)
         except FileNotFoundError:
             raise ChainBroken(f"array {path} lacks data that was committed: {name} is not there", file=path) from None
         try:
-            into = out[done : done + size]
-            refusal = native(descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, compressed, begin, into)
+            refusal = native(
+                descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec, begin, out[done : done + size]
+            )
         finally:
             os.close(descriptor)
         if refusal:
             raise Damaged(f"array {path} is damaged: {name}: {refusal}", file=path)
-        number, begin, done = number + 1, 0, done + size
+        done += size
 
 
 def start(work: Callable[[], None]) -> Future[None]:
