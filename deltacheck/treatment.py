@@ -196,9 +196,10 @@ class _Save:
         together = list(group.sources.values())
         taken = {path: _read_as(group.sources[path], group.capture_of(path, d), together) for path, d in decisions.items()}
         second, hidden = parameter.second, self.treatment._policy.hidden
-        if second is not None and second not in decisions and parameter.adam and hidden is not None:
+        rescale = group.rescale_since_last()
+        if second is not None and parameter.adam and hidden is not None and self._stage != STABLE:
             source = sources[second]
-            taken[second] = _read_as(source, partial(self._watched, source, group.rescale_since_last()), [source])
+            taken[second] = _read_as(source, partial(self._watched, source, rescale), [source])
         return taken
 
     def share_equal(self, sources: Mapping[str, LeafSource]) -> dict[str, LeafSource]:

@@ -384,6 +384,29 @@ def test_an_event_makes_every_leaf_exact_at_once(saves: Any, event: str) -> None
     np.testing.assert_equal(made.restored(), made.live())
 
 
+def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(saves: Any) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    before = made.run.step
+    made.run.second[-1] *= np.float32(8)  # of a vector: three octaves, at one step
+    made.save(3, every=1)
+    assert made.manifest().stage == "stable"
+    assert made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step == before
+    np.testing.assert_equal(moments(made.restored(), len(made.run.masters) - 1), moments(made.live(), len(made.run.masters) - 1))
+
+
+def test_moments_that_drift_are_written_again_and_the_run_stays_stable(saves: Any) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    for second in made.run.second:
+        second *= np.float32(2)
+    made.save(every=1)
+    assert made.manifest().stage == "stable"
+    promise = made.manifest().contracts["optimizer/state/0/exp_avg_sq"]
+    assert promise.from_step == made.run.step
+    assert promise.measured <= promise.terms.max_drift
+
+
 def test_a_resumed_run_begins_warm(saves: Any) -> None:
     made = saves(Policy.model_exact(moments="dropped"))
     made.until_stable()

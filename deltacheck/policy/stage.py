@@ -38,8 +38,8 @@ def advance(stage: Stage, seen: Observation, tolerance_octaves: float, stable_fr
     """The stage for the save that saw ``seen``.
 
     Stable begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning rate that does not rise, and with a drift of at
-    most ``tolerance_octaves``, not before step ``stable_from``. An event ends it at once: degraded, until the same holds again.
-    The drift ends it too where it exceeds the tolerance; what was promised of reused leaves is guarded leaf by leaf besides.
+    most ``tolerance_octaves``, not before step ``stable_from``. An event ends it at once: degraded, until the same holds again. Drift does not:
+    from then on what is reused is guarded leaf by leaf, and the leaves that are written exactly would speak for the others.
     """
     rising = (
         stage.learning_rate is not None and seen.learning_rate is not None and seen.learning_rate > RISING * stage.learning_rate
@@ -49,8 +49,7 @@ def advance(stage: Stage, seen: Observation, tolerance_octaves: float, stable_fr
     if seen.events:
         return replace(after, name=WARM if stage.name == WARM else DEGRADED, quiet=0)
     if stage.name == STABLE:
-        too_fast = seen.drift_octaves is not None and seen.drift_octaves > tolerance_octaves
-        return replace(after, name=DEGRADED, quiet=0) if too_fast else after
+        return after
     quiet = stage.quiet + 1 if settled and not rising else 0
     if quiet >= QUIET_WINDOWS and (stable_from is None or seen.step >= stable_from):
         return replace(after, name=STABLE, quiet=quiet)
