@@ -30,7 +30,7 @@ namespace {
 
 // Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that a stale build is
 // noticed.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

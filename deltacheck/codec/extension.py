@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 # What this package expects of the extension; raised on both sides (xla_ffi/module.cc) whenever a door of the extension changes.
-INTERFACE = 4
+INTERFACE = 5
 
 
 def required() -> Any:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from deltacheck.codec.base import U8
-from deltacheck.codec.extension import extension
+from deltacheck.codec.extension import extension, required
 from deltacheck.errors import ChainBroken, Damaged
 from deltacheck.store import chunk_files
 from deltacheck.store.background import Background, carry_out
@@ -35,7 +35,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
     REQUIRES: ``codec`` is one of ``codecs()``; the pieces have as many bytes as ``out``. Raises ``ChainBroken`` where a file is missing,
     ``Damaged``.
     """
-    native = extension().read_array_file
+    native = required().read_array_file
     # Its own decoder looks at the headers of frames.
     cells = cells._replace(blosc=False)
     done = 0

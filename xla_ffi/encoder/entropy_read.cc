@@ -1,6 +1,5 @@
 #include "entropy_read.h"
 
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zstd.h>
@@ -56,18 +55,6 @@ class Decompressor {
  private:
   ZSTD_DCtx* const context_;
 };
-
-// Makes the pages of memory that is about to be written, all at once and not one by one when they are touched.
-void populate(uint8_t* begin, uint64_t size) {
-#ifdef MADV_POPULATE_WRITE
-  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t from = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
-  const uintptr_t to = (reinterpret_cast<uintptr_t>(begin) + size) / page * page;
-  if (from < to) (void)madvise(reinterpret_cast<void*>(from), to - from, MADV_POPULATE_WRITE);  // else they are made then
-#else
-  (void)begin, (void)size;
-#endif
-}
 
 // "", or why `size` bytes are no blosc frame of exactly `wanted` bytes.
 std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
@@ -155,7 +142,6 @@ class File {
       if (decoded.size() < cut_.chunk_bytes) decoded.resize(cut_.chunk_bytes);
       whole = decoded.data();
     }
-    if (in_place) populate(whole, cut_.chunk_bytes);
     std::string refusal =
         codec_ == ChunkCodec::kStore ? stored(at, content, whole) : compressed(at, content, whole, &framed);
     if (refusal.empty() && !in_place) std::memcpy(out_ + (from - begin_), whole + (from - start), to - from);
