@@ -217,6 +217,7 @@ class OursTorch(_Ours):
 
         self._engine = Engine(root, policy=_policy(type(self), profile))
         self._engine.guard(run.workload.optimizer)
+        self._engine.guard(run.workload.model)
         self._handle: Any = None
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:

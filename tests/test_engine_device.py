@@ -333,6 +333,48 @@ def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, 
     assert deltacheck.open(tmp_path).steps() == []
 
 
+@pytest.mark.parametrize("shadow", ["device", "host"])
+def test_frozen_weights_of_a_guarded_module_are_not_copied_on_the_device(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event, shadow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
+    layer.weight.data = device.place(layer.weight.data)
+    clones: list[int] = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        clones.append(tensor.numel())
+        return clone(tensor, *rest, **more)
+
+    slow_encoder.set()
+    with Engine(tmp_path, shadow=shadow) as engine:
+        engine.guard(layer)
+        monkeypatch.setattr(torch.Tensor, "clone", counted)
+        engine.save(0, layer.state_dict()).result(60)
+        assert clones == [300 * 300 * 4]
+        engine.save(1, layer.state_dict()).result(60)
+        assert len(clones) == 1
+        monkeypatch.undo()
+        assert_same(host(layer.state_dict()), engine.restore(1))
+
+
+def test_a_write_to_a_frozen_weight_that_nothing_held_back_is_told(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
+    layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
+    layer.weight.data = device.place(layer.weight.data)
+    with Engine(tmp_path) as engine:
+        engine.guard(layer)
+        slow_encoder.set()
+        engine.save(0, layer.state_dict()).result(60)
+        slow_encoder.clear()
+        handle = engine.save(1, layer.state_dict())
+        layer.weight.zero_()
+        slow_encoder.set()
+        assert "weight" in str(handle.exception(60))
+    assert deltacheck.open(tmp_path).steps() == [0]
+
+
 def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(tmp_path: Path, device: Device) -> None:
     first = state(device)
     second = first | {"w": changed(first)["w"]}

@@ -68,6 +68,10 @@ def test_of_a_peft_model_only_what_is_trained_is_saved(told: dict[str, Any]) -> 
     assert all("lora" in leaf for leaf in models)
 
 
+def test_frozen_weights_are_read_behind_the_training_from_the_second_save_on(told: dict[str, Any]) -> None:
+    assert told["partly_frozen"] == [False, True, True, True]
+
+
 def test_every_and_save_total_limit_say_which_steps_there_are(told: dict[str, Any]) -> None:
     assert told["kept"] == [[], [7, 8]]
 

@@ -23,6 +23,7 @@ import deltacheck
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.accelerate import load_state, state_of
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
+from deltacheck.save import Saver
 
 STEPS = 8
 KILLED_AT = 7  # begun, not done; steps 2, 4 and 6 were to be saved
@@ -124,6 +125,25 @@ def peft_leaves(folder: Path) -> Any:
     return list(deltacheck.open(folder / "deltacheck").manifest().specs)
 
 
+def partly_frozen(folder: Path) -> Any:
+    """Whether the frozen embedding is read behind the training, save after save."""
+    behind: list[bool] = []
+    save = Saver.save
+
+    def told(self: Saver, step: int, tree: Any, sources: Any, *rest: Any, **more: Any) -> Any:
+        behind.append(sources["model/model.embed_tokens.weight"].lazy)
+        return save(self, step, tree, sources, *rest, **more)
+
+    def make() -> LlamaForCausalLM:
+        one = model()
+        one.model.embed_tokens.requires_grad_(False)
+        return one
+
+    Saver.save = told  # type: ignore[method-assign]
+    train(folder, make=make)
+    return behind
+
+
 def kept(folder: Path) -> Any:
     train(folder, save_total_limit=2, save_strategy="no", max_steps=2)
     none = deltacheck.open(folder / "deltacheck").steps()
@@ -210,6 +230,7 @@ SCENARIOS: dict[str, Any] = {
     "bare": bare,
     "plain": plain,
     "kept": kept,
+    "partly_frozen": lambda folder: forked(lambda: partly_frozen(folder)),
     "best": best,
     "refused": refused,
     "accelerated": accelerated,

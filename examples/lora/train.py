@@ -183,6 +183,7 @@ def checkpointed(options: argparse.Namespace, folder: Path, name: str, kill_in: 
         if engine.steps():
             run.load(engine.restore())
             print(f"  resumed from step {run.step}")
+        engine.guard(run.model)  # its frozen weights are read behind the training, as what the optimizer owns
         while run.step < options.steps:
             told = run.train_step()
             if run.step == kill_in:

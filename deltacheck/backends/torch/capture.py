@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.base import specs_of
 from deltacheck.backends.torch import codec, group, leaves
 from deltacheck.backends.torch.device import Accelerator
-from deltacheck.backends.torch.guard import unchanged_check
+from deltacheck.backends.torch.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.staging import Staging
 from deltacheck.save import LeafSource
 from deltacheck.tree import Flat
@@ -36,8 +36,8 @@ class Capture:
         self._host_cache_bytes = host_cache_bytes
         self._on_device: dict[Accelerator, bool] = {}  # whether its shadows lie there, decided once
 
-    def sources(self, flat: Flat, owned: set[int]) -> dict[str, LeafSource]:
-        """What to save. ``owned``: storages that only a guarded optimizer changes; they are read after ``save`` has returned.
+    def sources(self, flat: Flat, guarded: Guarded) -> dict[str, LeafSource]:
+        """What to save. ``guarded``: what is read after ``save`` has returned.
 
         Leaves on an accelerator are read on its side stream. What nobody guards is copied there at once, in stream order.
         """
@@ -50,20 +50,20 @@ class Capture:
         for device in set(there.values()):
             if device not in self._on_device:
                 self._on_device[device] = self._decide(device, sum(specs[p].raw_bytes for p, d in there.items() if d is device))
-        tensors = {path: _held(flat.arrays[path], owned) for path in there}
+        watched = {path: guarded.watched(flat.arrays[path]) for path in specs}
+        tensors = {path: _held(flat.arrays[path], bool(watched[path])) for path in there}
         staged = {path: (there[path], tensors[path]) for path in specs if path in there and not self._on_device[there[path]]}
         staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
         sources = {}
         for path, spec in specs.items():
             value = flat.arrays[path]
-            guarded = isinstance(value, torch.Tensor) and leaves.is_plain(value) and value.untyped_storage().data_ptr() in owned
-            alias = value.detach() if guarded and isinstance(value, torch.Tensor) else None  # of the memory as it is now
-            check = None if alias is None else unchanged_check(path, alias)
+            alias, *others = watched[path] or (None,)
+            check = None if alias is None else unchanged_check(path, alias, others)
             if path not in there:
                 # What is read later is viewed now: torch then refuses to free or to move this memory, whatever becomes of the tensor.
                 current = partial(leaves.bytes_of, value) if alias is None else partial(_itself, leaves.viewed(alias).numpy())
-                sources[path] = LeafSource(spec, current, lazy=guarded, recheck=check)
+                sources[path] = LeafSource(spec, current, lazy=alias is not None, recheck=check)
             elif self._on_device[there[path]]:
                 sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
             elif self._in_order:
@@ -93,11 +93,11 @@ class Capture:
         return False
 
 
-def _held(value: object, owned: set[int]) -> torch.Tensor:
+def _held(value: object, guarded: bool) -> torch.Tensor:
     """A device leaf as it is now: itself where it is guarded, else a copy."""
     assert isinstance(value, torch.Tensor)
     flat = leaves.flat_bytes(value)
-    if flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr() or value.untyped_storage().data_ptr() in owned:
+    if guarded or flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
         return flat
     return flat.clone()
 

@@ -21,7 +21,7 @@ from deltacheck.backends.base import match_targets
 from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
-from deltacheck.backends.torch.guard import Guard
+from deltacheck.backends.torch.guard import Guard, Guarded
 from deltacheck.deadline import Deadline
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
 from deltacheck.handle import SaveHandle
@@ -49,9 +49,10 @@ class Engine:
     between the training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. Beside it the
     engine holds one *shadow*, a copy of the state, to compare with. ``max_pending``: saves under way at most; larger: more
     overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are under way, ``"wait"`` for one or
-    ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own behind the training loop and copies the rest
-    at once; ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks longer (host tensors) or
-    takes as much device memory as the state until it is captured (CUDA tensors). ``shadow``: where the copies to compare with lie.
+    ``"skip"`` this save. ``capture``: ``"auto"`` reads what known optimizers own, and frozen weights of known modules (``guard``), behind
+    the training loop and copies the rest at once; ``"eager"`` copies everything at once: safe whatever the code does between saves, blocks
+    longer (host tensors) or takes as much device memory as the state until it is captured (CUDA tensors). ``shadow``: where the copies to
+    compare with lie.
     ``"device"``: beside the tensors; only changes cross to the host, and capture runs at the speed of device memory, but it takes
     as much of that as the state, and 1 GiB while a save is captured. ``"host"``: takes no device memory, but the whole state
     crosses at each save, and the next optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``: no
@@ -230,7 +231,7 @@ class Engine:
             flat = mine
             commit, abandon = self._together.attempt(self._commit)
         try:
-            sources = self._capture.sources(flat, set() if self._eager else self._guard.owned()) | dict(more or {})
+            sources = self._capture.sources(flat, Guarded() if self._eager else self._guard.guarded()) | dict(more or {})
             if not self._has_room(step, sources.values()):
                 skipped = SaveHandle(step)
                 skipped._advance("skipped")
@@ -276,9 +277,19 @@ class Engine:
         self.before_update()
         yield
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the engine of an optimizer before its first step, so that already the first save reads its tensors behind the training loop."""
-        self._guard.add(optimizer)
+    def guard(self, owner: torch.optim.Optimizer | torch.nn.Module) -> None:
+        """Tell the engine of an optimizer before its first step, so that already the first save reads its tensors behind the training loop; or of
+        a module, so that its frozen parameters are read there too: at each save those that need no gradient and that no torch operation has
+        written to since the save before. Its buffers, and what is written between saves, as moving averages are, are still read at once.
+
+        Saves of frozen weights then return sooner, and do not copy them on a GPU. In return, what writes to them must wait for the capture:
+        ``before_update()`` first. A torch operation that does not wait fails the save with ``SnapshotTorn`` (on a GPU one that comes before
+        the reads are enqueued). A write through ``.data``, NumPy or DLPack, as adapters are merged, leaves no trace: between ``save`` and the end
+        of the capture it may reach the checkpoint. After that, the next save stores it: every byte is compared.
+
+        The engine keeps neither optimizers nor modules alive.
+        """
+        self._guard.add(owner)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save under way is committed (with ``memory``: there; see ``persist``). Raises the first failure nobody has seen yet;

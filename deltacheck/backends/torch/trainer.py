@@ -41,9 +41,10 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     newest step of the root, where there is one; ``False``: only with ``trainer.train(resume_from_checkpoint=True)``, which also takes
     ``"checkpoint-N"`` for step N. All else: options of ``Engine``; ``keep_last`` is by default the trainer's ``save_total_limit``.
 
-    Of a PEFT model only what is trained is saved, as ``Trainer`` does it. A failed save is raised at the next one, as ``Engine`` has
-    it. ``trainer.train`` returns when the last save is committed. ``push_to_hub`` does not upload checkpoints, since there are no
-    ``checkpoint-N`` folders.
+    Of a PEFT model only what is trained is saved, as ``Trainer`` does it. Frozen weights of any other are read behind the training, as
+    ``Engine.guard`` has it; ``capture="eager"`` where a callback writes to them through ``.data``. A failed save is raised at the next one,
+    as ``Engine`` has it. ``trainer.train`` returns when the last save is committed. ``push_to_hub`` does not upload checkpoints, since
+    there are no ``checkpoint-N`` folders.
 
     ``trainer.train`` raises ``ValueError`` for trainings of more than one process, FSDP, DeepSpeed, a hyperparameter search and
     ``save_only_model``.
@@ -139,6 +140,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
             # Bytes: it grows with the log, and only what is added is written.
             "trainer_state": np.frombuffer(told.encode(), dtype=np.uint8),
         }
+        engine.guard(trainer.model)
         engine.save(state.global_step, saved, metrics=_last_numbers(state.log_history))
         self._saved_step = state.global_step
 

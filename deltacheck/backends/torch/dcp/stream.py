@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from deltacheck import exits, retain, sharding
 from deltacheck.backends.torch.capture import Capture
 from deltacheck.backends.torch.codec import TorchCodec
+from deltacheck.backends.torch.guard import Guarded
 from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
 from deltacheck.errors import SaveFailed
@@ -183,7 +184,7 @@ class Stream:
             return Written(0, "")
 
         owned = {value.untyped_storage().data_ptr() for value in flat.arrays.values() if hasattr(value, "untyped_storage")}
-        sources = self.capture.sources(flat, owned)  # nobody changes them before this call returns
+        sources = self.capture.sources(flat, Guarded(owned))  # nobody changes them before this call returns
         saver.save(task.step, flat.skeleton, sources, durable).wait("committed")
         self._manifest = manifest = written[0]
         digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
