@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -264,6 +265,22 @@ def _read(
         return give(_Values(reads, data))
     except MemoryError as error:
         raise BudgetExceeded(f"this process cannot have the {total} bytes that the restore takes; name fewer leaves") from error
+
+
+def unshared(loaded: Mapping[str, Loaded], stored: Mapping[str, U8]) -> set[str]:
+    """The leaves whose memory is theirs alone and all theirs: neither another leaf's, nor kept in ``stored``. Who has them may change it."""
+    memory = {path: _memory_of(item.data) for path, item in loaded.items()}
+    users = Counter(map(id, memory.values())) + Counter(id(_memory_of(data)) for data in stored.values())
+    return {
+        path for path, of in memory.items() if of.flags.owndata and of.nbytes == loaded[path].data.nbytes and users[id(of)] == 1
+    }
+
+
+def _memory_of(array: Array) -> Array:
+    """The array that a view is one of, in the end."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def refuse_more_than(max_bytes: int | None, size: int) -> None:

@@ -15,9 +15,9 @@ import torch
 from states import TORCH_DTYPES, assert_same, bits, kinds, nudge, random_tensor, training_state
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, errors, restore
 from deltacheck.backends.torch import Engine
-from deltacheck.records import LeafKind
+from deltacheck.records import LeafKind, LeafSpec
 
 
 def test_every_dtype_shape_and_layout_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -457,6 +457,46 @@ def test_restored_tensors_are_the_callers_own(tmp_path: Path) -> None:
         engine.save(1, restored).wait()
         assert_same({"x": torch.ones(1000)}, engine.restore(1))
         assert_same({"x": torch.zeros(1000)}, engine.restore(0))
+
+
+@pytest.mark.parametrize("policy", [Policy.exact(), Policy.exact(derive=True)], ids=["exact", "derive"])
+@pytest.mark.parametrize("by", ["engine", "load"])
+def test_no_restored_tensor_shares_memory_with_another_or_with_what_the_next_save_compares(
+    tmp_path: Path, policy: Policy, by: str
+) -> None:
+    master = torch.randn(600, 512)  # larger than what is read together
+    state = {
+        "model": {"w": master.bfloat16(), "tied": torch.zeros(3), "small": torch.randn(50, 3)},
+        "optimizer": {"state": {0: {"master": master, "exp_avg": torch.randn(600, 512), "step": torch.tensor(3.0)}}},
+        "counts": [torch.full((2000,), 7), torch.full((2000,), 7)],
+        "numpy": np.arange(100_000.0),
+    }
+    state["model"]["again"] = state["model"]["tied"]
+    with Engine(tmp_path, policy=policy) as engine:
+        engine.save(0, state).wait()
+        found = engine.restore() if by == "engine" else deltacheck.backends.torch.load(tmp_path)
+        tensors = [found["model"][name] for name in ("w", "tied", "small")] + found["counts"]
+        tensors += list(found["optimizer"]["state"][0].values())
+        assert found["model"]["again"] is found["model"]["tied"]
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        for tensor in tensors:
+            tensor.add_(1)
+        found["numpy"] += 1
+        assert_same(deltacheck.backends.torch.load(tmp_path), state)
+        engine.save(1, found).wait()
+        assert_same(engine.restore(1), found)
+        assert_same(engine.restore(0), state)
+
+
+def test_memory_is_given_away_only_where_a_leaf_has_all_of_it_alone() -> None:
+    def loaded(data: np.ndarray[Any, Any]) -> restore.Loaded:
+        return restore.Loaded(LeafSpec.of("x", data.shape, "uint8"), [0], data)
+
+    alone, kept, block, twice = (np.zeros(10, np.uint8) for _ in range(4))
+    foreign = torch.zeros(10, dtype=torch.uint8).numpy()
+    found = {"alone": alone, "kept": kept, "part": block[:9], "one": twice, "other": twice.view(), "foreign": foreign}
+    assert restore.unshared({path: loaded(data) for path, data in found.items()}, {"kept": kept.view()}) == {"alone"}
 
 
 def test_a_restore_that_would_exceed_the_budget_is_refused_before_it_allocates(tmp_path: Path) -> None:

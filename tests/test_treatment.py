@@ -392,7 +392,9 @@ def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(
     made.save(3, every=1)
     assert made.manifest().stage == "stable"
     assert made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step == before
-    np.testing.assert_equal(moments(made.restored(), len(made.run.masters) - 1), moments(made.live(), len(made.run.masters) - 1))
+    np.testing.assert_equal(
+        moments(made.restored(), len(made.run.masters) - 1), moments(made.live(), len(made.run.masters) - 1)
+    )
 
 
 def test_moments_that_drift_are_written_again_and_the_run_stays_stable(saves: Any) -> None:

@@ -45,9 +45,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
         except FileNotFoundError:
             raise ChainBroken(f"array {path} lacks data that was committed: {name} is not there", file=path) from None
         try:
-            refusal = native(
-                descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec, begin, out[done : done + size]
-            )
+            refusal = native(descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec, begin, out[done : done + size])
         finally:
             os.close(descriptor)
         if refusal:

@@ -4,7 +4,7 @@
 #include <unistd.h>
 #include <zstd.h>
 #ifdef DELTACHECK_BLOSC
-#include <blosc.h>
+#  include <blosc.h>
 #endif
 
 #include <algorithm>

@@ -460,7 +460,7 @@ class Engine:
             loaded |= replica.replayed(root, manifest, manifest.replay, loaded, optimizer)
             inputs = manifest.replay.inputs
         if target is None or chosen is None:
-            state = leaves.tree_of(manifest.tree, loaded)
+            state = leaves.tree_of(manifest.tree, loaded, stored=stored)
         else:
             self.before_update()
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
 from deltacheck.dtypes import dtype_named
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.restore import Loaded
+from deltacheck.restore import Loaded, unshared
 from deltacheck.tree import ArrayLeaf, Node, shape_in, unflatten
 
 _NAMES_ONLY = ("int2", "int4", "uint2", "uint4")  # torch has these dtypes, but no operation on them, not even a copy
@@ -96,10 +96,13 @@ def tensor_of(item: Loaded) -> torch.Tensor:
     return torch.from_numpy(item.data).view(dtype).reshape(spec.shape)
 
 
-def place(item: Loaded, tag: str | None) -> object:
-    """A loaded leaf as what it was saved from, in memory of its own."""
+def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:
+    """A loaded leaf as what it was saved from. ``copy``: whether a tensor gets memory of its own; NumPy's arrays do."""
     found = place_numpy(item, tag)
-    return shaped(item, tag).clone() if found is None else found
+    if found is not None:
+        return found
+    tensor = shaped(item, tag)
+    return tensor.clone() if copy else tensor
 
 
 def shaped(item: Loaded, tag: str | None) -> torch.Tensor:
@@ -110,14 +113,23 @@ def shaped(item: Loaded, tag: str | None) -> torch.Tensor:
 
 
 def tree_of(
-    skeleton: Node, loaded: Mapping[str, Loaded], move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    skeleton: Node,
+    loaded: Mapping[str, Loaded],
+    move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    *,
+    stored: Mapping[str, NDArray[np.uint8]] | None = None,
 ) -> object:
-    """The nested state of a step with its leaves in memory of their own, tied leaves as one. ``move``: called with each tensor once."""
+    """The nested state of a step with its leaves in memory of their own, tied leaves as one. ``move``: called with each tensor once.
+
+    ``stored``: what is kept of what was read, which the leaves must not share.
+    """
     placed: dict[tuple[str, str | None], object] = {}
+    free = unshared(loaded, stored or {})
 
     def put(path: str, owner: str, tag: str | None) -> object:
         if (owner, tag) not in placed:
-            leaf = place(loaded[owner], tag)
+            leaf = place(loaded[owner], tag, copy=owner not in free)
+            free.discard(owner)  # another tag is another leaf
             placed[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
         return placed[owner, tag]
 

@@ -87,7 +87,7 @@ class Reading:
             path: restore.Loaded(found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array))
             for path, array in arrays.items()
         }
-        return leaves.tree_of(part, loaded, move)
+        return leaves.tree_of(part, loaded, move, stored=self.stored)
 
     def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
         """Read what parts say of leaves (by path) to where they say of flat tensors."""
