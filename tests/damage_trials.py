@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from states import differences  # noqa: E402
 
 import deltacheck  # noqa: E402
-from deltacheck import Policy, damage, errors, grid, restore  # noqa: E402
+from deltacheck import Policy, damage, errors, grid, records, restore  # noqa: E402
 from deltacheck.backends import torch as torch_backend  # noqa: E402
 from deltacheck.backends.torch import Engine, GradientLog, leaves, replica  # noqa: E402
 from deltacheck.repair import Repaired, mend_root, repair  # noqa: E402
@@ -342,14 +342,16 @@ def every_bit(subject: Subject, tally: Tally, stride: int) -> None:
 
 
 @contextmanager
-def small_leaves() -> Iterator[None]:
+def small_leaves(pack_below: int = 12 << 10, chunk: int = 8 << 10) -> Iterator[None]:
     """Leaves of some KiB as if they were of many MiB: arrays of their own, several chunks."""
     before = grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES
-    grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES = 12 << 10, 8 << 10
+    grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES = pack_below, chunk
+    records._standard_chunk.cache_clear()
     try:
         yield
     finally:
         grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES = before
+        records._standard_chunk.cache_clear()
 
 
 def _torch_states(seed: int) -> list[dict[str, Any]]:
