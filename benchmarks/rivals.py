@@ -231,7 +231,7 @@ class OursTorch(_Ours):
         from deltacheck.backends.torch import Engine
 
         with Engine(self.root) as engine:
-            return engine.restore(step)
+            return engine.restore(step, into=like)
 
     def close(self) -> None:
         self._engine.close()

@@ -75,10 +75,13 @@ class Cells(NamedTuple):
         at = tuple(s.start // c for s, c in zip(box, self.chunk, strict=True))
         if tuple(box) != tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(at, self.chunk, self.shape, strict=True)):
             return None
+        return [Piece(*self.place(at), math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk))]
+
+    def place(self, at: Sequence[int]) -> tuple[str, int]:
+        """The file of a chunk, named by its place in the grid, and the byte at which it begins there, decoded."""
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
         within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
-        size = math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk)
-        return [Piece(_name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes, size)]
+        return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes
 
     def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
         if any((s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)):
@@ -102,12 +105,10 @@ def _name(at: Sequence[int]) -> str:
 @lru_cache(256)  # leaves have few shapes
 def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
     """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the last."""
-    times = [c // k for c, k in zip(cells.cell, cells.chunk, strict=True)]
     sizes = (np.diff(grid.bounds(cells.shape, cells.chunk)) * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))).tolist()
     found: list[Piece] = []
     for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
-        name = _name([i // t for i, t in zip(at, times, strict=True)])
-        begin = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times)) * cells.chunk_bytes
+        name, begin = cells.place(at)
         if found and (found[-1].name, found[-1].begin + found[-1].size) == (name, begin):
             begin, size = found[-1].begin, found.pop().size + size
         found.append(Piece(name, begin, size))
