@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from deltacheck.store.durability import sync_directory
 
 State = Any
 EXACT, POST_TRAINING = "deltacheck, exact", "deltacheck, post_training"
+BOUNDED = f"{POST_TRAINING}, weights bounded"
 
 
 class Rival(ABC):
@@ -204,8 +206,11 @@ class _Ours(Rival):
         return getattr(opened.manifest(opened.steps()[-1]), "stage", "") == "stable"
 
 
-def _policy(kind: type[Rival], profile: Profile) -> Policy:
-    return Policy.exact() if kind.lossless else Policy.post_training(profile)
+_POLICIES: dict[str, Callable[[Profile], Policy]] = {
+    EXACT: lambda profile: Policy.exact(),
+    POST_TRAINING: Policy.post_training,
+    BOUNDED: partial(Policy.post_training, weights="bounded"),
+}
 
 
 class OursTorch(_Ours):
@@ -215,7 +220,7 @@ class OursTorch(_Ours):
         super().__init__(root, run, profile)
         from deltacheck.backends.torch import Engine
 
-        self._engine = Engine(root, policy=_policy(type(self), profile))
+        self._engine = Engine(root, policy=_POLICIES[self.name](profile))
         self._engine.guard(run.workload.optimizer)
         self._engine.guard(run.workload.model)
         self._handle: Any = None
@@ -239,6 +244,11 @@ class OursTorch(_Ours):
 
 class OursTorchPostTraining(OursTorch):
     name = POST_TRAINING
+    lossless = False
+
+
+class OursTorchBounded(OursTorch):
+    name = BOUNDED
     lossless = False
 
 
@@ -280,7 +290,7 @@ class OursOrbax(_Ours):
         from deltacheck.backends.orbax import manager
 
         # The runs donate nothing, so there is no reason to read before the save returns.
-        self._manager = manager(root, policy=_policy(type(self), profile), capture="lazy")
+        self._manager = manager(root, policy=_POLICIES[self.name](profile), capture="lazy")
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         from deltacheck.backends.orbax import DeltaSaveArgs
@@ -305,9 +315,14 @@ class OursOrbaxPostTraining(OursOrbax):
     lossless = False
 
 
+class OursOrbaxBounded(OursOrbax):
+    name = BOUNDED
+    lossless = False
+
+
 RIVALS: dict[str, tuple[type[Rival], ...]] = {
-    "torch": (TorchSave, Safetensors, Dcp, DcpAsync, TorchCheckpointing, OursTorch, OursTorchPostTraining),
-    "jax": (Orbax, OursOrbax, OursOrbaxPostTraining),
+    "torch": (TorchSave, Safetensors, Dcp, DcpAsync, TorchCheckpointing, OursTorch, OursTorchPostTraining, OursTorchBounded),
+    "jax": (Orbax, OursOrbax, OursOrbaxPostTraining, OursOrbaxBounded),
 }
 
 
