@@ -193,6 +193,22 @@ def test_a_child_that_was_forked_reads(tmp_path: Path) -> None:
     assert done.stdout.strip() == "0"
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec: str) -> None:
+    size = 4 << 20
+    written(tmp_path / "s", noise(size), codec)
+    code = """
+    import pathlib, sys
+    from deltacheck.store import arrays
+    spec = arrays.ArraySpec.flat(int(sys.argv[2]), "uint8", sys.argv[3], {})
+    array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec, arrays.context(1))
+    under_way = [array.start() for _ in range(400)]
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "s"), str(size), codec]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_where_no_thread_can_be_started_the_reader_reads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = noise(5000)
     spec = written(tmp_path / "s", content, "stream")
@@ -200,7 +216,7 @@ def test_where_no_thread_can_be_started_the_reader_reads_itself(tmp_path: Path, 
     def refuse(process: int) -> Any:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(native_files, "_background", refuse)
+    monkeypatch.setattr(native_files, "_readers", refuse)
     array = ReadableArray(tmp_path / "s", spec, arrays.context(1))
     assert np.array_equal(array.read(), content)
     (tmp_path / "s" / "c.0").unlink()

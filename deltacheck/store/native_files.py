@@ -6,9 +6,10 @@ makes fresh memory for what it reads and for what it decodes.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deltacheck.store.background import Background, carry_out
 from deltacheck.store.chunk_files import Cells, Piece
 
 _THREADS = 4  # larger: more waits for the storage at a time
+_EXIT_SECONDS = 5.0  # longest wait at the end of the process for reads that nobody waits for
 
 
 @cache
@@ -56,7 +58,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
 def start(work: Callable[[], None]) -> Future[None]:
     """Carry out reads behind the caller; the future tells when they are done, and what they raised."""
     try:
-        return _background(os.getpid()).start(work)
+        return _readers(os.getpid()).start(work)
     except RuntimeError:
         # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished then, some of them read back.
         done: Future[None] = Future()
@@ -65,6 +67,25 @@ def start(work: Callable[[], None]) -> Future[None]:
 
 
 @cache
-def _background(process: int) -> Background:
+def _readers(process: int) -> _Readers:
     """The threads of this process: a forked child has none of its parent's."""
-    return Background(_THREADS, "deltacheck-reader")
+    return _Readers(process)
+
+
+class _Readers:
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._background = Background(_THREADS, "deltacheck-reader")
+        self._under_way: set[Future[None]] = set()
+        atexit.register(self._finish)
+
+    def start(self, work: Callable[[], None]) -> Future[None]:
+        future = self._background.start(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def _finish(self) -> None:
+        """Up to Python 3.13 a thread that comes back from native code while the interpreter ends is unwound, which C++ answers with an abort."""
+        if os.getpid() == self._process:
+            wait(list(self._under_way), _EXIT_SECONDS)
