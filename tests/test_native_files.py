@@ -149,6 +149,8 @@ def test_a_keyframe_of_any_shape_is_read_whole_and_by_chunks(
             patch.setattr(arrays, "_open", None)  # TensorStore is not needed
         assert np.array_equal(array.read(), content)
         assert np.array_equal(array.read(box), content[box])
+        nothing = (*box[:-1], slice(box[-1].stop, box[-1].stop))
+        assert array.read(nothing).shape == content[nothing].shape
     odd = tuple(slice(data.draw(st.integers(0, s - 1)), s) for s in shape)
     assert np.array_equal(array.read(odd), content[odd])
 

@@ -68,12 +68,15 @@ class Cells(NamedTuple):
         """
         if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
             return None
+        if any(s.start == s.stop for s in box):
+            return []
         if self.chunk[1:] == self.shape[1:]:
             return self._rows(box)
         if all((s.start, s.stop) == (0, size) for s, size in zip(box, self.shape, strict=True)):
             return _all_pieces(self)
-        at = tuple(s.start // c for s, c in zip(box, self.chunk, strict=True))
-        if tuple(box) != tuple(slice(i * c, min((i + 1) * c, s)) for i, c, s in zip(at, self.chunk, self.shape, strict=True)):
+        at = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
+        number = int(np.ravel_multi_index(at, grid.grid_shape(self.shape, self.chunk)))
+        if tuple(box) != grid.box(self.shape, self.chunk, number):
             return None
         return [Piece(*self.place(at), math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk))]
 
