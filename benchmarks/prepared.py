@@ -19,7 +19,7 @@ from deltacheck.profile import Profile
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
 MATURED_STEPS = 1000
-_BYTES_A_PARAMETER = 64  # of training and of the hungriest rival: state, gradients, temporaries, two copies
+_BYTES_A_PARAMETER = 100  # of training and of the hungriest rival, which is Orbax: state, gradients, temporaries, four copies
 _LOOK_EVERY, _LOOKS = 2, 9  # of the profiler
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from benchmarks.prepared import Size, loaded, prepare
 from benchmarks.process import Peak, cpu_seconds, trim
@@ -152,6 +153,9 @@ def measure(job: Job) -> dict[str, Any]:
         peaks.append(peak_bytes)
     _save(rival, run, update, 0)
     rival.close()
+    raw_bytes, baseline = _raw_bytes(run), Path(job.root).parent / "baseline.pt"
+    torch_save_bytes = run.torch_save(baseline)
+    baseline.unlink()
     found["restore"] = _restored(rival, run, job.repeats)
     return {
         "samples": found,
@@ -161,15 +165,16 @@ def measure(job: Job) -> dict[str, Any]:
         "saves_before": before,
         "steady": steady,
         "step_seconds": bare / job.size.every,
-        "raw_bytes": _raw_bytes(run),
-        "torch_save_bytes": run.torch_save(Path(job.root).parent / "baseline.pt"),
+        "raw_bytes": raw_bytes,
+        "torch_save_bytes": torch_save_bytes,
     }
 
 
 def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, float, float, int]:
-    """Save and train. The watch, seconds that the training thread waited, seconds of all of it, and the most memory meanwhile."""
+    """Save and train; earlier saves are deleted before. The watch, seconds that the training thread waited, seconds of all of it, and the most memory meanwhile."""
     state, step, metrics = run.workload.state(), run.workload.step, run.metrics(0.0)
     metrics.pop("loss")
+    rival.delete_earlier()
     with Peak() as peak:
         update.seconds = 0.0
         began = time.perf_counter()
@@ -185,11 +190,11 @@ def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, fl
 
 
 def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
-    """Seconds of restores of the newest step, which is the live state. Raises where a lossless rival gives another."""
-    step, live = run.workload.step, _flat(run, run.workload.state())
+    """Seconds of restores of the newest step, which is the live state. Raises where a lossless rival gives another. The run is over then."""
+    step, live = run.workload.step, _digests(_flat(run, run.workload.state()))
     times = []
     for _ in range(repeats):
-        like = _empty_like(run)
+        like = _emptied(run)
         gc.collect()
         trim()  # a new program has no memory at hand that an earlier restore has left
         began = time.perf_counter()
@@ -197,11 +202,9 @@ def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
         found = _flat(run, state)
         _touch(found)
         times.append(time.perf_counter() - began)
-        del state, like
-    if rival.lossless:
-        wrong = [path for path, array in live.items() if not _same(array, found[path])]
-        if wrong:
-            raise AssertionError(f"{rival.name} does not give back {wrong[0]!r} and {len(wrong) - 1} more")
+        if rival.lossless and (wrong := sorted(live.items() - _digests(found).items())):
+            raise AssertionError(f"{rival.name} does not give back {wrong[0][0]!r} and {len(wrong) - 1} more")
+        del state, like, found
     return times
 
 
@@ -214,15 +217,22 @@ def _flat(run: Run, state: Any) -> Mapping[str, Any]:
     return run.arrays(state)
 
 
-def _empty_like(run: Run) -> Any:
-    """A state of the same structure in memory of its own: what a program has that was started again."""
+def _emptied(run: Run) -> Any:
+    """What a program has that was started again: in torch the run's own state, all zeros; in JAX the shapes of a state that is gone."""
+    state = run.workload.state()
     if run.framework == "torch":
-        import copy
-
-        return copy.deepcopy(run.workload.state())
+        for tensor in _flat(run, state).values():
+            tensor.detach().zero_()
+        return state
     import jax
 
-    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, run.workload.state())
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        leaf.delete()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)  # type: ignore[no-untyped-call]
+
+    return jax.tree.map(shape, state)
 
 
 def _touch(arrays: Mapping[str, Any]) -> None:
@@ -240,10 +250,10 @@ def _bytes() -> Any:
     return torch.uint8
 
 
-def _same(a: Any, b: Any) -> bool:
+def _digests(arrays: Mapping[str, Any]) -> dict[str, bytes]:
     from benchmarks.entropy import words_of
 
-    return words_of(a).tobytes() == words_of(b).tobytes()
+    return {path: xxhash.xxh3_128_digest(words_of(array)) for path, array in arrays.items()}
 
 
 def _raw_bytes(run: Run) -> int:

@@ -7,6 +7,7 @@ to ``root``, which is empty at first. ``restore`` is what a new program does: no
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -54,6 +55,11 @@ class Rival(ABC):
     def stored(self, step: int) -> int:
         """Bytes of all files that the save of a step has added."""
         return bytes_on_disk(self._at(step))
+
+    def delete_earlier(self) -> None:
+        """Make room before the next save, which needs none of those that are there."""
+        for entry in self.root.iterdir():
+            shutil.rmtree(entry)
 
     def told_blocking(self) -> float | None:
         """What the library itself says the last save has blocked, in seconds, where it says."""
@@ -188,6 +194,9 @@ class _Ours(Rival):
 
     def unsynced(self, step: int) -> Path | None:
         return None
+
+    def delete_earlier(self) -> None:
+        """Its saves stand on each other, and are small."""
 
     def stored(self, step: int) -> int:
         size = bytes_on_disk(self.root)
