@@ -205,14 +205,13 @@ class _Ours(Rival):
 
     def settled(self) -> bool:
         """Whether the first leaves that change everywhere have been written whole again; under a policy with stages, whether the last save was
-        stable, so that the next does not go over to a new form.
+        stable, so that the next does not go over to a new form. A profile with nothing large that is stable gives a policy without stages.
         """
         import deltacheck
 
         opened = deltacheck.open(self.root)
-        if self.lossless:
-            return len(opened.steps()) > RESTORE_RATIO / 2 + 1
-        return getattr(opened.manifest(opened.steps()[-1]), "stage", "") == "stable"
+        stage = getattr(opened.manifest(opened.steps()[-1]), "stage", "")
+        return stage == "stable" if stage else len(opened.steps()) > RESTORE_RATIO / 2 + 1
 
 
 _POLICIES: dict[str, Callable[[Profile], Policy]] = {

@@ -250,15 +250,27 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
     assert kinds["opt_state/inner/count"][0] == "count"
     assert {(leaf.derived_from, leaf.how) for leaf in found.leaves.values() if leaf.kind == "derived"} == {
         ("master/a", "cast"),
+        ("master/b", "cast"),  # ones, that such steps do not move
         ("params/a", "same"),
     }
-    assert kinds["params/b"] == ("weight", "frozen")  # ones, that such steps do not move
     assert found.leaves["params/frozen"].exact_bytes == 0
     assert found.leaves["params/frozen"].density.values == (0.0,) * 12
     assert found.interval_steps == 10
     assert found.optimizer == AdamRule(float(np.float32(0.9)), float(np.float32(0.999)), 1e-8)
     assert found.learning_rate.values[0] == pytest.approx(1e-5)
     assert found.loss.values == (2.0,) * 13
+
+
+def test_a_master_is_bounded_though_its_weight_never_changed_where_the_sample_looked() -> None:
+    """At the rates of reinforcement learning a sample of 64 elements may see no bf16 weight move in all of a profile."""
+    adam = Adam()
+    middles = adam.random.uniform(0.5, 1.0, (40, 100)).astype(ml_dtypes.bfloat16)
+    adam.master["a"] = middles.astype(np.float32)  # 100 steps from the ends of their cells
+    found = run(adam, 41, Profiler(interval_steps=1)).profile()
+    weight, master = found.leaves["params/a"], found.leaves["master/a"]
+    assert max(weight.density.values) == 0 < min(master.density.values)
+    assert (weight.kind, weight.derived_from, weight.how) == ("derived", "master/a", "cast")
+    assert master.recommended == Bounded(MASTER_ERROR_LR, "lr")
 
 
 def test_a_frozen_leaf_is_never_called_stable() -> None:

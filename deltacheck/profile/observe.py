@@ -136,7 +136,11 @@ class Observer(ABC):
         leaves: dict[str, Facts] = {}
         embeddings = embedding_paths(self._plan.specs, self._plan.roles) if self._plan else set()
         found = self._plan.roles.of() if self._plan else {}
-        derived = {path: (source, how) for (path, source, how), held in self._ties.items() if held and self._changed(path)}
+        derived = {
+            path: (source, how)
+            for (path, source, how), held in self._ties.items()
+            if held and (self._changed(path) or self._changed(source))
+        }
         casts = {source: path for path, (source, how) in derived.items() if how == "cast"}
         for path, spec in (self._plan.specs if self._plan else {}).items():
             role, parameter = found.get(path, ("other", None))
@@ -148,7 +152,9 @@ class Observer(ABC):
         return History(leaves, tuple(self._observed), tuple(self._events), self._rule_of_all(), self._source)
 
     def _changed(self, path: str) -> bool:
-        """Two leaves that never changed are equal by accident: all zeros, all ones."""
+        """Whether any look found it changed. Two leaves that never change are equal by accident: all zeros, all ones. A weight that does
+        not change, as far as its sample tells, beside a master that does is its cast all the same: at small rates few weights change.
+        """
         return any(o.leaves[path].density > 0 for o in self._observed if path in o.leaves)
 
     def _rule_of_all(self) -> AdamRule | None:
