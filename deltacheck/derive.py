@@ -14,11 +14,16 @@ from deltacheck.store.schema import Derived
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+_BLOCK = 1 << 15  # elements that are adjusted at once: what is in between stays in the cache, and takes no memory of a leaf's size
 
-def compute(derived: Derived, codes: Array | None, sources: Mapping[str, Array], first: int, count: int) -> Array:
+
+def compute(
+    derived: Derived, codes: Array | None, sources: Mapping[str, Array], first: int, count: int, out: Array | None = None
+) -> Array:
     """Elements ``first`` to ``first + count`` of a derived leaf, 1-D, in memory of their own or that of what they equal.
 
-    ``codes``: of what is stored under the leaf's path, ``sources``: of the leaves that it names, the same elements, 1-D.
+    ``codes``: of what is stored under the leaf's path, ``sources``: of the leaves that it names, the same elements, 1-D. ``out``: memory for
+    what is made of codes, of the leaf's type; else it is new.
     """
     element = dtype_named(derived.dtype).numpy
     match derived.how:
@@ -30,15 +35,21 @@ def compute(derived: Derived, codes: Array | None, sources: Mapping[str, Array],
             values = np.zeros(count, element)
         case "lattice":
             assert codes is not None  # the manifest was checked
-            values = lattice.values(codes, derived.spacing, derived.seed, weights=sources.get(derived.of), start=first)
+            values = lattice.values(codes, derived.spacing, derived.seed, weights=sources.get(derived.of), out=out, start=first)
         case _:
             assert codes is not None
-            values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed)
-    with np.errstate(all="ignore"):  # of numbers that nobody has saved
-        if derived.scale != 1.0:
-            values = (values * np.float32(derived.scale)).astype(element, copy=False)
-        if derived.first:
-            values = adam.repair(values, sources[derived.first], derived.limit)
+            values = octaves.values(codes, fraction_bits=derived.fraction_bits, signed=derived.signed, out=out)
+    if derived.scale == 1.0 and not derived.first:
+        return values
+    if derived.how == "same":
+        values = values.copy()
+    for begin in range(0, count, _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        with np.errstate(all="ignore"):  # of numbers that nobody has saved
+            if derived.scale != 1.0:
+                np.multiply(values[block], np.float32(derived.scale), out=values[block])
+            if derived.first:
+                adam.repair(values[block], sources[derived.first][block], derived.limit, out=values[block])
     return values
 
 

@@ -184,10 +184,12 @@ def load(
     max_bytes: int | None = None,
     codec: Codec[Any] | None = None,
     stored: dict[str, U8] | None = None,
+    into: Mapping[str, U8] | None = None,
 ) -> dict[str, Loaded]:
     """Read, decode, verify and compute leaves, or the named chunks of each.
 
-    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the
+    ``into``: where whole leaves may be computed, by path; nothing is written there before all that is stored was verified, and what is
+    returned says which were: their ``data`` is that memory. ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the
     machine's memory). ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. Raises ``Damaged`` naming the leaf
     and file.
     """
@@ -204,7 +206,7 @@ def load(
     def give(values: _Values) -> dict[str, Loaded]:
         return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
 
-    return _read(leaves, needed, made, give, max_bytes, codec, stored)
+    return _read(leaves, needed, made, give, max_bytes, codec, stored, into)
 
 
 def load_boxes(
@@ -247,6 +249,7 @@ def _read(
     max_bytes: int | None,
     codec: Codec[Any] | None,
     stored: dict[str, U8] | None,
+    into: Mapping[str, U8] | None = None,
 ) -> dict[str, _Given]:
     """Read the chunks ``needed`` of the chains of ``leaves`` and let ``give`` make of them what was asked for, ``made`` bytes of which are new.
 
@@ -262,7 +265,7 @@ def _read(
             stored.update(
                 {path: data[path] for path, numbers in reads.items() if len(numbers) == chains[path].spec.chunk_count}
             )
-        return give(_Values(reads, data))
+        return give(_Values(reads, data, into or {}))
     except MemoryError as error:
         raise BudgetExceeded(f"this process cannot have the {total} bytes that the restore takes; name fewer leaves") from error
 
@@ -331,11 +334,14 @@ def _need_box(leaf: Tiled, box: tiles.Box, needed: dict[str, set[int]]) -> None:
 
 
 class _Values:
-    """Leaves from the chunks of chains that were read. ``reads``: their numbers, ascending; ``data``: their bytes; both by path."""
+    """Leaves from the chunks of chains that were read. ``reads``: their numbers, ascending; ``data``: their bytes; ``into``: memory for leaves
+    that are computed whole; all by path.
+    """
 
-    def __init__(self, reads: Mapping[str, list[int]], data: Mapping[str, U8]) -> None:
+    def __init__(self, reads: Mapping[str, list[int]], data: Mapping[str, U8], into: Mapping[str, U8]) -> None:
         self._reads = reads
         self._data = data
+        self._into = into
         self._known: dict[tuple[str, int, int], Array] = {}
 
     def of(self, leaf: Leaf, chunks: list[int]) -> U8:
@@ -385,8 +391,11 @@ class _Values:
         if key not in self._known:
             codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
             sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
+            memory = self._into.get(spec.path)
+            whole = memory is not None and memory.nbytes == (stop - first) * spec.element.item_bytes
+            out = memory.view(spec.element.numpy) if memory is not None and whole else None
             try:
-                self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first)
+                self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first, out)
             except ValueError as error:  # of codes that no value has
                 raise Damaged(f"leaf {spec.path!r}: what is stored of it is not what it says: {error}") from error
         return self._known[key]

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from damage_trials import small_leaves
 
 import deltacheck
-from deltacheck import Policy, errors
+from deltacheck import Policy, derive, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.codec import lattice
@@ -417,6 +418,56 @@ def test_a_resumed_run_begins_warm(saves: Any) -> None:
     made.save()
     assert made.manifest().stage == "warm"
     np.testing.assert_equal(made.restored(), made.live())
+
+
+def in_torch(node: Any) -> Any:
+    """A state with float32 arrays as tensors that share their memory."""
+    if isinstance(node, dict):
+        return {key: in_torch(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [in_torch(value) for value in node]
+    return torch.from_numpy(node) if isinstance(node, np.ndarray) and node.dtype == np.float32 else node
+
+
+def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = saves(Policy.model_exact(), AdamRun((300, 200)))  # more than is adjusted at once
+    made.until_stable()
+    made.save(2)
+    expected, arrays = made.restored(), made.run.state()
+    target = in_torch(arrays)
+    given = []
+    compute = derive.compute
+    monkeypatch.setattr(derive, "compute", lambda *arguments: given.append(compute(*arguments)) or given[-1])
+    assert made.engine.restore(into=target)["optimizer"]["state"][0]["master"] is target["optimizer"]["state"][0]["master"]
+    np.testing.assert_equal(arrays, expected)
+    computed = [arrays["optimizer"]["state"][n][name] for n in (0, 1) for name in ("master", "exp_avg", "exp_avg_sq")]
+    assert all(any(np.shares_memory(leaf, values) for values in given) for leaf in computed)
+
+
+def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any) -> None:
+    made = saves(Policy.model_exact())
+    made.until_stable()
+    made.save(2)
+    before, arrays = made.live(), made.run.state()
+    refused = 0
+    for file in sorted(Path(made.engine.root).rglob("*")):
+        if not file.is_file() or not {"leaves", "packed", "delta"} & set(file.parts) or file.suffix == ".json":
+            continue
+        content = file.read_bytes()
+        changed = bytearray(content)
+        changed[len(content) // 2] ^= 1
+        file.write_bytes(changed)
+        try:
+            made.engine.restore(into=in_torch(arrays))
+        except errors.DeltacheckError:
+            refused += 1
+            np.testing.assert_equal(arrays, before)
+        else:  # it belongs to earlier steps
+            arrays = made.run.state()
+        file.write_bytes(content)
+    assert refused > 5
 
 
 def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:

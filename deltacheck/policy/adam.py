@@ -71,15 +71,15 @@ def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
     return math.expm1(step * math.log(beta2)) / math.expm1(stored_step * math.log(beta2))
 
 
-def repair(second: F32, first: F32, limit: float) -> F32:
-    """v where it obeys m^2 <= C v, and the least that does elsewhere: max(v, m^2 / C), a new array.
+def repair(second: F32, first: F32, limit: float, *, out: F32 | None = None) -> F32:
+    """v where it obeys m^2 <= C v, and the least that does elsewhere: max(v, m^2 / C); in ``out``, which may be ``second``, or a new array.
 
     ``second``, ``first``: float32 of one shape. ``limit``: C, of ``moment_limit``. A v that is too small for its m, stale or coarsely rounded,
     would multiply updates by up to 10^5; a live state is left as it is, up to rounding. NaN stays NaN.
     """
     wide = np.square(first, dtype=np.float64)
     wide /= limit
-    return np.maximum(second, wide.astype(np.float32))
+    return np.maximum(second, wide.astype(np.float32), out=out)
 
 
 def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROUNDING) -> int:

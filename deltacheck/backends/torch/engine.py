@@ -361,7 +361,8 @@ class Engine:
         """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
-        its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers.
+        its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers; not before all that is
+        stored of the step was verified.
         ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
         comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
@@ -454,7 +455,13 @@ class Engine:
         chosen = None if target is None else match_targets(manifest, target)
         found = restore.resolve(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
-        loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored)
+        into_memory: dict[str, NDArray[np.uint8]] = {}
+        if target is not None and chosen is not None:
+            self.before_update()
+            if manifest.replay is None:  # which has an order of its own
+                memory = {chosen[path]: leaves.memory_of(value) for path, value in target.arrays.items()}
+                into_memory = {path: of for path, of in memory.items() if of is not None}
+        loaded = restore.load(found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored, into=into_memory)
         inputs: set[str] = set()
         if manifest.replay is not None and optimizer is not None:
             loaded |= replica.replayed(root, manifest, manifest.replay, loaded, optimizer)
@@ -462,7 +469,6 @@ class Engine:
         if target is None or chosen is None:
             state = leaves.tree_of(manifest.tree, loaded, stored=stored)
         else:
-            self.before_update()
             filled = {path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()}
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
@@ -556,8 +562,10 @@ class _Ending:
 def _fill(value: object, item: restore.Loaded) -> object:
     """A leaf of a restore target with the restored content: filled in place, but for NumPy scalars, which cannot be."""
     if isinstance(value, torch.Tensor):
-        with torch.no_grad():
-            value.copy_(leaves.tensor_of(item))
+        given = leaves.tensor_of(item)
+        if given.data_ptr() != value.data_ptr():  # else it was computed there
+            with torch.no_grad():
+                value.copy_(given)
         return value
     if isinstance(value, np.ndarray):
         np.copyto(value, restore.as_array(item))

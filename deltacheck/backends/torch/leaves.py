@@ -83,6 +83,14 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
     return flat
 
 
+def memory_of(value: object) -> NDArray[np.uint8] | None:
+    """The memory of a leaf, uint8 1-D, to be written to; ``None`` where its bytes do not lie on the host in C order, or there are none."""
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not is_plain(value) or not value.numel():
+        return None
+    memory: NDArray[np.uint8] = viewed(value.detach()).numpy()
+    return memory
+
+
 def tensor_of(item: Loaded) -> torch.Tensor:
     """A loaded leaf as a host tensor that shares its memory."""
     spec = item.spec
