@@ -190,7 +190,7 @@ def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, fl
 
 
 def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
-    """Seconds of restores of the newest step, which is the live state. Raises where a lossless rival gives another. The run is over then."""
+    """Seconds of restores of the newest step, which is the live state: the run is over. Raises where a lossless rival gives another."""
     step, live = run.workload.step, _digests(_flat(run, run.workload.state()))
     times = []
     for _ in range(repeats):

@@ -14,7 +14,8 @@ from deltacheck.store.schema import Derived
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-_BLOCK = 1 << 15  # elements that are adjusted at once: what is in between stays in the cache, and takes no memory of a leaf's size
+# Elements that are adjusted at once: what lies in between stays in the cache, and takes no memory of a leaf's size.
+_BLOCK = 1 << 15
 
 
 def compute(

@@ -188,10 +188,10 @@ def load(
 ) -> dict[str, Loaded]:
     """Read, decode, verify and compute leaves, or the named chunks of each.
 
-    ``into``: where whole leaves may be computed, by path; nothing is written there before all that is stored was verified, and what is
-    returned says which were: their ``data`` is that memory. ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the
-    machine's memory). ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. Raises ``Damaged`` naming the leaf
-    and file.
+    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the machine's memory).
+    ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. ``into``: memory for whole leaves that are computed, by
+    path; the ``data`` of those that were computed there is that memory, and nothing is written to it before all that is stored was verified.
+    Raises ``Damaged`` naming the leaf and file.
     """
     named = chunks or {}
     # First what can be told without a list of chunks, which may itself be too long.

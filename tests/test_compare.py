@@ -13,6 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import deltacheck
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("optax")
 
@@ -21,7 +23,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # after everything installed: o
 from benchmarks import compare, race  # noqa: E402
 from benchmarks.compare import ASYNC, SAMPLES, Entry  # noqa: E402
 from benchmarks.race import Job  # noqa: E402
-from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS, TorchSave  # noqa: E402
+from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS, OursTorchPostTraining, TorchSave  # noqa: E402
+from deltacheck.backends.torch import Engine  # noqa: E402
 
 NAMES = ["torch.save", EXACT]
 
@@ -116,6 +119,32 @@ def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) 
 
     with pytest.raises(AssertionError, match="does not give back 'a'"):
         race._restored(Wrong(tmp_path / "root", None, None), Run(), 1)  # type: ignore[arg-type]
+
+
+def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_path: Path) -> None:
+    theirs = TorchSave(tmp_path / "theirs", None, None)  # type: ignore[arg-type]
+    for step in (1, 2):
+        theirs.delete_earlier()
+        theirs.save(step, {"a": torch.zeros(3)}, {})
+    assert [entry.name for entry in theirs.root.iterdir()] == ["2"]
+    ours = ours_at(tmp_path / "ours", saves=2)
+    ours.delete_earlier()
+    assert deltacheck.open(ours.root).steps() == [0, 1]
+
+
+def test_a_policy_without_stages_is_steady_once_its_chains_have_turned_over(tmp_path: Path) -> None:
+    """That of a profile in which nothing is large enough to be anything but exact, as adapters beside a large frozen model."""
+    assert not ours_at(tmp_path / "two", saves=2).settled()
+    assert ours_at(tmp_path / "five", saves=5).settled()
+
+
+def ours_at(root: Path, saves: int) -> OursTorchPostTraining:
+    with Engine(root) as engine:
+        for step in range(saves):
+            engine.save(step, {"a": torch.full((300,), float(step))}).result()
+    ours = object.__new__(OursTorchPostTraining)
+    ours.root = root
+    return ours
 
 
 # --- the verdict -------------------------------------------------------------------------------------------------------------
