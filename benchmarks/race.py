@@ -171,7 +171,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, float, float, int]:
-    """Save and train; earlier saves are deleted before. The watch, seconds that the training thread waited, seconds of all of it, and the most memory meanwhile."""
+    """Delete earlier saves, save and train. The watch, seconds that the training thread waited, seconds of all of it, the most memory."""
     state, step, metrics = run.workload.state(), run.workload.step, run.metrics(0.0)
     metrics.pop("loss")
     rival.delete_earlier()
