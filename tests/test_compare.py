@@ -95,7 +95,7 @@ def test_a_rewritten_page_keeps_all_that_is_outside_the_marks() -> None:
         compare.rewritten(page, "medium", "new\n")
 
 
-@pytest.mark.parametrize("size", ["small", "medium"])
+@pytest.mark.parametrize("size", ["small", "medium", "full"])
 def test_the_page_of_this_tree_has_the_marks(size: str) -> None:
     assert compare.rewritten(compare.PAGE.read_text(), size, "x\n") != compare.PAGE.read_text()
 
