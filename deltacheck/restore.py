@@ -190,8 +190,8 @@ def load(
 
     ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the machine's memory).
     ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. ``into``: memory for whole leaves that are computed, by
-    path; the ``data`` of those that were computed there is that memory, and nothing is written to it before all that is stored was verified.
-    Raises ``Damaged`` naming the leaf and file.
+    path; the ``data`` of those that were computed there is that memory, and nothing is written to it before everything that has a digest was
+    verified. Raises ``Damaged`` naming the leaf and file.
     """
     named = chunks or {}
     # First what can be told without a list of chunks, which may itself be too long.
@@ -204,7 +204,9 @@ def load(
     made = sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if not isinstance(leaf, Chain))
 
     def give(values: _Values) -> dict[str, Loaded]:
-        return {path: Loaded(leaf.spec, wanted[path], values.of(leaf, wanted[path])) for path, leaf in leaves.items()}
+        proven_first = sorted(leaves.items(), key=lambda one: not _has_digest(one[1]))
+        data = {path: values.of(leaf, wanted[path]) for path, leaf in proven_first}
+        return {path: Loaded(leaf.spec, wanted[path], data[path]) for path, leaf in leaves.items()}
 
     return _read(leaves, needed, made, give, max_bytes, codec, stored, into)
 
@@ -351,7 +353,7 @@ class _Values:
             return self._data[spec.path]
         runs = [self._range(leaf, first, stop).view(np.uint8) for first, stop in _runs(spec, chunks)]
         values = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
-        if isinstance(leaf, Formula) and leaf.derived.digest and len(chunks) == spec.chunk_count:
+        if isinstance(leaf, Formula) and _has_digest(leaf) and len(chunks) == spec.chunk_count:
             _check_digest(leaf, leaf.derived.digest, values)
         return values
 
@@ -399,6 +401,11 @@ class _Values:
             except ValueError as error:  # of codes that no value has
                 raise Damaged(f"leaf {spec.path!r}: what is stored of it is not what it says: {error}") from error
         return self._known[key]
+
+
+def _has_digest(leaf: Leaf) -> bool:
+    """Whether what the leaf is computed to is compared with a digest."""
+    return isinstance(leaf, Formula) and bool(leaf.derived.digest)
 
 
 def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,24 @@ def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any)
             arrays = made.run.state()
         file.write_bytes(content)
     assert refused > 5
+
+
+def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded = Policy.model_exact()
+    assert bounded.hidden is not None
+    first = frozenset(f"optimizer/state/0/{name}" for name in ("master", "exp_avg", "exp_avg_sq"))
+    made = saves(replace(bounded, derive=True, hidden=replace(bounded.hidden, leaves=first)))
+    made.until_stable()
+    made.save()
+    derived = made.manifest().derived
+    assert (derived["optimizer/state/0/master"].how, derived["model/w1"].how) == ("lattice", "cast")
+    arrays = made.run.state()
+    arrays["optimizer"]["state"][0]["master"][:] = 7.0
+    wrong = lambda values, element: np.zeros_like(values, element)  # noqa: E731
+    monkeypatch.setattr("deltacheck.derive.cast", wrong)
+    with pytest.raises(errors.Damaged, match="'model/w1' follows from"):
+        made.engine.restore(into=in_torch(arrays))
+    assert np.all(arrays["optimizer"]["state"][0]["master"] == 7.0)
 
 
 def test_errors_do_not_add_up_over_saves_and_restores(saves: Any) -> None:

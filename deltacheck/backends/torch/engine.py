@@ -361,8 +361,8 @@ class Engine:
         """Restore a committed step (a number, or a tag; by default the newest), every byte verified; the next save continues its chain.
 
         Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a state of the same structure:
-        its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers; not before all that is
-        stored of the step was verified.
+        its tensors are filled in place, wherever they live, and the state is returned with them and the restored numbers; nothing of
+        it changes before everything that the step has a digest of was verified.
         ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
         comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed with; made as at the save, its
         own tensors are neither read nor changed. ``max_bytes``: refuse before allocating more than this (a replay takes twice the
