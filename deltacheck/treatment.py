@@ -37,6 +37,7 @@ log = logging.getLogger("deltacheck")
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+_BLOCK = 1 << 18  # elements of a weight whose error is measured at once, in memory that is used again
 SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64  # elements of a leaf that drift is measured on: blocks, evenly spread, and their length
 _RATES = ("learning_rate", "lr")  # names of the metric that tells the learning rate where the state does not
 _NORMS = ("gradient_norm", "grad_norm")  # and the norm before clipping
@@ -322,29 +323,35 @@ class _Group:
         live = self._live(path)
         master = self._live(decision.of)
         bounded = self._decisions.get(decision.of)
-        if bounded is not None:
-            made = lattice.codes(master, bounded.spacing, bounded.seed)
-            rate = self._situation.hyperparameters.lr
-            assert rate is not None
-            assert isinstance(bounded.terms, Bounded)
-            if made.refused or made.largest_error / rate > bounded.terms.limit:
-                bounded = None  # and so the master is stored exactly
-            else:
-                master = lattice.values(made.codes, bounded.spacing, bounded.seed)
-        given = derive.cast(master, spec.element.numpy)
-        if bounded is None:
+        error = None if bounded is None else self._cast_error(live, master, bounded)
+        if error is None:  # the master is stored exactly
+            given = derive.cast(master, spec.element.numpy)
             if not np.array_equal(given.view(np.uint16), live.view(np.uint16)):
                 save.treatment.doubt()
                 return self._exactly(path)
             save.promise(path, self._derive(path, decision, digest=_digest(spec, live)), None)
             return Coded(None, None)
         assert isinstance(decision.terms, Bounded)
-        error = relative_l2(live, given)
         if not error <= decision.terms.limit:
             save.treatment.doubt()
             return self._exactly(path)
         save.promise(path, self._derive(path, decision), Promise(decision.terms, error))
         return Coded(None, None)
+
+    def _cast_error(self, live: Array, master: Array, bounded: Decision) -> float | None:
+        """``||given - live|| / ||live||`` of the weight that the bounded master gives; ``None`` where a value of the master does not fit."""
+        rate = self._situation.hyperparameters.lr
+        assert rate is not None  # else there were no spacing
+        assert isinstance(bounded.terms, Bounded)
+        error = RelativeError()
+        for begin in range(0, live.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            made = lattice.codes(master[block], bounded.spacing, bounded.seed, start=begin)
+            if made.refused or made.largest_error / rate > bounded.terms.limit:
+                return None
+            values = lattice.values(made.codes, bounded.spacing, bounded.seed, start=begin)
+            error.add(live[block], derive.cast(values, live.dtype))
+        return error.l2
 
     # --- moments --------------------------------------------------------------------------------------------------------------
 
@@ -485,12 +492,22 @@ def octaves_apart(one: Array, other: Array) -> float | None:
     return float(np.median(np.abs(np.log2(one[both].astype(np.float64)) - np.log2(other[both].astype(np.float64)))))
 
 
-def relative_l2(live: Array, given: Array) -> float:
-    """``||given - live|| / ||live||`` in float64; 0 where both are zero, infinite or NaN where elements are."""
-    wide = live.astype(np.float64)
-    size = float(np.linalg.norm(wide))
-    error = float(np.linalg.norm(given.astype(np.float64) - wide))
-    return error / size if size else (0.0 if error == 0 else math.inf)
+@dataclass(slots=True)
+class RelativeError:
+    """``||given - live|| / ||live||`` of arrays that come in parts, in float64; 0 where both are zero, infinite or NaN where elements are."""
+
+    _size: float = 0.0
+    _error: float = 0.0
+
+    def add(self, live: Array, given: Array) -> None:
+        wide = live.astype(np.float64)
+        self._size += float(np.vdot(wide, wide))
+        wide -= given.astype(np.float64)
+        self._error += float(np.vdot(wide, wide))
+
+    @property
+    def l2(self) -> float:
+        return math.sqrt(self._error / self._size) if self._size else (0.0 if self._error == 0 else math.inf)
 
 
 def sample(values: Array) -> Array:

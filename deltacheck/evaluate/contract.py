@@ -12,7 +12,7 @@ from deltacheck.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
 from deltacheck.policy import roles
-from deltacheck.treatment import octaves_apart, relative_l2, sample
+from deltacheck.treatment import RelativeError, octaves_apart, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.contracts)
@@ -135,7 +135,9 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
     """The error of a restored leaf in a norm of ``deltacheck.contracts.NORMS``, in float64; infinite where there is no comparing."""
     one, other = live.astype(np.float64), restored.astype(np.float64)
     if norm == "l2":
-        return relative_l2(live, restored)
+        relative = RelativeError()
+        relative.add(live, restored)
+        return relative.l2
     if norm == "octaves":
         sizes = [np.maximum(np.abs(values), _ZERO_MOMENT) for values in (one, other)]
         turned = (np.sign(one) * np.sign(other) < 0) & (sizes[0] > _ZERO_MOMENT) & (sizes[1] > _ZERO_MOMENT)
