@@ -44,9 +44,9 @@ def compute(
         return values
     if derived.how == "same":
         values = values.copy()
-    for begin in range(0, count, _BLOCK):
-        block = slice(begin, begin + _BLOCK)
-        with np.errstate(all="ignore"):  # of numbers that nobody has saved
+    with np.errstate(all="ignore"):  # of numbers that nobody has saved
+        for begin in range(0, count, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
             if derived.scale != 1.0:
                 np.multiply(values[block], np.float32(derived.scale), out=values[block])
             if derived.first:

@@ -204,7 +204,7 @@ def load(
     made = sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if not isinstance(leaf, Chain))
 
     def give(values: _Values) -> dict[str, Loaded]:
-        proven_first = sorted(leaves.items(), key=lambda one: not _has_digest(one[1]))
+        proven_first = sorted(leaves.items(), key=lambda one: not (isinstance(one[1], Formula) and one[1].derived.digest))
         data = {path: values.of(leaf, wanted[path]) for path, leaf in proven_first}
         return {path: Loaded(leaf.spec, wanted[path], data[path]) for path, leaf in leaves.items()}
 
@@ -353,7 +353,7 @@ class _Values:
             return self._data[spec.path]
         runs = [self._range(leaf, first, stop).view(np.uint8) for first, stop in _runs(spec, chunks)]
         values = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
-        if isinstance(leaf, Formula) and _has_digest(leaf) and len(chunks) == spec.chunk_count:
+        if isinstance(leaf, Formula) and leaf.derived.digest and len(chunks) == spec.chunk_count:
             _check_digest(leaf, leaf.derived.digest, values)
         return values
 
@@ -394,18 +394,13 @@ class _Values:
             codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
             sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
             memory = self._into.get(spec.path)
-            whole = memory is not None and memory.nbytes == (stop - first) * spec.element.item_bytes
-            out = memory.view(spec.element.numpy) if memory is not None and whole else None
+            size = (stop - first) * spec.element.item_bytes
+            out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
             try:
                 self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first, out)
             except ValueError as error:  # of codes that no value has
                 raise Damaged(f"leaf {spec.path!r}: what is stored of it is not what it says: {error}") from error
         return self._known[key]
-
-
-def _has_digest(leaf: Leaf) -> bool:
-    """Whether what the leaf is computed to is compared with a digest."""
-    return isinstance(leaf, Formula) and bool(leaf.derived.digest)
 
 
 def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
