@@ -36,13 +36,13 @@ venv: $(VENV)/.stamp-venv  ## make .venv with the pinned pip, nothing else in it
 build install: $(VENV)/.stamp-install  ## build the native module and install the package, editable, with everything it is tested with
 
 demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
-	$(BIN)/python -m deltacheck.demo $(ARGS)
+	$(BIN)/python -m deltacheck.evaluate.demo $(ARGS)
 
 test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
 	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks $(ARGS)
 
 experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/test_experiments.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)
 
 # Points at which a process is killed, and calls that fail. EXHAUSTIVE=1: every call of every scenario (hours), and more kills at random times.
 CRASH_POINTS ?= 300
@@ -50,15 +50,15 @@ ERROR_POINTS ?= 150
 EXHAUSTIVE ?=
 
 crash-test: $(VENV)/.stamp-install  ## kill processes at any call, let any call fail (CRASH_POINTS=300 ERROR_POINTS=150, or EXHAUSTIVE=1; minutes)
-	PYTHONPATH=tests:. $(BIN)/python -m faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
-	PYTHONPATH=tests:. $(BIN)/python -m faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
+	$(BIN)/python -m tests.faults.crash $(if $(EXHAUSTIVE),--exhaustive --times 5000 --again 1000,--points $(CRASH_POINTS) --times 20 --again 20) $(ARGS)
+	$(BIN)/python -m tests.faults.io_errors $(if $(EXHAUSTIVE),--exhaustive,--points $(ERROR_POINTS)) $(ARGS)
 
 # Seconds for each target, or a number of inputs for each.
 FUZZ_SECONDS ?= 60
 FUZZ_RUNS ?=
 
 fuzz: $(VENV)/.stamp-install  ## feed readers, encoder and decoders mutated input, the native ones under sanitizers (FUZZ_SECONDS=60 or FUZZ_RUNS=1000000 a target)
-	$(BIN)/python tests/sanitized.py fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
+	$(BIN)/python -m tests.suites.sanitized fuzz $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS)) $(ARGS)
 
 rank-test: $(VENV)/.stamp-install build/deepspeed/.stamp  ## save and restore with several processes: FSDP2, DCP, DeepSpeed, JAX, failures, kills (minutes)
 	PYTHONPATH=build/deepspeed $(BIN)/pytest -n 0 tests/ranks $(ARGS)
@@ -70,7 +70,7 @@ build/deepspeed/.stamp: constraints.txt | $(VENV)/.stamp-install
 	touch $@
 
 trl-test: $(VENV)/.stamp-install build/trl/.stamp  ## kill and resume TRL's trainers: SFT with and without LoRA, DPO, GRPO; run its how-to (a minute)
-	PYTHONPATH="$(CURDIR)/build/trl/site-packages" $(BIN)/pytest -n 0 -k trl tests/test_trl.py tests/test_docs.py $(ARGS)
+	PYTHONPATH="$(CURDIR)/build/trl/site-packages" $(BIN)/pytest -n 0 -k trl tests/backends/torch/test_trl.py tests/docs/test_docs.py $(ARGS)
 
 # Not in .venv, either: 80 MB for one test. The folder's name matters: datasets names its data by a pickle, for which dill goes through
 # every module whose path has no `site-packages` in it, until it fails.
@@ -83,14 +83,14 @@ build/trl/.stamp: constraints.txt | $(VENV)/.stamp-install
 TRIALS ?= 20000
 
 damage-test: $(VENV)/.stamp-install  ## damage every kind of file in every way, TRIALS=20000 times (ARGS="--every-bit": each bit of all metadata)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/damage_trials.py --trials $(TRIALS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.suites.damage_trials --trials $(TRIALS) $(ARGS)
 
 # For all suites together, and which (all that are here).
 MINUTES ?= 60
 SUITES ?=
 
 soak: $(VENV)/.stamp-install  ## the long forms of the random suites, MINUTES=60 for all, or for SUITES="S1 S13"; prints trials, failures and 3/n
-	$(BIN)/python tests/soak.py --minutes $(MINUTES) --suites $(SUITES) $(ARGS)
+	$(BIN)/python -m tests.suites.soak --minutes $(MINUTES) --suites $(SUITES) $(ARGS)
 
 # Random sequences of everything that can happen to a root, against a dict; and two writers without locks.
 MODEL_RUNS ?= 200
@@ -100,22 +100,22 @@ SCHEDULES ?= 1000
 
 model-test: $(VENV)/.stamp-install  ## saves, kills, damage, deletion and collection against a model; racing writers; seeded schedules (MODEL_RUNS=20000 MODEL_STEPS=100)
 	DELTACHECK_MODEL_RUNS=$(MODEL_RUNS) DELTACHECK_MODEL_STEPS=$(MODEL_STEPS) DELTACHECK_FENCE_ROUNDS=$(FENCE_ROUNDS) DELTACHECK_SCHEDULES=$(SCHEDULES) \
-		$(BIN)/pytest -n 2 --dist load -s tests/test_model.py tests/test_fence.py tests/test_schedules.py -o timeout=0 $(ARGS)
+		$(BIN)/pytest -n 2 --dist load -s tests/faults/test_model.py tests/store/test_fence.py tests/save/test_schedules.py -o timeout=0 $(ARGS)
 
 tsan: $(VENV)/.stamp-install  ## stress the encoder's threads under ThreadSanitizer
-	$(BIN)/python tests/sanitized.py threads $(ARGS)
+	$(BIN)/python -m tests.suites.sanitized threads $(ARGS)
 
 # States of each scenario, and cuts under a real file system (none where no image can be mounted).
 POWER_STATES ?= 2000
 POWER_CUTS ?= 50
 
 power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded saves (POWER_STATES=2000 states each, POWER_CUTS=50 of a mounted image)
-	$(BIN)/python tests/faults/cut.py --states $(POWER_STATES) --killed 4 $(ARGS)
-	$(BIN)/python tests/faults/image.py --cuts $(POWER_CUTS)
-	$(BIN)/python tests/faults/image.py --cuts 5 --program torch.save-replaced
+	$(BIN)/python -m tests.faults.cut --states $(POWER_STATES) --killed 4 $(ARGS)
+	$(BIN)/python -m tests.faults.image --cuts $(POWER_CUTS)
+	$(BIN)/python -m tests.faults.image --cuts 5 --program torch.save-replaced
 
 planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
-	$(BIN)/python tests/planted.py $(ARGS)
+	$(BIN)/python -m tests.suites.planted $(ARGS)
 
 docs: $(VENV)/.stamp-venv  ## write docs/reference/python.md from the docstrings; an undocumented public name is an error
 	$(BIN)/python docs/reference/generate.py $(ARGS)
@@ -137,7 +137,7 @@ format: $(VENV)/.stamp-install  ## rewrite the sources in the house format
 STORE_FAULTS ?= 500
 
 store-test: $(VENV)/.stamp-install  ## save and restore on a local S3 server that fails at random (STORE_FAULTS=5000: more of it)
-	$(BIN)/python tests/object_soak.py --faults $(STORE_FAULTS) $(ARGS)
+	$(BIN)/python -m tests.suites.object_soak --faults $(STORE_FAULTS) $(ARGS)
 
 bench: $(VENV)/.stamp-install  ## measure against the figures that the documents quote
 	$(BIN)/python -m benchmarks $(ARGS)

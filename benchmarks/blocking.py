@@ -20,9 +20,9 @@ from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import Policy, SaveHandle
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.evaluation import peer_save
-from deltacheck.demo.plan import Plan, tiny
-from deltacheck.demo.train import Training
+from deltacheck.backends.torch.files.evaluation import peer_save
+from deltacheck.evaluate.workloads.plan import Plan, tiny
+from deltacheck.evaluate.workloads.train import Training
 
 LIMIT = 0.10  # of torch.save + fsync
 

@@ -24,10 +24,11 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import _native
 from deltacheck.backends.torch import Engine
 from deltacheck.codec import STREAMS, NativeCodec
-from deltacheck.demo.train import Training
-from deltacheck.records import LeafKind
-from deltacheck.store import arrays, layout
-from deltacheck.store.arrays import ArraySpec
+from deltacheck.evaluate.workloads.train import Training
+from deltacheck.leaf.spec import LeafKind
+from deltacheck.store import layout
+from deltacheck.store.files import arrays
+from deltacheck.store.files.arrays import ArraySpec
 from deltacheck.store.segment import stream_codec
 
 RATE = 3.4e-6

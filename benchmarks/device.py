@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table
-from deltacheck.backends.torch import Engine, codec, group
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.capture import tensor_codec as codec
+from deltacheck.backends.torch.capture import windows as group
 from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, GroupJob
 
 REPETITIONS = 9

@@ -24,9 +24,9 @@ from benchmarks import states
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import MemoryTier, SaveHandle
 from deltacheck.backends.torch import Engine, GradientLog
-from deltacheck.demo.model import LanguageModel
-from deltacheck.demo.optimizer import MixedPrecisionAdamW
-from deltacheck.demo.plan import Plan, tiny
+from deltacheck.evaluate.workloads.model import LanguageModel
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from deltacheck.evaluate.workloads.plan import Plan, tiny
 
 LIMIT = 0.031  # of a step, on a GPU
 RATE = 1e-6

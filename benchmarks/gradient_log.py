@@ -20,9 +20,9 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table
 from benchmarks.states import State
 from deltacheck import SaveReport
 from deltacheck.backends.torch import Engine, GradientLog
-from deltacheck.backends.torch.evaluation import peer_save
-from deltacheck.demo.train import Training
-from deltacheck.records import LeafKind
+from deltacheck.backends.torch.files.evaluation import peer_save
+from deltacheck.evaluate.workloads.train import Training
+from deltacheck.leaf.spec import LeafKind
 
 RATES = (1e-6, 2e-5)
 EVERY = (1, 2, 4)  # steps between two saves

@@ -14,7 +14,7 @@ from typing import Any
 import deltacheck
 from benchmarks.ways import Chain, Run
 from deltacheck import Policy
-from deltacheck.demo.workloads.recipe import Recipe, recipe, tiny
+from deltacheck.evaluate.workloads.recipe import Recipe, recipe, tiny
 from deltacheck.profile import Profile
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.record import Cell, Unit
 from benchmarks.ways import Chain, Run, Way
-from deltacheck.demo.workloads.recipe import Recipe
+from deltacheck.evaluate.workloads.recipe import Recipe
 from deltacheck.profile.sensitivity import distance, largest_change, lost_steps
 
 Weights = dict[str, NDArray[np.float32]]

@@ -13,7 +13,7 @@ from benchmarks.record import Cell, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.evaluation import peer_save
+from deltacheck.backends.torch.files.evaluation import peer_save
 
 DEPTHS = (0, 8, 32)  # deltas on the keyframe; 32 is the most that Policy.exact() allows
 QUICK_DEPTHS = (0, 1, 3)

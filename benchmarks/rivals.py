@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from deltacheck import Policy
 from deltacheck.policy.presets import RESTORE_RATIO
 from deltacheck.profile import Profile
-from deltacheck.store.arrays import bytes_on_disk
-from deltacheck.store.durability import sync_directory
+from deltacheck.store.files.arrays import bytes_on_disk
+from deltacheck.store.files.durability import sync_directory
 
 State = Any
 EXACT, POST_TRAINING = "deltacheck, exact", "deltacheck, post_training"

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.record import Figure, Result, Settings, Table, Unit
-from deltacheck import joint, sharding, tiles
-from deltacheck.joint import Assigned, Go, Hello, Report, Told
-from deltacheck.sharding import Held, Holdings
-from deltacheck.store import layout, schema
+from deltacheck.leaf import sharding, tiles
+from deltacheck.leaf.sharding import Held, Holdings
+from deltacheck.leaf.tiles import Box
+from deltacheck.save import joint
+from deltacheck.save.joint import Assigned, Go, Hello, Report, Told
+from deltacheck.store import layout
+from deltacheck.store import manifest as schema
+from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import manifest_content
-from deltacheck.store.schema import Manifest, SegmentRef
-from deltacheck.tiles import Box
 
 RANKS = 1024
 _LIMIT_SECONDS, _LIMIT_BYTES = 5.0, 64 << 20

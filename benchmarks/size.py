@@ -20,12 +20,12 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import Policy, SaveReport
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.evaluation import peer_save
-from deltacheck.demo.classes import CLASSES
-from deltacheck.demo.train import Training
-from deltacheck.policy.chain import deltas_between
-from deltacheck.records import LeafKind
-from deltacheck.store.arrays import bytes_on_disk
+from deltacheck.backends.torch.files.evaluation import peer_save
+from deltacheck.evaluate.demo.classes import CLASSES
+from deltacheck.evaluate.workloads.train import Training
+from deltacheck.leaf.spec import LeafKind
+from deltacheck.policy.keyframes import deltas_between
+from deltacheck.store.files.arrays import bytes_on_disk
 
 RATES = (1e-6, 2e-5)
 EVERY = (1, 10)  # steps between two saves

@@ -16,8 +16,8 @@ from benchmarks import candidates, entropy, quality
 from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.ways import CLASSES, EXACT, WAYS, Chain, Run, Way
 from deltacheck import Policy
-from deltacheck.demo.workloads.recipe import Recipe, recipe, small, tiny
-from deltacheck.policy.chain import deltas_between
+from deltacheck.evaluate.workloads.recipe import Recipe, recipe, small, tiny
+from deltacheck.policy.keyframes import deltas_between
 from deltacheck.policy.presets import RESTORE_RATIO
 
 DEPTH = 32  # of chains, in the amortised figures: the default of the presets

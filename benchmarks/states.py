@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.demo import text
-from deltacheck.demo.classes import leaf_class
-from deltacheck.demo.optimizer import MixedPrecisionAdamW
-from deltacheck.demo.plan import Plan, tiny
-from deltacheck.demo.train import Training, be_deterministic, finetuning, pretraining
+from deltacheck.evaluate.demo.classes import leaf_class
+from deltacheck.evaluate.workloads import text
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from deltacheck.evaluate.workloads.plan import Plan, tiny
+from deltacheck.evaluate.workloads.train import Training, be_deterministic, finetuning, pretraining
 
 State = dict[str, Any]
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 import deltacheck
 from benchmarks import entropy
-from deltacheck import Policy, tree
-from deltacheck.demo.workloads.recipe import Recipe
+from deltacheck import Policy
+from deltacheck.evaluate.workloads.recipe import Recipe
+from deltacheck.leaf import tree
 from deltacheck.profile import AdamRule
-from deltacheck.store.arrays import bytes_on_disk
+from deltacheck.store.files.arrays import bytes_on_disk
 
 State = dict[str, Any]
 
@@ -129,7 +130,7 @@ class Run:
         """Bytes of `torch.save` of the whole state, frozen weights included."""
         import torch
 
-        from deltacheck.backends.torch.evaluation import peer_save
+        from deltacheck.backends.torch.files.evaluation import peer_save
 
         if self.framework == "torch":
             return peer_save(self.workload.state(), file)

@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltacheck.backends.profiler import Profiler
-    from deltacheck.exits import finish_on_signal
-    from deltacheck.follower import Follower, LeafChange, Update, follow
-    from deltacheck.handle import SaveHandle
-    from deltacheck.mirror import Mirror
+    from deltacheck.leaf.spec import LeafReport, LeafSpec, SaveReport
+    from deltacheck.maintain.memory_tier import MemoryTier
+    from deltacheck.maintain.mirror import Mirror
+    from deltacheck.maintain.verify import Finding
     from deltacheck.policy import KeepBest, Policy
     from deltacheck.profile import Profile
     from deltacheck.reader import Checkpoints, open
-    from deltacheck.records import LeafReport, LeafSpec, SaveReport
-    from deltacheck.store.place import ObjectStore
-    from deltacheck.tier import MemoryTier
-    from deltacheck.verify import Finding
+    from deltacheck.restore.follower import Follower, LeafChange, Update, follow
+    from deltacheck.save.exits import finish_on_signal
+    from deltacheck.save.handle import SaveHandle
+    from deltacheck.store.files.storage import ObjectStore
 
 __version__ = "0.1.0"
 
 # Public name -> module. Resolved on first use: `import deltacheck` alone must stay fast and pull in no framework.
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
-    "Finding": "deltacheck.verify",
-    "Follower": "deltacheck.follower",
-    "LeafChange": "deltacheck.follower",
+    "Finding": "deltacheck.maintain.verify",
+    "Follower": "deltacheck.restore.follower",
+    "LeafChange": "deltacheck.restore.follower",
     "KeepBest": "deltacheck.policy",
-    "LeafReport": "deltacheck.records",
-    "LeafSpec": "deltacheck.records",
-    "MemoryTier": "deltacheck.tier",
-    "Mirror": "deltacheck.mirror",
-    "ObjectStore": "deltacheck.store.place",
+    "LeafReport": "deltacheck.leaf.spec",
+    "LeafSpec": "deltacheck.leaf.spec",
+    "MemoryTier": "deltacheck.maintain.memory_tier",
+    "Mirror": "deltacheck.maintain.mirror",
+    "ObjectStore": "deltacheck.store.files.storage",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",
-    "SaveHandle": "deltacheck.handle",
-    "SaveReport": "deltacheck.records",
-    "Update": "deltacheck.follower",
-    "follow": "deltacheck.follower",
-    "finish_on_signal": "deltacheck.exits",
+    "SaveHandle": "deltacheck.save.handle",
+    "SaveReport": "deltacheck.leaf.spec",
+    "Update": "deltacheck.restore.follower",
+    "follow": "deltacheck.restore.follower",
+    "finish_on_signal": "deltacheck.save.exits",
     "open": "deltacheck.reader",
 }
 

@@ -9,14 +9,17 @@ from typing import Any, TypeAlias, overload
 
 from numpy.typing import NDArray
 
-from deltacheck import blame, branch, damage, restore, tree, verify
-from deltacheck.blame import Blame
-from deltacheck.branch import Branched
 from deltacheck.errors import StepNotFound
+from deltacheck.leaf import tree
+from deltacheck.maintain import blame, branch, verify
+from deltacheck.maintain.blame import Blame
+from deltacheck.maintain.branch import Branched
+from deltacheck.restore import damage
+from deltacheck.restore import resolve as restore
 from deltacheck.store import tags
-from deltacheck.store.place import ObjectPath, ObjectStore
+from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
-from deltacheck.store.schema import Manifest
 
 Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 

@@ -7,11 +7,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from s3_server import S3
+
+# After everything installed, so that only tests, benchmarks and examples come from the source tree.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.s3_server import S3
 
 # Read by the frameworks when they are first imported, hence set before anything else can import them. Four host devices are what the
 # sharding tests need. One thread a process: the tests run beside each other, and on two cores threads would only fight.
@@ -23,7 +27,7 @@ assert "jax" not in sys.modules, "a plugin imported jax before tests/conftest.py
 # No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
 settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
-settings.register_profile("round", parent=settings.get_profile("default"), max_examples=1000)  # of tests/soak.py
+settings.register_profile("round", parent=settings.get_profile("default"), max_examples=1000)  # of tests/suites/soak.py
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -43,7 +47,7 @@ GPUS = _gpu_count()
 def pytest_configure() -> None:
     """A bug that is planted on purpose (``planted.py``)."""
     if os.environ.get("DELTACHECK_PLANT"):
-        from planted import plant_by_environment
+        from tests.suites.planted import plant_by_environment
 
         plant_by_environment()
 
@@ -64,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the encoder thread back before it captures a lazy leaf, until the event is set."""
-    from deltacheck import work
+    from deltacheck.save import work
 
     go = threading.Event()
     original = work.Work.capture
@@ -91,8 +95,8 @@ def encoder_settings_restored() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def campaign() -> Iterator[Any]:
     """Zygotes for trials under the fault shim; skips where that cannot be built."""
-    from faults import shim
-    from faults.campaign import Campaign
+    from tests.faults import shim
+    from tests.faults.campaign import Campaign
 
     if shim.compiler() is None:
         pytest.skip("the fault shim needs gcc or cc")
@@ -120,7 +124,7 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoded bytes of the chunks that each restore reads from now on."""
-    from deltacheck import chain
+    from deltacheck.restore import chain
 
     counted: list[int] = []
     before = chain.load

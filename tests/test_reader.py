@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from states import bits, nudge, training_state
 
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store import arrays
+from deltacheck.store.files import arrays
+from tests.support.states import bits, nudge, training_state
 
 BIG = "optimizer/state/0/master"
 

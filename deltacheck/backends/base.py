@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltacheck.dtypes import dtype_named
 from deltacheck.errors import TreeMismatch, UnsupportedLeaf
-from deltacheck.follower import LeafChange, Update
-from deltacheck.records import LeafSpec
-from deltacheck.restore import Loaded
-from deltacheck.store.schema import Manifest
-from deltacheck.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Flat, array_paths
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Flat, array_paths
+from deltacheck.restore.follower import LeafChange, Update
+from deltacheck.restore.resolve import Loaded
+from deltacheck.store.manifest import Manifest
 
 _BYTE_SWAPPED = ">" if np.little_endian else "<"
 

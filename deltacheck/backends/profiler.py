@@ -9,17 +9,17 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import tree
 from deltacheck.backends.base import describe_numpy
+from deltacheck.leaf import tree
+from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
 from deltacheck.profile.sample import Plan
-from deltacheck.tree import ArrayLeaf, Flat
 
 # Package that an array's or a container's type comes from -> the module with ``describe``, ``expand`` and ``take`` for it.
 _ADAPTERS = {
-    "torch": "deltacheck.backends.torch.profiler",
-    **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "deltacheck.backends.orbax.profiler"),
+    "torch": "deltacheck.backends.torch.state.sampling",
+    **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "deltacheck.backends.orbax.state.sampling"),
 }
 
 

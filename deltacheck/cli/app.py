@@ -8,22 +8,9 @@ import typer
 from typer.core import TyperCommand
 
 from deltacheck import __version__
-from deltacheck.cli import (
-    blame,
-    branch,
-    check,
-    compare,
-    demo,
-    evaluate,
-    export,
-    ingest,
-    listing,
-    mirror,
-    plan,
-    profile,
-    report,
-    retention,
-)
+from deltacheck.cli import blame, branch, check, compare, demo, evaluate, ingest, mirror, plan, profile, report, retention
+from deltacheck.cli import copies as export
+from deltacheck.cli import inspect as listing
 
 app = typer.Typer(
     name="deltacheck",

@@ -9,15 +9,15 @@ from deltacheck.cli.options import Item, Json, Leaves, RootStep
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.blame import Blame
+    from deltacheck.maintain.blame import Blame
 
 
 def blame(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
     """Show since which step the parts of each leaf have their content."""
-    from deltacheck import blame as work
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
     from deltacheck.errors import StepNotFound
-    from deltacheck.export import matches
+    from deltacheck.maintain import blame as work
+    from deltacheck.restore.export import matches
 
     root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
     stored = sorted([*manifest.leaves, *manifest.tiles])

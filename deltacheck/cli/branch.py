@@ -24,8 +24,8 @@ def branch(
     as_json: Json = False,
 ) -> None:
     """Make a root of its own that begins with a step of this one, sharing its files."""
-    from deltacheck import branch as work
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import branch as work
     from deltacheck.store.root import open_root
 
     if to is None:

@@ -15,10 +15,10 @@ from deltacheck.cli.output import Column, Row
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deltacheck.repair import Repaired
+    from deltacheck.maintain.repair import Repaired
+    from deltacheck.maintain.verify import Verified
+    from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest
-    from deltacheck.verify import Verified
 
 
 def verify(
@@ -41,8 +41,8 @@ def verify(
     """Check that steps are whole. Exit code 1 where one is not."""
     from functools import partial
 
-    from deltacheck import verify as work
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import verify as work
     from deltacheck.store.root import open_root
 
     wanted = where.parse(words, most=1)
@@ -125,7 +125,7 @@ _CONTRACT_COLUMNS = (
 
 def _contracts(manifests: Sequence[Manifest]) -> list[Row]:
     """The leaves that are not exact, step by step."""
-    from deltacheck.contracts import name_of
+    from deltacheck.leaf.contracts import name_of
 
     rows: list[Row] = []
     for manifest in manifests:
@@ -143,9 +143,9 @@ def _summed(contracts: list[Row]) -> str:
 
 def compact(words: JustRoot = None, as_json: Json = False) -> None:
     """Rewrite the newest step so that a restore applies no deltas. Refused while a training writes to the root."""
-    from deltacheck import compact as work
-    from deltacheck.cli import where
-    from deltacheck.store.lease import Lease
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import compact as work
+    from deltacheck.store.lock.lease import Lease
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root)
@@ -181,10 +181,10 @@ def repair(
     """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit code 1 where something is lost."""
     from contextlib import ExitStack
 
-    from deltacheck import repair as work
-    from deltacheck.cli import where
-    from deltacheck.store import place
-    from deltacheck.store.lease import Lease
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import repair as work
+    from deltacheck.store.files import storage as place
+    from deltacheck.store.lock.lease import Lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
     path = place.local(where.parse(words).root, "a repair")
@@ -265,10 +265,10 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Remove segments that no step needs. Refused while a training writes to the root."""
-    from deltacheck import reclaim
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import reclaim
     from deltacheck.store.collect import collect
-    from deltacheck.store.lease import Lease
+    from deltacheck.store.lock.lease import Lease
     from deltacheck.store.root import open_root
 
     root = open_root(where.parse(words).root)  # all items: what any of them needs stays

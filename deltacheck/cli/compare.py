@@ -10,10 +10,10 @@ from deltacheck.cli.options import Item, Json, Leaves, RootTwoSteps
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
-    from deltacheck.records import LeafSpec
-    from deltacheck.restore import Leaf
+    from deltacheck.leaf.spec import LeafSpec
+    from deltacheck.restore.resolve import Leaf
+    from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
-    from deltacheck.store.schema import Manifest
 
 _FATES = ("unchanged", "changed", "added", "removed", "reshaped")
 
@@ -33,15 +33,15 @@ class _Side:
         return self.manifest.mark_of(self.owners[path])
 
     def leaves(self, root: Root, paths: list[str]) -> dict[str, Leaf]:
-        from deltacheck import export
+        from deltacheck.restore import export
 
         return export.resolve(root, self.manifest, {path: self.owners[path] for path in paths})
 
 
 def diff(words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
     """Show which leaves moved between two steps, and how much."""
-    from deltacheck import tree
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.leaf import tree
 
     root, found = where.manifests(where.parse(words, least=2, most=2), item)
     before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in found)
@@ -68,8 +68,8 @@ def diff(words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, a
 
 def _by_fate(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list[str]]:
     """Leaf paths by what became of them, told from the manifests alone; of leaves tied in both steps only the one that holds the bytes."""
-    from deltacheck import export
     from deltacheck.errors import StepNotFound
+    from deltacheck.restore import export
 
     for pattern in patterns:
         if not any(export.matches(path, pattern) for path in before.owners.keys() | after.owners.keys()):
@@ -111,7 +111,7 @@ def _what(spec: LeafSpec | None) -> Row:
 
 def _scalars(before: Manifest, after: Manifest) -> list[Row]:
     """Python scalars that differ in type or value, or are in one step only. Their texts are compared: NaN is NaN, and -0.0 is not 0.0."""
-    from deltacheck import tree
+    from deltacheck.leaf import tree
 
     old, new = ({path: (type(value).__name__, value) for path, value in tree.scalars(m.tree).items()} for m in (before, after))
     rows: list[Row] = []

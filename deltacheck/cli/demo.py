@@ -25,7 +25,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train, kill, resume, compare bit for bit, read back in JAX and zarr. Exit code 1 where a comparison failed."""
-    from deltacheck.demo import run
+    from deltacheck.evaluate.demo import run
 
     if not as_json:
         raise typer.Exit(run.main(seed=seed, steps=steps, quick=quick, keep=keep))

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck import export, restore
-from deltacheck.chain import Chain
 from deltacheck.codec.base import U8
-from deltacheck.dtypes import DType
-from deltacheck.restore import Leaf, Tiled
+from deltacheck.leaf.dtypes import DType
+from deltacheck.restore import export
+from deltacheck.restore import resolve as restore
+from deltacheck.restore.chain import Chain
+from deltacheck.restore.resolve import Leaf, Tiled
 
 Numbers = NDArray[Any]
 

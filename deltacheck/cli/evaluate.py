@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.judge import Judgement
     from deltacheck.evaluate.records import Evidence
     from deltacheck.evaluate.run import Progress
-    from deltacheck.evaluate.statistics import Spread
+    from deltacheck.evaluate.significance import Spread
 
-_BUILT_IN = "deltacheck.demo.workloads.judged"
+_BUILT_IN = "deltacheck.evaluate.workloads.judged"
 _WORKLOADS = {"sft": "sft", "rl_like": "rl_like", "lora": "lora"}
 
 

@@ -25,7 +25,7 @@ def ingest(
     as_json: Json = False,
 ) -> None:
     """Make steps of a root out of safetensors, torch and Orbax checkpoints, bit for bit, running no code of theirs."""
-    from deltacheck.history import stored_bytes
+    from deltacheck.report.history import stored_bytes
     from deltacheck.store.root import open_root
 
     folders = [path for path in files if path.is_dir()]
@@ -52,7 +52,7 @@ def ingest(
 
 def _files(root: Path, files: list[Path], step: int | None) -> Iterator[tuple[Path, int]]:
     try:
-        from deltacheck.backends.torch import ingest as backend
+        from deltacheck.backends.torch.files import torch_import as backend
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"importing files needs PyTorch ({error}): pip install 'deltacheck[torch]'") from error
     return backend.ingest(root, backend.steps_of(files, step))
@@ -60,7 +60,7 @@ def _files(root: Path, files: list[Path], step: int | None) -> Iterator[tuple[Pa
 
 def _orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[Path, int]]:
     try:
-        from deltacheck.backends.orbax import ingest as backend
+        from deltacheck.backends.orbax.files import orbax_import as backend
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"importing {folder} needs JAX ({error}): pip install 'deltacheck[jax]'") from error
     if not backend.steps(folder):

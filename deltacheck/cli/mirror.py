@@ -26,7 +26,7 @@ def mirror(
     as_json: Json = False,
 ) -> None:
     """Copy each step of a memory tier as it appears, and delete what is deleted there. Takes no lock on the source."""
-    from deltacheck.mirror import Mirror
+    from deltacheck.maintain.mirror import Mirror
 
     with Mirror(source, target, "power" if power else "process") as copy:
         count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)

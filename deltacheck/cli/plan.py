@@ -16,8 +16,8 @@ from deltacheck.cli.output import Column, Row
 from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
-    from deltacheck.policy.planner import Machine, Plan, Rates, Run
-    from deltacheck.report.collect import Record
+    from deltacheck.profile.planner import Machine, Plan, Rates, Run
+    from deltacheck.report.data import Record
 
 _MACHINE = ("write", "read", "encode", "apply", "copy")
 _PER_SECOND = "bytes per second"
@@ -80,8 +80,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict bytes, blocking and restore time, the best interval, and whether deltas pay."""
-    from deltacheck.cli import where
-    from deltacheck.policy import planner
+    from deltacheck.cli import arguments as where
+    from deltacheck.profile import planner
 
     if policy not in ("exact", "model_exact"):
         raise typer.BadParameter(f"--policy is exact or model_exact, not {policy!r}")
@@ -92,7 +92,7 @@ def plan(
 
         source, rates, seen = str(profile), planner.from_profile(Profile.read(profile), exact=policy == "exact"), None
     else:
-        from deltacheck.report.collect import collect
+        from deltacheck.report.data import collect
 
         record = collect(where.parse(words).root, item)
         source, rates, seen = record.root, _rates(record), _step_seconds(record)
@@ -135,7 +135,7 @@ def verdict(found: Plan) -> str:
 def _rates(record: Record) -> Rates:
     """What the saves of a root cost. Leaves that were always written whole count as changed altogether."""
     from deltacheck.errors import StepNotFound
-    from deltacheck.policy.planner import LeafRate, Rates
+    from deltacheck.profile.planner import LeafRate, Rates
 
     steps = [step for step in record.steps if step.problem is None]
     apart = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
@@ -169,7 +169,7 @@ def _step_seconds(record: Record) -> float | None:
 
 
 def _machine(folder: Path | None, given: dict[str, float | None]) -> Machine:
-    from deltacheck.policy.planner import Machine
+    from deltacheck.profile.planner import Machine
 
     known = {name: rate for name, rate in given.items() if rate is not None}
     missing = [name for name in _MACHINE if name not in known]

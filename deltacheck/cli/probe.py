@@ -12,9 +12,9 @@ import numpy as np
 
 from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, U64, Codec, Encoded
-from deltacheck.policy.planner import Machine
-from deltacheck.records import LeafSpec
-from deltacheck.store.arrays import TIMEOUT_SECONDS, bytes_on_disk
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.profile.planner import Machine
+from deltacheck.store.files.arrays import TIMEOUT_SECONDS, bytes_on_disk
 from deltacheck.store.root import Store
 from deltacheck.store.segment import INDEX
 

@@ -107,7 +107,7 @@ def _steps(source: str, item: str | None) -> Iterator[_Step]:
 def _foreign_steps(source: Path, item: str | None, otherwise: Exception) -> Iterator[_Step]:
     inside = list(source.iterdir()) if source.is_dir() else []
     if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in inside):
-        from deltacheck.backends.torch import profiler as torch_files
+        from deltacheck.backends.torch.state import sampling as torch_files
 
         try:
             torch_files.files(source)
@@ -115,7 +115,7 @@ def _foreign_steps(source: Path, item: str | None, otherwise: Exception) -> Iter
             raise typer.BadParameter(str(error)) from error
         yield from (_Step(step, state) for step, state in torch_files.states(source))
     elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in inside):
-        from deltacheck.backends.orbax import profiler as orbax_steps
+        from deltacheck.backends.orbax.state import sampling as orbax_steps
 
         yield from (_Step(step, state) for step, state in orbax_steps.states(source, item))
     else:

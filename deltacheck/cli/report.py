@@ -12,7 +12,7 @@ from deltacheck.cli import output
 from deltacheck.cli.options import Item, Json, JustRoot
 
 if TYPE_CHECKING:
-    from deltacheck.report.collect import Record
+    from deltacheck.report.data import Record
 
 
 def report(
@@ -27,8 +27,8 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write a page: bytes, changes, drift, contracts, the cost of a restore."""
-    from deltacheck.cli import where
-    from deltacheck.report.collect import collect
+    from deltacheck.cli import arguments as where
+    from deltacheck.report.data import collect
 
     try:
         from deltacheck.report import figures, page

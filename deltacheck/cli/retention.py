@@ -21,7 +21,7 @@ _NEXT = "run gc to remove what no step needs any more"
 
 @contextlib.contextmanager
 def _writing(root: Root) -> Iterator[None]:
-    from deltacheck.store.lease import Lease
+    from deltacheck.store.lock.lease import Lease
 
     lease = Lease(root.store.path)
     try:
@@ -44,8 +44,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete the steps that no rule and no tag keeps. Refused while a training writes to the root."""
-    from deltacheck import retain
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import retain
     from deltacheck.policy.retention import Retention
     from deltacheck.store.root import open_root
 
@@ -81,8 +81,8 @@ def _best(words: str) -> KeepBest:
 
 def delete(words: RootStep = None, as_json: Json = False) -> None:
     """Delete a step; others stay whole. Refused where it has a tag, and while a training writes to the root."""
-    from deltacheck import retain
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
+    from deltacheck.maintain import retain
     from deltacheck.store.root import open_root
 
     wanted = where.parse(words, least=1, most=1)
@@ -104,7 +104,7 @@ def tag(
     as_json: Json = False,
 ) -> None:
     """Give a step a name, under which it can be restored; it stays until the name is taken away. May run beside a training."""
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
     from deltacheck.store import tags
     from deltacheck.store.root import open_root
 
@@ -127,7 +127,7 @@ def untag(
     as_json: Json = False,
 ) -> None:
     """Take a tag away; its step stays until it is deleted."""
-    from deltacheck.cli import where
+    from deltacheck.cli import arguments as where
     from deltacheck.store import tags
     from deltacheck.store.root import open_root
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from deltacheck import _native
 from deltacheck.codec import memory
 from deltacheck.codec.base import U64
-from deltacheck.dtypes import dtype_named
+from deltacheck.leaf.dtypes import dtype_named
 
 F64 = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from deltacheck.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
+from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.policy import roles
-from deltacheck.treatment import RelativeError, octaves_apart, sample
+from deltacheck.save.treatment import RelativeError, octaves_apart, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.contracts)
@@ -132,7 +132,7 @@ def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
 
 
 def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
-    """The error of a restored leaf in a norm of ``deltacheck.contracts.NORMS``, in float64; infinite where there is no comparing."""
+    """The error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``, in float64; infinite where there is no comparing."""
     one, other = live.astype(np.float64), restored.astype(np.float64)
     if norm == "l2":
         relative = RelativeError()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deltacheck.evaluate import statistics
+from deltacheck.evaluate import significance as statistics
 from deltacheck.evaluate.contract import differences
 from deltacheck.evaluate.records import Ending, Evidence, Recovery, Saved
-from deltacheck.evaluate.statistics import EQUAL, OUTSIDE, TOO_FEW, WITHIN, Curve, Equivalence, Spread
+from deltacheck.evaluate.significance import EQUAL, OUTSIDE, TOO_FEW, WITHIN, Curve, Equivalence, Spread
 
 MOST_NAMED = 20  # leaves that a reason names; the records have them all
 

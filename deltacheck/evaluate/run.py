@@ -24,7 +24,7 @@ from deltacheck.evaluate.child import PLAN, ROOTS, own_folder
 from deltacheck.evaluate.children import Cast, Event
 from deltacheck.evaluate.records import Ending, Evidence, Group, Kill, LeafCheck, Plan, Recovery, Saved
 from deltacheck.evaluate.workload import FOLDER
-from deltacheck.report.collect import MOST_CLASSES, Record, collect
+from deltacheck.report.data import MOST_CLASSES, Record, collect
 from deltacheck.report.groups import classes
 
 _CHILD = "deltacheck.evaluate.child"

@@ -13,9 +13,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from deltacheck import tree
-from deltacheck.records import LeafSpec
-from deltacheck.tree import Flat
+from deltacheck.leaf import tree
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import Flat
 
 Array: TypeAlias = NDArray[Any]
 

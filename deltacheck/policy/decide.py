@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from deltacheck.contracts import Bounded, Reused
+from deltacheck.leaf.contracts import Bounded, Reused
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
 from deltacheck.policy.presets import Hidden, Policy
 from deltacheck.policy.roles import Hyperparameters, Parameter
 from deltacheck.policy.stage import STABLE
-from deltacheck.records import LeafSpec
 
 LEAST_ELEMENTS = 1024  # smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are sensitive
 _MEAN_ERROR_OCTAVES = 0.6  # of first moments, whose codes are a sign and an exponent: they are fresh noise every ten steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltacheck.contracts import Exact
+from deltacheck.leaf.contracts import Exact
 
 if TYPE_CHECKING:
     from deltacheck.profile.record import Profile

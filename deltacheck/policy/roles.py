@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from deltacheck.records import LeafSpec
-from deltacheck.tree import escape_key
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import escape_key
 
 _FLOATS, _NARROW = ("float32", "bfloat16", "float16", "float64"), ("bfloat16", "float16")
 _MASTER = frozenset(

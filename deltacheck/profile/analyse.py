@@ -9,7 +9,7 @@ from statistics import median
 
 import msgspec
 
-from deltacheck.contracts import Bounded, Exact, Reused
+from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.policy import adam
 from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.measure import Measured, Observed

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
-from deltacheck import tree
+from deltacheck.leaf import tree
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import Flat
 from deltacheck.policy import roles
 from deltacheck.policy.events import Detector, Observation
 from deltacheck.profile import measure
@@ -15,8 +17,6 @@ from deltacheck.profile.analyse import TOLERANCE_OCTAVES, Facts, History, analys
 from deltacheck.profile.measure import Observed, Samples
 from deltacheck.profile.record import AdamRule, Event, Profile
 from deltacheck.profile.sample import Plan, embedding_paths, plan
-from deltacheck.records import LeafSpec
-from deltacheck.tree import Flat
 
 
 class Observer(ABC):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from deltacheck.contracts import Bounded, Exact, Reused
 from deltacheck.errors import Damaged, UnsupportedFormat
-from deltacheck.structs import known
+from deltacheck.leaf.contracts import Bounded, Exact, Reused
+from deltacheck.leaf.structs import known
 
 FORMAT, VERSION = "deltacheck.profile", 1
 MAX_DOCUMENT_BYTES = 256 << 20

@@ -15,8 +15,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.roles import Roles
-from deltacheck.records import LeafSpec
 
 BLOCK = 64  # contiguous elements: at most two rows of most matrices, one burst of memory
 _EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deltacheck.leaf.tree import escape_key
 from deltacheck.policy import adam
 from deltacheck.profile.record import AdamRule
-from deltacheck.tree import escape_key
 
 Weights: TypeAlias = Mapping[str, NDArray[np.float32]]
 Moments: TypeAlias = Iterable[tuple[str, NDArray[np.float32], NDArray[np.float32]]]

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from deltacheck.profile.record import Event, LeafProfile, Profile
-from deltacheck.report.collect import METHODS, Held, Record, StepRecord
+from deltacheck.report.data import METHODS, Held, Record, StepRecord
 
 MOST_COLUMNS = 80  # of a figure: of more checkpoints, neighbours are drawn together
 _WIDTH = 10.0  # inches

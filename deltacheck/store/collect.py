@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
-from deltacheck.store import arrays, chunk_files, layout, pins, schema, tags
-from deltacheck.store.durability import Durability
-from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
+from deltacheck.store import layout, tags
+from deltacheck.store import manifest as schema
+from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
+from deltacheck.store.lock import pins
 from deltacheck.store.root import Root, Store, read_manifest
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when

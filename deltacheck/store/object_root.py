@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deltacheck.store import layout
-from deltacheck.store.place import ObjectPath, existing
+from deltacheck.store.files.storage import ObjectPath, existing
 
 _MANIFEST = "zarr.json"
 # Sequence numbers beyond the newest that are asked for: so many saves in a row may have failed without hiding a later one.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from deltacheck.store.durability import Durability
-from deltacheck.store.lease import Lease
-from deltacheck.store.place import Place
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Root, Store
 
 

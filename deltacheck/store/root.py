@@ -31,14 +31,18 @@ from deltacheck.errors import (
     StorageFailed,
     UnsupportedFormat,
 )
-from deltacheck.store import arrays, chunk_files, layout, object_lease, object_root, place, schema, tags
-from deltacheck.store.arrays import Spent, StreamWriter
-from deltacheck.store.durability import Durability
-from deltacheck.store.effort import Effort
-from deltacheck.store.pins import Pin
-from deltacheck.store.place import ObjectPath, ObjectStore, Place
-from deltacheck.store.place import subdirectories as _entries
-from deltacheck.store.schema import Manifest, SegmentRef
+from deltacheck.store import layout, object_root, tags
+from deltacheck.store import manifest as schema
+from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.arrays import Spent, StreamWriter
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.effort import Effort
+from deltacheck.store.files.storage import ObjectPath, ObjectStore, Place
+from deltacheck.store.files.storage import subdirectories as _entries
+from deltacheck.store.lock import object_lease
+from deltacheck.store.lock.pins import Pin
+from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter
 
 MANAGER_STORE = "deltacheck"  # our directory in a manager root

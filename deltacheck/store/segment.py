@@ -12,18 +12,21 @@ import tensorstore as ts
 import xxhash
 from numpy.typing import NDArray
 
-from deltacheck import grid
 from deltacheck.codec import base as codec_format
 from deltacheck.codec.base import STREAMS, U8, U32, U64
 from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
-from deltacheck.records import LeafSpec
-from deltacheck.store import arrays, chunk_files, layout, place, schema
-from deltacheck.store.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
-from deltacheck.store.durability import Durability
-from deltacheck.store.effort import Effort
-from deltacheck.store.place import ObjectPath, Place
-from deltacheck.store.schema import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
-from deltacheck.store.scratch import Scratch
+from deltacheck.leaf import grid
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.store import layout
+from deltacheck.store import manifest as schema
+from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.effort import Effort
+from deltacheck.store.files.scratch import Scratch
+from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")

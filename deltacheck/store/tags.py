@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
-from deltacheck.store import arrays, layout, schema
-from deltacheck.store.durability import sync_directory
-from deltacheck.store.place import ObjectPath, Place, remove_tree, subdirectories
-from deltacheck.store.schema import Manifest, Tag
+from deltacheck.store import layout
+from deltacheck.store import manifest as schema
+from deltacheck.store.files import arrays
+from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
+from deltacheck.store.manifest import Manifest, Tag
 
 if TYPE_CHECKING:
     from deltacheck.store.root import Root

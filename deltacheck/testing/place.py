@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 
 from deltacheck.errors import ChainBroken, Damaged, RootBusy
-from deltacheck.store import arrays, layout, place
-from deltacheck.store.arrays import ArraySpec, ReadableArray, StreamWriter
-from deltacheck.store.lease import Lease
-from deltacheck.store.place import Place
+from deltacheck.store import layout
+from deltacheck.store.files import arrays
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
+from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Store
 
 WRITERS = 16

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from deltacheck.errors import RankFailed
-from deltacheck.ranks import Channel, Ranks
+from deltacheck.save.channel import Channel, Ranks
 
 
 class Threads:

@@ -55,7 +55,7 @@ HOW_TO = {
     "deltacheck.backends.torch.GradientLog": "gradient-log.md",
     "deltacheck.backends.torch.Shard": "dcp.md",
     "deltacheck.backends.torch.apply": "follow.md",
-    "deltacheck.backends.torch.load": "cross-framework.md",
+    "deltacheck.backends.torch.files.load": "cross-framework.md",
     "deltacheck.backends.torch.save": "integrations.md",
     "deltacheck.backends.torch.trainer": "integrations.md",
     "deltacheck.backends.torch.accelerate": "integrations.md",
@@ -66,7 +66,7 @@ HOW_TO = {
     "deltacheck.backends.orbax": "orbax.md",
     "deltacheck.backends.orbax.GradientLog": "gradient-log.md",
     "deltacheck.backends.orbax.applied": "follow.md",
-    "deltacheck.backends.orbax.load": "cross-framework.md",
+    "deltacheck.backends.orbax.state.load": "cross-framework.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
     "deltacheck.testing.codec": "write-a-backend.md",
 }

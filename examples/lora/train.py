@@ -26,12 +26,14 @@ from torch.nn.utils import clip_grad_norm_
 
 import deltacheck
 from deltacheck import LeafSpec, Policy, Profile, Profiler
-from deltacheck.backends.torch import Engine, load
-from deltacheck.demo import checks, pairs, text
-from deltacheck.demo.model import LanguageModel
-from deltacheck.demo.plan import Plan
-from deltacheck.demo.text import Batches, Rows
-from deltacheck.demo.train import be_deterministic, small_model
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.files import load
+from deltacheck.evaluate.demo import checks
+from deltacheck.evaluate.workloads import pairs, text
+from deltacheck.evaluate.workloads.model import LanguageModel
+from deltacheck.evaluate.workloads.plan import Plan
+from deltacheck.evaluate.workloads.text import Batches, Rows
+from deltacheck.evaluate.workloads.train import be_deterministic, small_model
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")

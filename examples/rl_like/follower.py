@@ -19,7 +19,7 @@ from train import asked_and_right, coding_of, load_model, logits_of, weights_sha
 
 import deltacheck
 from deltacheck.backends.torch import apply
-from deltacheck.demo import pairs
+from deltacheck.evaluate.workloads import pairs
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path)

@@ -31,13 +31,15 @@ from torch.nn.utils import clip_grad_norm_
 
 import deltacheck
 from deltacheck import Policy, Profile, Profiler
-from deltacheck.backends.torch import Engine, load
-from deltacheck.demo import checks, pairs
-from deltacheck.demo.model import LanguageModel
-from deltacheck.demo.optimizer import MixedPrecisionAdamW
-from deltacheck.demo.pairs import Coding, Pair
-from deltacheck.demo.plan import Plan
-from deltacheck.demo.train import be_deterministic, small_model
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.files import load
+from deltacheck.evaluate.demo import checks
+from deltacheck.evaluate.workloads import pairs
+from deltacheck.evaluate.workloads.model import LanguageModel
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from deltacheck.evaluate.workloads.pairs import Coding, Pair
+from deltacheck.evaluate.workloads.plan import Plan
+from deltacheck.evaluate.workloads.train import be_deterministic, small_model
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")

@@ -29,8 +29,9 @@ from flax import nnx
 import deltacheck
 from deltacheck import Policy, Profile, Profiler
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
-from deltacheck.demo import checks, pairs, text
-from deltacheck.demo.text import Batches, Rows
+from deltacheck.evaluate.demo import checks
+from deltacheck.evaluate.workloads import pairs, text
+from deltacheck.evaluate.workloads.text import Batches, Rows
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("folder", type=Path, nargs="?", help="an empty one for all that is written (default: a temporary one)")

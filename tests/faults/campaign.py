@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from faults.scenarios import ORBAX, acknowledged_in
-from faults.shim import Fault, Op, read_trace
-from faults.zygote import Outcome, Zygote
+from tests.faults.scenarios import ORBAX, acknowledged_in
+from tests.faults.shim import Fault, Op, read_trace
+from tests.faults.zygote import Outcome, Zygote
 
 _ROOM_BYTES = 1 << 30
 

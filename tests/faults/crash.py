@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from faults.campaign import Campaign, Tally, shares
-from faults.scenarios import ORBAX, TIER, TORCH
-from faults.shim import Fault, Mode
+from tests.faults.campaign import Campaign, Tally, shares
+from tests.faults.scenarios import ORBAX, TIER, TORCH
+from tests.faults.shim import Fault, Mode
 
 MODES = (Mode.KILL, Mode.TORN)
 

@@ -1,8 +1,8 @@
 """Cuts the power at every moment of recorded scenarios, in the model of ``power.py``, and looks at what is left.
 
-    python tests/faults/cut.py                             # every scenario, 2,000 states each
-    python tests/faults/cut.py delta --states 100000       # more of one
-    python tests/faults/cut.py delta --seed 7 --only 1234  # one state again, which is kept
+    python -m tests.faults.cut                             # every scenario, 2,000 states each
+    python -m tests.faults.cut delta --states 100000       # more of one
+    python -m tests.faults.cut delta --seed 7 --only 1234  # one state again, which is kept
 
 Each scenario is recorded from the first call on: its preparation, in a directory whose parents it has to make, and its act. It passes where
 every step that was acknowledged, and every other that is listed, restores bit for bit, and a new process can save and collect. Those that do not
@@ -26,12 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parent.parent)
-
-import planted
-from faults import power, scenarios, shim
-from faults.scenarios import Acknowledge, Scenario
+from tests.faults import power, scenarios, shim
+from tests.faults.scenarios import Acknowledge, Scenario
+from tests.suites import planted
 
 ROOT = Path("new/parents/root")  # in the folder of a scenario, which alone is there at the beginning
 _MEMORY = Path("/dev/shm")  # where a file system in memory usually is
@@ -103,7 +100,7 @@ ALL = MUST_PASS | MUST_LOSE
 
 def record(base: Path, names: Iterable[str]) -> dict[str, list[power.Op]]:
     """The calls of each scenario, carried out below ``base`` by one process of its own."""
-    command = [sys.executable, __file__, "--record", base, *names]
+    command = [sys.executable, "-m", "tests.faults.cut", "--record", base, *names]
     subprocess.run(list(map(str, command)), check=True, timeout=300, env=shim.environment())
     return {name: power.from_trace(shim.read_trace(base / f"{name}.trace")) for name in names}
 
@@ -132,7 +129,7 @@ def killed(scenario: Scenario, trace: Sequence[power.Op], points: Sequence[int],
     for point in points:
         (base / str(point)).mkdir(parents=True)
         power.materialise(power.seen_at(trace, point), base / str(point))
-    command = [sys.executable, __file__, "--record-again", base, scenario.name, *points]
+    command = [sys.executable, "-m", "tests.faults.cut", "--record-again", base, scenario.name, *points]
     subprocess.run(list(map(str, command)), check=True, timeout=300, env=shim.environment())
     for point in points:
         yield [*trace[:point], *power.from_trace(shim.read_trace(base / f"{point}.trace"))]

@@ -1,8 +1,8 @@
 """Cuts the power under a real file system: the image behind a loop device is copied while a program saves, and the copy is mounted.
 
-    python tests/faults/image.py                                   # 50 cuts on ext4
-    python tests/faults/image.py --cuts 2000 --fs xfs
-    python tests/faults/image.py --program torch.save-replaced     # a control: must lose steps
+    python -m tests.faults.image                                   # 50 cuts on ext4
+    python -m tests.faults.image --cuts 2000 --fs xfs
+    python -m tests.faults.image --program torch.save-replaced     # a control: must lose steps
 
 What the file system has not written to its device is not in the copy, as after a power cut; the disk itself keeps all that it was given (no cache
 that is lost). The program is stopped, by SIGSTOP, while the copy is made, at once after an acknowledgement or at a random time, and the copy is
@@ -29,11 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parent.parent)
-
-from faults import cut, scenarios
-from faults.scenarios import Scenario
+from tests.faults import cut, scenarios
+from tests.faults.scenarios import Scenario
 
 SIZES = {"ext4": 96 << 20, "xfs": 320 << 20, "btrfs": 256 << 20}  # of an image; the last two have a minimum
 _PROGRAMS = ("engine", "process", "torch.save-replaced")
@@ -136,7 +133,7 @@ def _scenario(program: str) -> Scenario:
 
 @contextlib.contextmanager
 def _running(program: str, root: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, __file__, "--save", program, str(root)]
+    command = [sys.executable, "-m", "tests.faults.image", "--save", program, str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as child:
         try:
             yield child

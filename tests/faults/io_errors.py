@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from faults.campaign import Campaign, Tally, Trial
-from faults.scenarios import ORBAX, TORCH
-from faults.shim import MUTATING, Fault, Mode
-from faults.trials import FAULT_OVER
-from faults.zygote import Outcome
+from tests.faults.campaign import Campaign, Tally, Trial
+from tests.faults.scenarios import ORBAX, TORCH
+from tests.faults.shim import MUTATING, Fault, Mode
+from tests.faults.trials import FAULT_OVER
+from tests.faults.zygote import Outcome
 
 _OPENING = frozenset({"open", "look", "mkdir"})
 _CHANGING = frozenset({"open", "mkdir", "rename", "unlink", "rmdir", "truncate"})

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
-from faults import shim
+
+from tests.faults import shim
 
 Tree = dict[str, bytes | None]  # path below the base -> content, None of a directory
 

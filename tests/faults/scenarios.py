@@ -178,7 +178,7 @@ class _Deltacheck:
     def leftovers(self, root: Path) -> list[str]:
         import deltacheck
         from deltacheck.store import collect
-        from deltacheck.store.lease import Lease
+        from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
         gc.collect()  # readers of this process pin what they have open until they go, and some are in cycles
@@ -290,8 +290,8 @@ def _staggered() -> Scenario:
 
 def _compaction() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        from deltacheck.compact import compact
-        from deltacheck.store.lease import Lease
+        from deltacheck.maintain.compact import compact
+        from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
         lease = Lease(root)
@@ -317,8 +317,8 @@ def _repair() -> Scenario:
         victim.write_bytes(content)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        from deltacheck.repair import repair
-        from deltacheck.store.lease import Lease
+        from deltacheck.maintain.repair import repair
+        from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
         lease = Lease(root)
@@ -335,9 +335,8 @@ class Ranks(TorchEngine):
 
     @staticmethod
     def run(root: Path) -> Any:
-        from ranked_run import RankedRun
-
-        from deltacheck.store.durability import Durability
+        from deltacheck.store.files.durability import Durability
+        from tests.support.ranked_run import RankedRun
 
         return RankedRun(root, 2, depth=4, durability=Durability.POWER, io_timeout_seconds=20)
 
@@ -372,7 +371,7 @@ def _collection() -> Scenario:
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.store import collect
-        from deltacheck.store.lease import Lease
+        from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
         lease = Lease(root)
@@ -690,7 +689,13 @@ SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 
 def import_frameworks(backend: str) -> None:
     """Import what the scenarios of a backend (``"torch"`` or ``"orbax"``) need, so that a process forked from this one need not."""
-    shared = ["deltacheck.compact", "deltacheck.repair", "deltacheck.reader", "deltacheck.verify", "deltacheck.store.collect"]
+    shared = [
+        "deltacheck.maintain.compact",
+        "deltacheck.maintain.repair",
+        "deltacheck.reader",
+        "deltacheck.maintain.verify",
+        "deltacheck.store.collect",
+    ]
     own = {"torch": ["deltacheck.backends.torch"], "orbax": ["jax.numpy", "orbax.checkpoint", "deltacheck.backends.orbax"]}
     for module in (*shared, *own[backend]):
         importlib.import_module(module)
@@ -700,7 +705,7 @@ def import_frameworks(backend: str) -> None:
 
 def acknowledge_to(path: Path) -> Acknowledge:
     """Acknowledgements that outlive a kill: a line each in a file, and a mark in the trace."""
-    from faults import shim
+    from tests.faults import shim
 
     def acknowledge(step: int) -> None:
         with path.open("a") as file:

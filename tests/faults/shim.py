@@ -13,7 +13,7 @@ Inode numbers are used again once a file has gone. A call that failed is there t
 and no number among them, with the text as its path: the scenarios mark ``ack STEP`` where a save was acknowledged as durable.
 
 What it cannot see: raw system calls (``syscall``, static binaries), the C library's own calls inside stdio (``fwrite``), memory
-mappings once they are made, and io_uring. ``tests/test_crash_points.py`` compares its count with strace's.
+mappings once they are made, and io_uring. ``tests/faults/test_crash_points.py`` compares its count with strace's.
 """
 
 from __future__ import annotations

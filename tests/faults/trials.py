@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults import scenarios, shim
-from faults.scenarios import ORBAX, SCENARIOS
-from faults.shim import Fault
+from tests.faults import scenarios, shim
+from tests.faults.scenarios import ORBAX, SCENARIOS
+from tests.faults.shim import Fault
 
 FAULT_OVER = "the fault is over"  # a mark
 PATIENCE_SECONDS = 30.0  # nothing may take longer, whatever fails or hangs

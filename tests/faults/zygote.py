@@ -20,14 +20,12 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from faults import shim
-from faults.shim import Fault
-
-TESTS = Path(__file__).resolve().parents[1]
+from tests.faults import shim
+from tests.faults.shim import Fault
+from tests.support.paths import REPOSITORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,9 @@ class Zygote:
     """A zygote of its own process. ``backend``: ``"torch"`` or ``"orbax"``, whose frameworks it imports."""
 
     def __init__(self, backend: str) -> None:
-        paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "faults.zygote", backend],
+            [sys.executable, "-W", "ignore", "-m", "tests.faults.zygote", backend],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -118,7 +116,7 @@ class Zygote:
 
 
 def main(backend: str) -> None:
-    from faults import scenarios
+    from tests.faults import scenarios
 
     # What children print goes elsewhere: the pipe is for replies alone.
     replies = os.fdopen(os.dup(1), "w")

@@ -1,6 +1,6 @@
 """Fuzz targets in Python: `documents`, the parser of manifests and tables, and `roots`, everything that reads a whole root.
 
-Each input follows from the seed and its number and can be run again alone: `python tests/fuzz/readers.py roots --seed 7 --only 123`. Changed
+Each input follows from the seed and its number and can be run again alone: `python -m tests.fuzz.readers roots --seed 7 --only 123`. Changed
 documents get right checksums and digests again, so that mutation reaches what stands behind them. Whatever the input, the outcome must
 be a `DeltacheckError` or a result; and where checksums were not made right again, the result must be what was saved. The links that mutation
 leaves lead to a pipe that nobody writes to: who opens it hangs, and is found by the alarm. Memory is limited: who takes more is killed.
@@ -25,18 +25,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent)]
+import numpy as np
 
-import forge  # noqa: E402
-import mutate  # noqa: E402
-import numpy as np  # noqa: E402
-
-import deltacheck  # noqa: E402
-from deltacheck import errors, history, tree  # noqa: E402
-from deltacheck.store import arrays, schema  # noqa: E402
-from deltacheck.store.root import open_root  # noqa: E402
-from tests.golden import make  # noqa: E402
+import deltacheck
+from deltacheck import errors
+from deltacheck.leaf import tree
+from deltacheck.report import history
+from deltacheck.store import manifest as schema
+from deltacheck.store.files import arrays
+from deltacheck.store.root import open_root
+from tests.fuzz import mutate
+from tests.golden import make
+from tests.support import forge
 
 BUDGET_BYTES = 64 << 20
 MEMORY_BYTES = 2 << 30  # beside what the process has at the start: its budget, caches, threads and their arenas
@@ -187,7 +187,7 @@ class Roots:
             with contextlib.suppress(refused):
                 opened.verify(deep=rng.random() < 0.2)
         if rng.random() < 0.2:
-            from deltacheck.backends.torch import load
+            from deltacheck.backends.torch.files import load
 
             with contextlib.suppress(refused):
                 load(root, step, max_bytes=BUDGET_BYTES)
@@ -213,7 +213,7 @@ def run(target: str, trial: Trial, seed: int, seconds: float, runs: int | None, 
     end, done = time.monotonic() + seconds, 0
     number = only or 0
     while time.monotonic() < end and (runs is None or done < runs):
-        again = f"run again with: python tests/fuzz/readers.py {target} --seed {seed} --only {number}"
+        again = f"run again with: python -m tests.fuzz.readers {target} --seed {seed} --only {number}"
         faulthandler.dump_traceback_later(SECONDS_A_TRIAL, exit=True)
         try:
             trial(random.Random(f"{seed}-{number}"))

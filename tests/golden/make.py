@@ -1,6 +1,6 @@
-"""Makes the golden checkpoints of a release: `python tests/golden/make.py tests/golden/<version>`, once, by that release's code.
+"""Makes the golden checkpoints of a release: `python -m tests.golden.make tests/golden/<version>`, once, by that release's code.
 
-Later releases read them (tests/test_golden.py), and encode the same states to the same arrays. Never make them again: a folder here is what
+Later releases read them (tests/store/test_golden.py), and encode the same states to the same arrays. Never make them again: a folder here is what
 a release has written, and a reader that no longer takes it has broken the format. The states are whole numbers and what follows from
 them by operations that IEEE 754 fixes, so they are the same everywhere.
 """
@@ -22,17 +22,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import deltacheck
-from deltacheck import Policy, tree
+from deltacheck import Policy
 from deltacheck.backends.base import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
-from deltacheck.compact import compact
+from deltacheck.leaf import tree
+from deltacheck.maintain.compact import compact
 from deltacheck.store.collect import collect
 from deltacheck.store.root import open_root
-from tests.adam_run import AdamRun
-from tests.ranked_run import RankedRun, cells, rows
+from tests.support.adam_run import AdamRun
+from tests.support.ranked_run import RankedRun, cells, rows
 
 DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 float8_e3m4 "

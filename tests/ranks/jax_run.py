@@ -25,18 +25,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltacheck import chain
-from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, load, manager, restore_whole
-from deltacheck.backends.orbax._jax import coordination_client
+from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager, restore_whole
+from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
-from deltacheck.backends.orbax.ranks import join
+from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
+from deltacheck.backends.orbax.state import load
 from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
-from deltacheck.ranks import consult
-from deltacheck.work import Work
+from deltacheck.restore import chain
+from deltacheck.save.channel import consult
+from deltacheck.save.work import Work
 
-load_module = importlib.import_module("deltacheck.backends.orbax.load")  # the package has a function of that name
+load_module = importlib.import_module("deltacheck.backends.orbax.state.load")  # the package has a function of that name
 SPREAD = (4 << 20) + 8  # float32 elements: enough for each of two processes to write a part
 
 

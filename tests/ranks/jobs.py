@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deltacheck import chain
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SaveFailed
+from deltacheck.restore import chain
 
 WIDTH = 517  # of the hidden layers: no number of ranks divides it
 
@@ -241,7 +241,7 @@ def break_it(engine: Engine, where: str, state: dict[str, Any]) -> None:
     elif where == "write":
         once(saver._setup.store, "writer", OSError("No space left on device"))
     elif where == "durable":
-        from deltacheck.work import Work
+        from deltacheck.save.work import Work
 
         real = Work.finish_segment
 
@@ -271,7 +271,7 @@ def killed(rank: int, size: int, port: int, root: Path) -> Any:
         engine.save(0, run.state(0)).wait("committed")
         run.update(1)
         if rank == 1:
-            from deltacheck.work import Work
+            from deltacheck.save.work import Work
 
             def die(work: Work) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)

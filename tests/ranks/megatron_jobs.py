@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dcp_jobs import join, stored_bytes
 
 from deltacheck.backends.torch import Engine
+from tests.ranks.dcp_jobs import join, stored_bytes
 
 LAYERS, ROWS, COLUMNS, WORDS = 4, 120, 160, 101
 

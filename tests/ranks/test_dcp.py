@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import dcp_jobs as jobs
 import numpy as np
 import pytest
-from launch import launch
 
 import deltacheck
+from tests.ranks import dcp_jobs as jobs
+from tests.ranks.launch import launch
 
 
 @pytest.mark.timeout(600)

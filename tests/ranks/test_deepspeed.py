@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ranks.launch import launch
 from safetensors.numpy import load_file
 
 import deltacheck
-from deltacheck.backends.torch import pointer
+from deltacheck.backends.torch.files import pointer
 from deltacheck.cli import main
+from tests.ranks.launch import launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -298,7 +298,7 @@ def train(engine: Any, bf16: bool, until: int) -> list[str]:
 
 def parts(engine: Any) -> list[tuple[str, str, int, int, np.ndarray]]:
     """What this rank has: key, name, first element, elements of the parameter, values."""
-    from deltacheck.backends.torch import zero
+    from deltacheck.backends.torch.deepspeed import zero
 
     found = []
     for partition in zero.partitions(engine):
@@ -438,8 +438,8 @@ class Unknown:
 
 
 def troubles(rank: int, folder: Path) -> dict[str, Any]:
-    from deltacheck import work
     from deltacheck.backends.torch import deepspeed
+    from deltacheck.save import work
 
     found: dict[str, Any] = {}
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})

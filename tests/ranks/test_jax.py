@@ -12,18 +12,18 @@ import sys
 from pathlib import Path
 
 import jax
-import jax_run
 import numpy as np
 import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
-from launch import launch
 
 import deltacheck
 from deltacheck.backends import torch as torch_backend
-from deltacheck.backends.orbax import load
+from deltacheck.backends.orbax.state import load
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
+from tests.ranks import jax_run
+from tests.ranks.launch import launch
 
 
 @pytest.fixture(autouse=True)

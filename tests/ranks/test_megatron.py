@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import megatron_jobs as jobs
 import pytest
-from launch import launch
 
 import deltacheck
+from tests.ranks import megatron_jobs as jobs
+from tests.ranks.launch import launch
 
 
 @pytest.mark.timeout(600)

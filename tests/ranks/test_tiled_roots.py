@@ -1,6 +1,6 @@
 """A root that ranks wrote says what the root of one process says of the same states: every command and every way to read, one after the other.
 
-What a tool does to such a root, and how it tells of damage, is in ``tests/test_tiled_tools.py``.
+What a tool does to such a root, and how it tells of damage, is in ``tests/maintain/test_tiled_tools.py``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adam_run import AdamRun
-from ranked_run import RankedRun, cells, rows
 from safetensors.numpy import load_file
-from states import assert_same, bits, differences
 
 import deltacheck
 from deltacheck import Mirror, Policy, Profile, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
-from deltacheck.reclaim import needs
-from deltacheck.report.collect import collect
-from deltacheck.store import layout, place
+from deltacheck.maintain.memory_tier import Bond, write_bond
+from deltacheck.maintain.reclaim import needs
+from deltacheck.report.data import collect
+from deltacheck.store import layout
+from deltacheck.store.files import storage as place
 from deltacheck.store.root import open_root
-from deltacheck.tier import Bond, write_bond
+from tests.support.adam_run import AdamRun
+from tests.support.ranked_run import RankedRun, cells, rows
+from tests.support.states import assert_same, bits, differences
 
 # Which ranks saved how many steps, one group after the other: two axes, one axis, one process that keeps the cuts, and cuts that fit none of them.
 GROUPS = ((4, cells, 3), (2, rows, 2), (1, rows, 1), (3, rows, 2))
@@ -375,7 +376,8 @@ def test_every_framework_reads_what_ranks_wrote(roots: Roots, step: int) -> None
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from deltacheck.backends.torch import DeltaStorageReader, load
+    from deltacheck.backends.torch import DeltaStorageReader
+    from deltacheck.backends.torch.files import load
 
     one, many = (load(root, step) for root in roots)
     assert_same(many, one)
@@ -387,7 +389,7 @@ def test_every_framework_reads_what_ranks_wrote(roots: Roots, step: int) -> None
 
 def test_jax_reads_under_any_sharding_what_ranks_wrote(roots: Roots) -> None:
     jax = pytest.importorskip("jax")
-    from deltacheck.backends.orbax import load
+    from deltacheck.backends.orbax.state import load
 
     mesh = jax.make_mesh((2, 2), ("x", "y"))
     specs = {(700, 500): ("x", "y"), (64, 96): ("y",), (40, 30): (None, "x")}

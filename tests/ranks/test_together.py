@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import jobs
-from launch import launch
-
 import deltacheck
+from tests.ranks import jobs
+from tests.ranks.launch import launch
 
 
 @pytest.fixture(scope="module")

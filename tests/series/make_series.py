@@ -1,4 +1,4 @@
-"""Records the series that tests/test_profile.py reads: `python tests/series/make_series.py`, about a minute on one core.
+"""Records the series that tests/profile/test_profile.py reads: `python -m tests.series.make_series`, about a minute on one core.
 
 Each run really trains the demo's small model with its mixed-precision AdamW (betas .9 and .999 unless said), profiled every 10 steps
 twice over: by the default sample, and with every element. What is written is what the profilers noted, and loss and gradient norm of
@@ -22,11 +22,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from deltacheck import Profiler
-from deltacheck.demo import text
-from deltacheck.demo.model import LanguageModel
-from deltacheck.demo.optimizer import MixedPrecisionAdamW
-from deltacheck.demo.plan import tiny
-from deltacheck.demo.text import Batches
+from deltacheck.evaluate.workloads import text
+from deltacheck.evaluate.workloads.model import LanguageModel
+from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
+from deltacheck.evaluate.workloads.plan import tiny
+from deltacheck.evaluate.workloads.text import Batches
 from deltacheck.profile.analyse import History
 
 HERE = Path(__file__).parent

@@ -12,20 +12,22 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from deltacheck import logbook, replay, tree
-from deltacheck.backends.orbax import leaves, replica
 from deltacheck.backends.orbax.handler import DeltaRestoreArgs, DeltaSaveArgs
-from deltacheck.backends.orbax.load import Read
 from deltacheck.backends.orbax.manager import handler_of
+from deltacheck.backends.orbax.state import leaves, replica
+from deltacheck.backends.orbax.state.load import Read
 from deltacheck.errors import ReplayNeeded, UnsupportedLeaf
-from deltacheck.handle import SaveHandle
-from deltacheck.logbook import Base, Logbook, Plan, Update
-from deltacheck.records import LeafSpec
-from deltacheck.replay import Limits
-from deltacheck.save import Saver
+from deltacheck.leaf import tree
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import Flat, Node
+from deltacheck.restore import replay
+from deltacheck.restore.replay import Limits
+from deltacheck.save import logbook
+from deltacheck.save.handle import SaveHandle
+from deltacheck.save.logbook import Base, Logbook, Plan, Update
+from deltacheck.save.saver import Saver
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
-from deltacheck.store.schema import Manifest
-from deltacheck.tree import Flat, Node
 
 log = logging.getLogger("deltacheck")
 

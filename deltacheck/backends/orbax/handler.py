@@ -17,18 +17,18 @@ from typing import Any
 import jax
 from orbax import checkpoint as ocp
 
-from deltacheck import receipt
-from deltacheck.backends.orbax._orbax import ItemPlace, await_directories
+from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Commit, Item, Log
-from deltacheck.backends.orbax.load import abstract_tree, restore_tree
-from deltacheck.backends.orbax.ranks import join
-from deltacheck.backends.orbax.writer import Writer, has_store
+from deltacheck.backends.orbax.manager_root.item_writer import Writer, has_store
+from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, await_directories
+from deltacheck.backends.orbax.state.load import abstract_tree, restore_tree
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
-from deltacheck.joint import Joint
 from deltacheck.policy import Policy
-from deltacheck.store.durability import Durability
+from deltacheck.restore import receipt
+from deltacheck.save.joint import Joint
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
-from deltacheck.store.schema import Manifest
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
@@ -111,7 +111,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         args = args or DeltaRestoreArgs()
         if jax.process_count() == 1:
             return self._restore(directory, args)[1]
-        from deltacheck.backends.orbax.together import restored_by_all
+        from deltacheck.backends.orbax.group.collective import restored_by_all
 
         if self._restoring is None:
             self._restoring = Joint(join(f"{self._root or ''}:restore", self._io_timeout_seconds))

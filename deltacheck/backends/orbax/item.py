@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from deltacheck import tree
 from deltacheck.backends.base import specs_of
-from deltacheck.backends.orbax import leaves, load, pieces
-from deltacheck.backends.orbax._orbax import ItemPlace
-from deltacheck.backends.orbax.codec import leaf_codec
-from deltacheck.backends.orbax.load import Restored
-from deltacheck.backends.orbax.writer import Guest, Writer, holders, writer_of
-from deltacheck.deadline import Deadline
+from deltacheck.backends.orbax.capture.array_codec import leaf_codec
+from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, holders, writer_of
+from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace
+from deltacheck.backends.orbax.state import leaves, load, pieces
+from deltacheck.backends.orbax.state.load import Restored
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
-from deltacheck.handle import SaveHandle
-from deltacheck.joint import Attempt
-from deltacheck.logbook import Plan
+from deltacheck.leaf import tree
+from deltacheck.leaf.tree import Flat
 from deltacheck.policy import Policy
-from deltacheck.save import LeafSource, Saver
-from deltacheck.store import arrays
-from deltacheck.store.background import Background
-from deltacheck.store.durability import Durability
+from deltacheck.save.handle import SaveHandle
+from deltacheck.save.joint import Attempt
+from deltacheck.save.logbook import Plan
+from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import arrays
+from deltacheck.store.files.background import Background
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Written, encode_manifest
-from deltacheck.store.schema import Manifest
-from deltacheck.tree import Flat
 
 if TYPE_CHECKING:
-    from deltacheck.backends.orbax.together import Together
+    from deltacheck.backends.orbax.group.collective import Together
 
 log = logging.getLogger("deltacheck")
 
@@ -92,7 +92,7 @@ class Item:
             yield
             return
         if self._together is None:
-            from deltacheck.backends.orbax.together import Together
+            from deltacheck.backends.orbax.group.collective import Together
 
             self._together = Together(f"{self.root}/{self._name}", self._io_timeout_seconds)
         with self._together.telling():
@@ -158,7 +158,7 @@ class Item:
         log: Log | None,
     ) -> Commit:
         """As ``begin``, with the other processes: what fails here before the save has begun is raised in all of them."""
-        from deltacheck.backends.orbax.together import names_of
+        from deltacheck.backends.orbax.group.collective import names_of
 
         with leaves.own_rules():
             with together.telling():

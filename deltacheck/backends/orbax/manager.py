@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 from orbax import checkpoint as ocp
 
-from deltacheck import exits
-from deltacheck.backends.orbax._orbax import await_renames
-from deltacheck.backends.orbax.durable import with_durable_steps
 from deltacheck.backends.orbax.handler import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs
-from deltacheck.deadline import Deadline
+from deltacheck.backends.orbax.manager_root.durable import with_durable_steps
+from deltacheck.backends.orbax.manager_root.orbax_internals import await_renames
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
 from deltacheck.policy import Policy
-from deltacheck.store import place
-from deltacheck.store.durability import Durability
+from deltacheck.save import exits
+from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.durability import Durability
 from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")

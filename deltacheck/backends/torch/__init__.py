@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deltacheck.backends.torch.dropin import release, save
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.backends.torch.follow import apply
+from deltacheck.backends.torch.files.dropin import release, save
+from deltacheck.backends.torch.files.load import load
 from deltacheck.backends.torch.gradient_log import GradientLog
-from deltacheck.backends.torch.load import load
+from deltacheck.backends.torch.state.follow import apply
 
 if TYPE_CHECKING:
     from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
-    from deltacheck.backends.torch.shards import Shard
+    from deltacheck.backends.torch.state.shards import Shard
 
 __all__ = ["DeltaStorageReader", "DeltaStorageWriter", "Engine", "GradientLog", "Shard", "apply", "load", "release", "save"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltacheck.backends.torch import rng
+from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
 
 _PARTS = ("models", "optimizers", "schedulers", "custom")

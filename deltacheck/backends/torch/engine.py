@@ -16,28 +16,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck import damage, exits, restore, retain, tree
 from deltacheck.backends.base import match_targets
-from deltacheck.backends.torch import leaves, replica
-from deltacheck.backends.torch.capture import Capture
-from deltacheck.backends.torch.codec import TorchCodec
-from deltacheck.backends.torch.guard import Guard, Guarded
-from deltacheck.deadline import Deadline
+from deltacheck.backends.torch.capture.capture import Capture
+from deltacheck.backends.torch.capture.guard import Guard, Guarded
+from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
-from deltacheck.handle import SaveHandle
+from deltacheck.leaf import tree
+from deltacheck.maintain import retain
+from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
-from deltacheck.save import LeafSource, Saver
-from deltacheck.store import collect, layout, place, tags
-from deltacheck.store.durability import Durability
+from deltacheck.restore import damage
+from deltacheck.restore import resolve as restore
+from deltacheck.save import exits
+from deltacheck.save.handle import SaveHandle
+from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.store import collect, layout, tags
+from deltacheck.store.deadline import Deadline
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.opened import open_alone
-from deltacheck.store.place import ObjectPath, ObjectStore
 from deltacheck.store.root import Root, Written, commit
-from deltacheck.store.schema import Manifest, Replay
-from deltacheck.tier import MemoryTier, Tier, durable_digest, most_bytes
 
 if TYPE_CHECKING:
-    from deltacheck.backends.torch.together import Together
+    from deltacheck.backends.torch.group.collective import Together
 
 log = logging.getLogger("deltacheck")
 
@@ -133,7 +138,7 @@ class Engine:
                 raise ValueError("a memory tier is of one process: process_group and memory cannot be given together yet")
             if not policy.is_exact or max_pending != 1 or compact_after is not None:
                 raise ValueError("ranks that save together need an exact policy, max_pending=1 and no compact_after")
-            from deltacheck.backends.torch.together import Together
+            from deltacheck.backends.torch.group.collective import Together
 
             self._together = Together(process_group, io_timeout_seconds)
         opener = open_alone if self._together is None else self._together.open

@@ -12,15 +12,17 @@ from typing import Any, Self
 import torch
 from torch.optim import Optimizer
 
-from deltacheck import logbook, replay, tree
-from deltacheck.backends.torch import leaves, replica
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.handle import SaveHandle
-from deltacheck.logbook import Base, Logbook, Update
-from deltacheck.records import LeafSpec
-from deltacheck.replay import Limits
-from deltacheck.tree import Flat
+from deltacheck.leaf import tree
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tree import Flat
+from deltacheck.restore import replay
+from deltacheck.restore.replay import Limits
+from deltacheck.save import logbook
+from deltacheck.save.handle import SaveHandle
+from deltacheck.save.logbook import Base, Logbook, Update
 
 log = logging.getLogger("deltacheck")
 

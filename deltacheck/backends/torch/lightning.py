@@ -14,11 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deltacheck.backends.torch import pointer, rng
 from deltacheck.backends.torch.engine import Engine
-from deltacheck.backends.torch.load import load
-from deltacheck.handle import SaveHandle
-from deltacheck.store import collect, place
+from deltacheck.backends.torch.files import pointer
+from deltacheck.backends.torch.files.load import load
+from deltacheck.backends.torch.state import rng
+from deltacheck.save.handle import SaveHandle
+from deltacheck.store import collect
+from deltacheck.store.files import storage as place
 
 # Both distributions of Lightning have one, and each Trainer asks for its own.
 _INTERFACES = ("lightning.fabric.plugins.io.checkpoint_io", "lightning_fabric.plugins.io.checkpoint_io")

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback
 
-from deltacheck.backends.torch import rng
 from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
-from deltacheck.store import place
+from deltacheck.store.files import storage as place
 
 log = logging.getLogger("deltacheck")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.tree import Node, escape_key
+from deltacheck.leaf.tree import Node, escape_key
 
 Keys: TypeAlias = tuple[str | int, ...]  # text of dicts, integers of lists
 

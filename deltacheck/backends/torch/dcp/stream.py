@@ -18,27 +18,29 @@ from typing import NamedTuple
 import msgspec
 from torch.distributed.checkpoint.planner import SavePlan
 
-from deltacheck import exits, retain, sharding
-from deltacheck.backends.torch.capture import Capture
-from deltacheck.backends.torch.codec import TorchCodec
-from deltacheck.backends.torch.guard import Guarded
-from deltacheck.chain import Chain
+from deltacheck.backends.torch.capture.capture import Capture
+from deltacheck.backends.torch.capture.guard import Guarded
+from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.codec.base import U8
 from deltacheck.errors import SaveFailed
-from deltacheck.joint import Report, merged
+from deltacheck.leaf import sharding
+from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
+from deltacheck.leaf.structs import known
+from deltacheck.leaf.tree import Flat, Node
+from deltacheck.maintain import retain
 from deltacheck.policy import Policy
 from deltacheck.policy.retention import Retention
-from deltacheck.save import Saver
-from deltacheck.sharding import Before, Held, Holdings, Plan, Share
+from deltacheck.restore.chain import Chain
+from deltacheck.save import exits
+from deltacheck.save.joint import Report, merged
+from deltacheck.save.saver import Saver
 from deltacheck.store import collect
-from deltacheck.store.durability import Durability
-from deltacheck.store.lease import Lease
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import Place
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.place import Place
 from deltacheck.store.root import Root, Store, Written, commit
-from deltacheck.store.schema import Manifest
-from deltacheck.structs import known
-from deltacheck.tree import Flat, Node
 
 log = logging.getLogger("deltacheck")
 

@@ -1,0 +1,1 @@
+"""Read JAX arrays for a save, and encode them where they are."""

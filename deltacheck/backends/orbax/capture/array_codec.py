@@ -1,0 +1,186 @@
+"""The codec that a save of JAX trees goes through: large arrays by XLA where they are, the rest in host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from deltacheck.backends.orbax.capture.shard_chunks import chunks_of_shards
+from deltacheck.backends.orbax.state import leaves
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import U8, U64, Codec, Encoded, EncodedGroup, GroupJob, GroupSpan
+from deltacheck.leaf import grid
+
+if TYPE_CHECKING:
+    from deltacheck.backends.orbax.capture.ffi import FfiCodec
+
+log = logging.getLogger("deltacheck")
+
+Base: TypeAlias = "jax.Array | U8"
+
+# From here on an array goes through XLA. Each shape is compiled once, which for small leaves costs more than reading them.
+_XLA_FROM_BYTES = grid.PACK_BELOW_BYTES
+_SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
+_NEED_X64 = ("int64", "uint64", "float64", "complex128")
+
+
+class _Part(NamedTuple):
+    """What one device encodes of a leaf: its chunks from ``first_chunk`` on."""
+
+    leaf: int
+    first_chunk: int
+    job: GroupJob
+
+
+class LeafCodec:
+    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the same kind as its leaf."""
+
+    name = "jax"
+    run_bytes: int | None = None  # a part of a jax.Array would be a copy
+
+    def __init__(self, xla: FfiCodec | None) -> None:
+        self._xla = xla
+        self._host: Codec[Any] = default_codec()
+
+    def copy(self, current: Any, out: Base | None) -> Base:
+        """A base that holds ``current``; written into ``out`` where that fits."""
+        if self._xla is None or not self._for_xla(current):
+            base: U8 = self._host.copy(leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None)
+            return base
+        kept = current if self.grouped(current, out) and not current.is_fully_replicated else _gathered(current)
+        return self._xla.copy(kept, out if isinstance(out, jax.Array) else None)
+
+    def host(self, base: Base) -> U8:
+        """The base's bytes, without a copy on the processor."""
+        return leaves.bytes_of(base)
+
+    def encode(self, current: Any, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
+        """As the protocol has it; ``current``: a leaf of the tree."""
+        if self._xla is None or not self._for_xla(current):
+            if isinstance(base, jax.Array):
+                base = leaves.bytes_of(base).copy()
+            return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
+        one = _gathered(current)
+        return self._xla.encode(one, None if base is None else _beside(one, base), bounds, word_bytes)
+
+    def grouped(self, current: Any, base: Base | None) -> bool:
+        """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth sharing, and a group costs memory."""
+        return self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
+
+    def encode_group(
+        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+    ) -> Iterator[EncodedGroup]:
+        """As the protocol has it. Devices encode the shards that they hold; leaves that are not cut between chunks are gathered one by one,
+        and what XLA cannot take is encoded in host memory.
+        """
+        parts: list[_Part] = []
+        others: list[int] = []
+        for number, job in enumerate(jobs):
+            own = self._parts(number, job)
+            parts += own
+            if not own:
+                others.append(number)
+        parts.sort(key=lambda part: part.job.current.device.id)  # stable: one device after the other, its leaves in order
+        yield from self._by_xla(jobs, parts, make_room)
+        for number in others:
+            current, base, bounds, word_bytes = jobs[number]
+            make_room(bounds[-1].item() * word_bytes)
+            encoded, base = self.encode(current, base, bounds, word_bytes)
+            yield EncodedGroup([GroupSpan(number, 0, bounds.size - 1)], encoded, {number: base}, None)
+        all_read()
+
+    def _parts(self, number: int, job: GroupJob) -> list[_Part]:
+        """A leaf as arrays on single devices, each of whole chunks; empty where it cannot be had so without a copy."""
+        leaf = job.current
+        if not self._for_xla(leaf):
+            return []
+        if leaf.is_fully_replicated:
+            whole = leaf.addressable_shards[0].data
+            return [_Part(number, 0, job._replace(current=whole, base=_beside(whole, job.base)))]
+        cut = chunks_of_shards(leaf, job.bounds, job.word_bytes)
+        if cut is None:
+            return []
+        base = _beside(leaf, job.base)
+        parts = []
+        for shard, first, chunks in cut:
+            bounds = job.bounds[first : first + chunks + 1] - job.bounds[first]
+            current, own = leaf.addressable_shards[shard].data, base.addressable_shards[shard].data
+            parts.append(_Part(number, first, GroupJob(current, own, bounds, job.word_bytes)))
+        return parts
+
+    def _by_xla(
+        self, jobs: Sequence[GroupJob], parts: Sequence[_Part], make_room: Callable[[int], None]
+    ) -> Iterator[EncodedGroup]:
+        if self._xla is None or not parts:
+            return
+        missing = Counter(part.leaf for part in parts)
+        bases: dict[int, list[jax.Array]] = {}
+        for made in self._xla.encode_group([part.job for part in parts], make_room, lambda: None):
+            spans, whole = [], {}
+            for span in made.spans:
+                part = parts[span.job]
+                spans.append(GroupSpan(part.leaf, part.first_chunk + span.first_chunk, span.chunks))
+                bases.setdefault(part.leaf, []).append(made.bases[span.job])
+                missing[part.leaf] -= 1
+                if missing[part.leaf] == 0:
+                    whole[part.leaf] = _assembled(jobs[part.leaf].current, bases.pop(part.leaf))
+            yield EncodedGroup(spans, made.encoded, whole, made.digests)
+
+    def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
+        """In host memory, as the protocol has it."""
+        self._host.apply(encoded, base, bounds, word_bytes)
+
+    def _for_xla(self, leaf: Any) -> bool:
+        """Whether the handlers take this leaf, where its devices are."""
+        if self._xla is None or not isinstance(leaf, jax.Array) or leaves.is_key(leaf.dtype) or leaf.nbytes < _XLA_FROM_BYTES:
+            return False
+        name = leaf.dtype.name
+        if name in _SUB_BYTE or (name in _NEED_X64 and not leaves.jax_has(name)):
+            return False
+        return all(self._xla.takes(device) for device in leaf.devices())
+
+
+def _gathered(leaf: jax.Array) -> jax.Array:
+    """A leaf as one array on one device."""
+    first = leaf.addressable_shards[0]
+    one: jax.Array = first.data if leaf.is_fully_replicated else jax.device_put(leaf, first.device)
+    return one
+
+
+def _assembled(like: jax.Array, shards: list[jax.Array]) -> jax.Array:
+    """The base of a leaf from those of its shards; ``like``: the leaf."""
+    if len(shards) == 1:
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def _on_processor(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.devices())
+
+
+def _beside(current: jax.Array, base: Base) -> jax.Array:
+    """A base as an array of the current one's shape and dtype, where that lies."""
+    if isinstance(base, jax.Array):
+        return base if base.sharding == current.sharding else jax.device_put(base, current.sharding)
+    values = base.view(current.dtype).reshape(current.shape)
+    return leaves.on_devices({"": values}, {"": current.sharding if current.committed else None})[""]
+
+
+@cache
+def leaf_codec() -> LeafCodec:
+    """The codec of this installation; without XLA handlers, which is logged, every leaf is encoded in host memory."""
+    try:
+        from deltacheck.backends.orbax.capture.ffi import FfiCodec, available
+    except ImportError as error:
+        log.warning("JAX arrays are encoded in host memory: %s", error)
+        return LeafCodec(None)
+    if not available():
+        log.warning("JAX arrays are encoded in host memory: deltacheck was built without XLA handlers")
+        return LeafCodec(None)
+    return LeafCodec(FfiCodec())

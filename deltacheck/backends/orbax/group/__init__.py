@@ -1,0 +1,1 @@
+"""Save and restore with several JAX processes."""

@@ -1,0 +1,1 @@
+"""Work inside the directories of an Orbax ``CheckpointManager``."""

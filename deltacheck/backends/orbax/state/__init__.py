@@ -1,0 +1,1 @@
+"""Turn JAX trees into leaves, and restored leaves into JAX trees."""

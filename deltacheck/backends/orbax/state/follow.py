@@ -1,0 +1,76 @@
+"""Bring JAX arrays to the step of an update: for inference workers that follow a training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deltacheck.backends.base import changes_of
+from deltacheck.backends.orbax.state import leaves
+from deltacheck.leaf import tree
+from deltacheck.restore.follower import LeafChange, Update
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def applied(update: Update, state: Any, *, check: bool = False) -> Any:
+    """``state`` at the step of ``update``: a tree of the same containers, in which changed leaves are new arrays with the old ones' sharding.
+
+    ``state``: the followed part of the tree as it was saved, such as ``{"params": params}``; it must have had every update before this one.
+    NumPy arrays in it are changed in place. ``check``: compare each changed leaf with the digest of the step: sees a missed
+    update, and takes a copy to the host and a pass over it.
+
+    Raises ``TreeMismatch`` (naming leaf and both values) where ``state`` is not the followed tree; ``Damaged`` where a check fails.
+    """
+    flat = tree.flatten(state, leaves.describe_target, leaves.expand)
+    changes = changes_of(update, flat)
+
+    def changed(path: str, leaf: Any) -> Any:
+        change = changes.get(path)
+        if change is None:
+            return leaf
+        if isinstance(leaf, np.ndarray):
+            change.apply(leaf)
+            return leaf
+        with leaves.own_rules():
+            fresh = _changed(leaf, change, flat.leaves[path].tag)
+            if check:
+                change.check(leaves.bytes_of(fresh))
+        return fresh
+
+    return leaves.map_leaves(changed, state)
+
+
+def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
+    spec = change.spec
+    bits = _BITS.get(spec.element.item_bytes)
+    sparse = change.positions is not None and leaf.size < 1 << 31 and not leaves.is_key(leaf.dtype)
+    if sparse and bits is not None and not spec.dtype.startswith(("complex", "bool")) and leaves.jax_has(np.dtype(bits).name):
+        assert change.positions is not None
+        values = change.values.view(np.dtype(bits))
+        return _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
+    whole = np.ascontiguousarray(leaves.bytes_of(leaf)).copy().view(spec.element.numpy).reshape(spec.shape)
+    change.apply(whole)
+    if leaves.is_key(leaf.dtype):
+        return leaves.key_of(jnp.asarray(whole), tag, leaf.sharding)
+    return leaves.on_devices({spec.path: whole}, {spec.path: leaf.sharding})[spec.path]
+
+
+def _scatter(leaf: jax.Array, positions: Any, values: Any, bits: Any, sharding: Any) -> jax.Array:
+    scattered: jax.Array = jax.jit(partial(_scattered, bits), out_shardings=sharding)(leaf, positions, values)
+    return scattered
+
+
+def _scattered(bits: Any, leaf: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+    """As integers: a float NaN keeps its payload."""
+    words = (
+        jax.lax.bitcast_convert_type(leaf, bits)
+        .reshape(-1)
+        .at[positions]
+        .set(values, unique_indices=True, indices_are_sorted=True)
+    )
+    return jax.lax.bitcast_convert_type(words.reshape(leaf.shape), leaf.dtype)

@@ -1,0 +1,1 @@
+"""Read tensors for a save, and encode them where they are."""

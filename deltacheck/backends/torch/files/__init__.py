@@ -1,0 +1,1 @@
+"""Read and write single files as ``torch.save`` does: import, export, drop-in functions."""

@@ -1,0 +1,60 @@
+"""Write a checkpoint as one file for ``torch.load``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import torch
+
+from deltacheck.backends.base import place_numpy
+from deltacheck.backends.torch.state.leaves import shaped
+from deltacheck.leaf import tree
+from deltacheck.restore import resolve as restore
+from deltacheck.restore.export import Progress, resolve
+from deltacheck.restore.resolve import Loaded
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Root
+
+
+def write_torch(
+    file: BinaryIO, root: Root, manifest: Manifest, keys: Mapping[str, str] | None = None, progress: Progress | None = None
+) -> bool:
+    """Write a step with ``torch.save``; ``True`` where ``torch.load(..., weights_only=True)`` takes the file.
+
+    Without ``keys`` the file holds the nested state that ``Engine.restore`` gives, ties included; with ``keys`` (key -> leaf
+    path) it holds one flat dict of tensors. ``torch.load`` wants ``weights_only=False`` for NumPy arrays and deques. Holds all
+    of the leaves in memory: the format cannot be streamed.
+    """
+    owners = tree.array_paths(manifest.tree)
+    leaves = resolve(root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()})
+    loaded: dict[str, Loaded] = {}
+    for path, leaf in leaves.items():
+        loaded |= restore.load({path: leaf})
+        if progress is not None:
+            progress(leaf.spec.raw_bytes)
+    if keys is not None:
+        tags = tree.flat_tags(manifest.tree)
+        tensors = {path: shaped(item, tags.get(path)) for path, item in loaded.items()}
+        torch.save({key: tensors[owner] for key, owner in keys.items()}, file)
+        return True
+    plain = True
+    placed: dict[tuple[str, str | None], object] = {}
+
+    def place(path: str, owner: str, tag: str | None) -> object:
+        nonlocal plain
+        if (owner, tag) not in placed:
+            array = place_numpy(loaded[owner], tag)
+            plain = plain and array is None
+            placed[owner, tag] = shaped(loaded[owner], tag) if array is None else array
+        return placed[owner, tag]
+
+    state = tree.unflatten(manifest.tree, place)
+    torch.save(state, file)
+    return plain and not _has_deque(manifest.tree)
+
+
+def _has_deque(node: object) -> bool:
+    if isinstance(node, dict):
+        return node.get("t") == "deque" or any(_has_deque(value) for key, value in node.items() if key in ("k", "n"))
+    return isinstance(node, list) and any(_has_deque(item) for item in node)

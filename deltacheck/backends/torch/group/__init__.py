@@ -1,0 +1,1 @@
+"""Save and restore with a ``torch.distributed`` process group."""

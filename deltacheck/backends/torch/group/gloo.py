@@ -1,0 +1,101 @@
+"""The ranks of a torch.distributed job, talking over gloo groups of their own: beside the training's collectives, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from deltacheck.errors import RankFailed
+from deltacheck.save.channel import Ranks
+
+_FIRST_BYTES = 4096  # of each message, its length in front; most need no second part
+
+
+def join(process_group: dist.ProcessGroup, timeout_seconds: float) -> tuple[Ranks, list[dist.ProcessGroup]]:
+    """Two gloo groups of the processes of ``process_group``; every one of them must call this, in the same order as other new groups.
+
+    ``timeout_seconds``: longest wait for another rank. Returns the groups too, for whoever ends them.
+    """
+    members = dist.get_process_group_ranks(process_group)
+    groups = [
+        dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout_seconds),
+            backend="gloo",
+            use_local_synchronization=len(members) < dist.get_world_size(),
+            group_desc=f"deltacheck {name}",
+        )
+        for name in ("begin", "end")
+    ]
+    begin, end = (GlooChannel(group, members) for group in groups)
+    return Ranks(begin, end), groups
+
+
+class GlooChannel:
+    """A ``deltacheck.save.channel.Channel`` over a gloo group. A rank whose connection breaks is lost for all later conversations."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = len(members)
+        self._group = group
+        self._members = members
+        self._lost: dict[int, Exception] = {}
+
+    def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        if self.rank != 0:
+            try:
+                self._send(payload, 0)
+            except RuntimeError as error:
+                raise _lost(0, error) from error
+            return None
+        return [payload if rank == 0 else self._from(rank) for rank in range(self.size)]
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        if self.rank != 0 or payloads is None:
+            try:
+                return self._receive(0)
+            except RuntimeError as error:
+                raise _lost(0, error) from error
+        for rank in range(1, self.size):
+            if rank not in self._lost:
+                try:
+                    self._send(payloads[rank], rank)
+                except RuntimeError as error:
+                    self._lost[rank] = _lost(rank, error)
+        return payloads[0]
+
+    def _from(self, rank: int) -> bytes | Exception:
+        if rank not in self._lost:
+            try:
+                return self._receive(rank)
+            except RuntimeError as error:
+                self._lost[rank] = _lost(rank, error)
+        return self._lost[rank]
+
+    def _send(self, payload: bytes, to: int) -> None:
+        framed = len(payload).to_bytes(8, "little") + payload
+        first = bytearray(framed[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
+        self._put(first, to)
+        if len(framed) > _FIRST_BYTES:
+            self._put(bytearray(framed[_FIRST_BYTES:]), to)
+
+    def _put(self, content: bytearray, to: int) -> None:
+        dist.send(torch.frombuffer(content, dtype=torch.uint8), self._members[to], group=self._group)
+
+    def _receive(self, source: int) -> bytes:
+        first = self._get(_FIRST_BYTES, source)
+        length = int.from_bytes(first[:8], "little")
+        rest = length + 8 - _FIRST_BYTES
+        return first[8 : 8 + length] if rest <= 0 else first[8:] + self._get(rest, source)
+
+    def _get(self, size: int, source: int) -> bytes:
+        content = torch.empty(size, dtype=torch.uint8)
+        dist.recv(content, self._members[source], group=self._group)
+        return content.numpy().tobytes()
+
+
+def _lost(rank: int, error: Exception) -> RankFailed:
+    return RankFailed(f"rank {rank} was lost, or did not answer in time; it must be started again with all others ({error})")

@@ -1,0 +1,1 @@
+"""Turn PyTorch states into leaves, and restored leaves into PyTorch states."""

@@ -1,0 +1,92 @@
+"""What the profiler needs of torch: samples of tensors where they lie, and files of ``torch.save`` as a series of steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacheck.backends.torch.state.leaves import describe, flat_bytes
+from deltacheck.errors import Damaged
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.profile.sample import Plan
+
+__all__ = ["describe", "expand", "files", "states", "take"]
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def expand(value: object) -> list[tuple[object, object]] | None:
+    """torch has no containers of its own."""
+    return None
+
+
+def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]:
+    """Sampled elements of tensors: gathered on their device, one copy to the host for each device and type."""
+    gathered: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    found: dict[str, NDArray[np.generic]] = {}
+    with torch.no_grad():
+        for path, tensor in arrays.items():
+            if not isinstance(tensor, torch.Tensor):
+                found[path] = np.asarray(tensor).reshape(-1)[plan.elements(path)]
+                continue
+            elements = plan.elements(path)
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            if plain.is_contiguous():
+                at = torch.from_numpy(elements.reshape(-1)).to(plain.device)
+                picked = plain.reshape(-1)[at]
+            else:  # a reshape would copy the whole tensor
+                where = (
+                    torch.from_numpy(i.reshape(-1)).to(plain.device) for i in np.unravel_index(elements, tuple(plain.shape))
+                )
+                picked = plain[tuple(where)]
+            gathered.setdefault((plain.device, plain.dtype), {})[path] = picked
+        for group in gathered.values():
+            host = flat_bytes(torch.cat(list(group.values()))).cpu().numpy().copy()
+            begin = 0
+            for path, picked in group.items():
+                end = begin + picked.numel() * picked.element_size()
+                kind = dtype_named(plan.specs[path].dtype).numpy
+                found[path] = host[begin:end].view(kind).reshape(plan.elements(path).shape)
+                begin = end
+    return found
+
+
+def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """The files of a folder that ``torch.save`` may have written: (step, path), by the last number in the name, ascending.
+
+    Raises ``ValueError`` where two have the same number.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(Path(folder).iterdir()):
+        numbers = re.findall(r"\d+", path.stem)
+        if path.suffix in SUFFIXES and numbers:
+            step = int(numbers[-1])
+            if step in found:
+                raise ValueError(
+                    f"{found[step].name} and {path.name} are both step {step}; leave one of them in a folder of its own"
+                )
+            found[step] = path
+    return sorted(found.items())
+
+
+def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
+    """The states in a folder, step by step, one at a time in memory (mapped, where the file allows it). No code of a file is run.
+
+    Raises ``Damaged`` naming the file that cannot be read with ``weights_only=True``.
+    """
+    for step, path in files(folder):
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise Damaged(
+                f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}: {reason}"
+            ) from error
+        yield step, state

@@ -1,0 +1,1 @@
+"""Look after a root: verify, survey, repair, compact, prune, copy and branch."""

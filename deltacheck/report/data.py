@@ -1,0 +1,360 @@
+"""What a root holds, as frozen records: read from manifests, tables, indexes and file sizes; no leaf's values are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from deltacheck.codec import base as codec_format
+from deltacheck.errors import DeltacheckError
+from deltacheck.leaf.contracts import Bounded, name_of
+from deltacheck.leaf.spec import LeafKind, LeafSpec
+from deltacheck.profile.record import Profile
+from deltacheck.report import history
+from deltacheck.report.groups import classes, groups
+from deltacheck.report.history import LeafState, Step
+from deltacheck.store import layout
+from deltacheck.store import segment as columns
+from deltacheck.store.files import storage as place
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import open_root
+from deltacheck.store.segment import Segment, stream_sizes
+
+PROFILE = "profile.json"  # looked for in the root
+METHODS = ("keyframe", "sparse", "bitmap", "diff", "planes", "raw", "tables")  # what a byte of a step belongs to
+MOST_GROUPS = 40  # rows of the heat map; more: finer, and too many to read
+MOST_CLASSES = 12  # leaf classes of the contracts
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Leaves of one class that one step holds under one kind of contract. ``limit``, ``measured``: of the leaf that is nearest to its limit.
+
+    ``norm``: of ``deltacheck.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of the oldest reused leaf.
+    """
+
+    of: str
+    contract: str
+    norm: str
+    leaves: int
+    limit: float
+    measured: float
+    age_steps: int = 0
+
+    @property
+    def used(self) -> float:
+        """Measured error / limit."""
+        return self.measured / self.limit if self.limit else float(self.measured > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed checkpoint.
+
+    ``written``: bytes of all files that its save added, by ``METHODS``. ``recorded_bytes``: the same as its manifest has it, and the manifest.
+    ``changed``: group -> changed words / words of what was not written whole, ``None`` where all of it was. ``exact_bytes``, ``bounded_bytes``,
+    ``reused_bytes``: of the state, by contract. ``depth``: most deltas on a leaf; ``mean_depth``: the mean over bytes. ``read_bytes``: of all files
+    that a restore of the whole step reads. Where its segments are not whole, ``problem`` says why, and what they would tell is 0 or empty.
+    """
+
+    step: int
+    seq: int
+    time: float
+    stage: str
+    raw_bytes: int
+    leaves: int
+    recorded_bytes: int
+    written: Mapping[str, int]
+    changed: Mapping[str, float | None]
+    held: tuple[Held, ...]
+    exact_bytes: int
+    bounded_bytes: int
+    reused_bytes: int
+    depth: int
+    mean_depth: float
+    read_bytes: int
+    problem: str | None
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(self.written.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LeafTotal:
+    """What the saves of one leaf came to since it is stored as it is now. ``key_bytes``: as stored, of its newest keyframe.
+
+    ``saves``: those that found it unchanged or wrote a delta; ``delta_bytes``, ``density``: their sums.
+    """
+
+    raw_bytes: int
+    word_bytes: int
+    key_bytes: float
+    saves: int = 0
+    delta_bytes: float = 0.0
+    density: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A root. ``groups``: of the heat map, name -> leaf paths. ``problems``: what could not be read.
+
+    ``total_bytes``: of all manifests and of the segments that they name; a root may hold others, which ``deltacheck gc`` removes.
+    ``leaves``: what is stored of the newest step's.
+    """
+
+    root: str
+    total_bytes: int
+    writers: tuple[str, ...]
+    steps: tuple[StepRecord, ...]
+    groups: Mapping[str, tuple[str, ...]]
+    leaves: Mapping[str, LeafTotal]
+    profile: Profile | None
+    problems: tuple[str, ...] = field(default=())
+
+
+def collect(path: str | os.PathLike[str], item: str | None = None, profile: str | os.PathLike[str] | None = None) -> Record:
+    """Read what a report shows. ``profile``: by default ``profile.json`` of the root, where it is there.
+
+    Raises what ``open_root`` raises; ``OSError``, ``Damaged`` and ``UnsupportedFormat`` for a profile. Steps that are damaged are kept, with the
+    problem.
+    """
+    root_path = place.local(path, "what reads the sizes of files (report, plan)")  # no listing of an object store has them
+    root = open_root(root_path, item)
+    found = Path(profile) if profile is not None else root_path / PROFILE
+    read = Profile.read(found) if profile is not None or found.is_file() else None
+    problems: list[str] = []
+    committed = history.committed(root, problems)
+    manifests = [one.manifest for one in committed]
+    sizes = {path: record.spec(path).raw_bytes for manifest in manifests for path, record in manifest.leaves.items()}
+    sizes |= {path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles}
+    promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
+    grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
+    segments = _Segments()
+    steps = []
+    present: Mapping[str, LeafState] = {}
+    for step in history.steps(root, committed):
+        present = step.states or present
+        record = _step(step, segments, grouped, classed)
+        if record.problem is not None:
+            problems.append(f"step {record.step}: {record.problem}")
+        steps.append(record)
+    writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
+    refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
+    stored = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
+    totals = {path: total for path, total in segments.totals.items() if path in present}
+    return Record(str(root.path), stored, writers, tuple(steps), grouped, totals, read, tuple(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the files of a segment hold. ``by_leaf``: bytes of a leaf's values in it; of an array that leaves share, its part by length.
+
+    ``by_method``: whole bytes, their sum is that of all files.
+    """
+
+    by_method: Mapping[str, int]
+    by_leaf: Mapping[str, float]
+
+
+def cost_of(segment: Segment) -> Cost:
+    """Measure a segment's files.
+
+    Bytes of the streams that sparse and bitmap chunks share are divided by their length before compression. Raises ``OSError``, and ``Damaged``
+    for an index that cannot be read.
+    """
+    files = _file_sizes(place.local(segment.path, "a report"))
+    by_method = dict.fromkeys(METHODS, 0)
+    by_leaf: dict[str, float] = {}
+    for path, entry in segment.table.leaves.items():
+        if entry.key is None:
+            continue
+        if entry.key.array:
+            stored = float(files.get((layout.LEAVES, entry.key.array), 0))
+        else:
+            spec, whole = entry.spec(path), segment.table.packed[entry.key.packed]
+            share = spec.raw_bytes / (whole * spec.element.item_bytes) if whole else 0.0
+            stored = files.get((layout.PACKED, entry.key.packed), 0) * share
+        by_leaf[path] = stored
+    by_method["keyframe"] = sum(size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,)))
+    for number, part in enumerate(segment.table.parts):
+        index = segment.part(number).index
+        rows = np.zeros(index.shape[0])
+        for name, sizes in stream_sizes(index).items():
+            stored = files.get((layout.DELTA, str(number), name), 0)
+            if name not in part.streams or not stored:
+                continue
+            rows += sizes * (stored / part.streams[name].length)
+            of = np.bincount(index[:, columns.METHOD], weights=sizes, minlength=len(codec_format.METHOD_NAMES))
+            for method, size in _divide(stored, of.tolist()).items():
+                by_method[codec_format.METHOD_NAMES[method]] += size
+        for path, entry in segment.table.leaves.items():
+            for in_part, first, count in entry.delta:
+                if in_part == number:
+                    by_leaf[path] = by_leaf.get(path, 0.0) + float(rows[first : first + count].sum())
+    by_method["tables"] = files[()] - sum(by_method.values())
+    return Cost(by_method, by_leaf)
+
+
+def _divide(whole: int, weights: Sequence[float]) -> dict[int, int]:
+    """Whole bytes by weight; the last one gets what rounding leaves."""
+    found = {number: weight for number, weight in enumerate(weights) if weight}
+    shares = {number: round(whole * weight / sum(found.values())) for number, weight in found.items()}
+    last = max(found)
+    return shares | {last: whole - sum(shares.values()) + shares[last]}
+
+
+def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
+    """Bytes of each array's files without its metadata, by the array's place in the segment; under ``()`` of all files."""
+    sizes: dict[tuple[str, ...], int] = {(): 0}
+    for folder, _, names in os.walk(path):
+        place = Path(folder).relative_to(path).parts
+        array = place[: 3 if place[:1] == (layout.DELTA,) else 2]
+        for name in names:
+            size = (Path(folder) / name).stat().st_size
+            sizes[()] += size
+            if name != "zarr.json" and array:
+                sizes[array] = sizes.get(array, 0) + size
+    return sizes
+
+
+class _Segments:
+    """What segments cost, measured once each, and the totals of leaves over all saves."""
+
+    def __init__(self) -> None:
+        self._costs: dict[str, Cost] = {}
+        self.totals: dict[str, LeafTotal] = {}
+        self._specs: dict[str, LeafSpec] = {}
+
+    def cost(self, segment: Segment) -> Cost:
+        if segment.id not in self._costs:
+            self._costs[segment.id] = cost_of(segment)
+        return self._costs[segment.id]
+
+    def _of(self, segment: Segment, name: str) -> float:
+        return self.cost(segment).by_leaf.get(name, 0.0)
+
+    def read_bytes(self, states: Mapping[str, LeafState]) -> float:
+        """Of the values of leaves, as a restore reads them."""
+        parts = [one for state in states.values() for one in state.parts.items()]
+        return sum(self._of(segment, name) for name, part in parts for segment, _ in part.chain)
+
+    def count(self, path: str, state: LeafState, density: float | None) -> None:
+        key = sum(self._of(part.chain[0][0], name) for name, part in state.parts.items())
+        last = sum(self._of(part.chain[-1][0], name) for name, part in state.parts.items() if part.kind is LeafKind.DELTA)
+        fresh = self._specs.get(path) != state.spec  # values before, codes now: what went before says nothing of what comes
+        self._specs[path] = state.spec
+        old = LeafTotal(0, 1, 0.0) if fresh else self.totals[path]
+        compared = state.kind is not LeafKind.KEYFRAME
+        self.totals[path] = LeafTotal(
+            state.spec.raw_bytes,
+            state.spec.word_bytes,
+            key,
+            old.saves + compared,
+            old.delta_bytes + last,
+            old.density + (density or 0.0),
+        )
+
+
+def _step(
+    step: Step, segments: _Segments, grouped: Mapping[str, Sequence[str]], classes: Mapping[str, Sequence[str]]
+) -> StepRecord:
+    manifest = step.manifest
+    written = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
+    changed: dict[str, float | None] = {}
+    problem, read_bytes, depth, mean_depth = step.problem, 0, 0, 0.0
+    if step.states is not None:
+        try:
+            for segment in step.segments:
+                cost = segments.cost(segment)
+                if layout.seq_of(segment.id) == manifest.seq:
+                    written = {method: size + cost.by_method[method] for method, size in written.items()}
+            changed = _changed(step.states, segments, grouped)
+            read_bytes = step.manifest_bytes + _read_bytes(step, segments)
+            depth = max((state.depth for state in step.states.values()), default=0)
+            raw = sum(state.spec.raw_bytes for state in step.states.values())
+            mean_depth = sum(s.depth * s.spec.raw_bytes for s in step.states.values()) / raw if raw else 0.0
+        except (DeltacheckError, OSError) as error:
+            problem = str(error)
+    held, by_contract = _held(manifest, classes)
+    return StepRecord(
+        step=manifest.step,
+        seq=manifest.seq,
+        time=manifest.time,
+        stage=manifest.stage,
+        raw_bytes=manifest.raw_bytes,
+        leaves=len(manifest.specs),
+        recorded_bytes=step.stored_bytes + step.manifest_bytes,
+        written=written,
+        changed=changed,
+        held=held,
+        exact_bytes=by_contract["exact"],
+        bounded_bytes=by_contract["bounded"],
+        reused_bytes=by_contract["reused"],
+        depth=depth,
+        mean_depth=mean_depth,
+        read_bytes=read_bytes,
+        problem=problem,
+    )
+
+
+def _changed(
+    states: Mapping[str, LeafState], segments: _Segments, grouped: Mapping[str, Iterable[str]]
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, paths in grouped.items():
+        words = moved = present = 0
+        for path in paths:
+            state = states.get(path)
+            if state is None:
+                continue
+            present += 1
+            count = state.changed_words()
+            segments.count(path, state, None if count is None else count / state.words if state.words else 0.0)
+            if count is not None:
+                words, moved = words + state.words, moved + count
+        if present:
+            found[name] = moved / words if words else None
+    return found
+
+
+def _read_bytes(step: Step, segments: _Segments) -> int:
+    """Of the chains of all leaves, and of the tables of all segments."""
+    tables = sum(segments.cost(segment).by_method["tables"] for segment in step.segments)
+    assert step.states is not None
+    return tables + round(segments.read_bytes(step.states))
+
+
+def _held(manifest: Manifest, classes: Mapping[str, Sequence[str]]) -> tuple[tuple[Held, ...], dict[str, int]]:
+    """The contracts of a step by leaf class, and the bytes of its state by contract."""
+    by_contract = {"exact": manifest.raw_bytes, "bounded": 0, "reused": 0}
+    specs = manifest.specs
+    for path, promise in manifest.contracts.items():
+        by_contract[name_of(promise.terms)] += specs[path].raw_bytes
+        by_contract["exact"] -= specs[path].raw_bytes
+    found: dict[tuple[str, str, str], Held] = {}
+    for of, paths in classes.items():
+        for path in paths:
+            if path not in manifest.contracts:
+                continue
+            promise = manifest.contracts[path]
+            terms = promise.terms
+            age = 0 if promise.from_step is None else manifest.step - promise.from_step
+            if isinstance(terms, Bounded):
+                norm, limit, measured = terms.norm, terms.limit, promise.measured
+            elif terms.max_drift is not None:
+                norm, limit, measured = "octaves", terms.max_drift, promise.measured
+            else:
+                norm, limit, measured = "steps", float(terms.max_age_steps), float(age)
+            new = Held(of, name_of(terms), norm, 1, limit, measured, age)
+            old = found.get((of, new.contract, norm), new)
+            worst = max(old, new, key=lambda held: held.used)
+            leaves = old.leaves + (old is not new)
+            found[of, new.contract, norm] = Held(
+                of, new.contract, norm, leaves, worst.limit, worst.measured, max(old.age_steps, age)
+            )
+    return tuple(found.values()), by_contract

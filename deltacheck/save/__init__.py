@@ -1,0 +1,1 @@
+"""Save a step: capture, encode, write, and commit, behind the training loop."""

@@ -1,0 +1,1 @@
+"""Read and write files: local directories, object stores, and zarr arrays in them."""

@@ -1,0 +1,195 @@
+"""How a zarr array lies in files, and a look at them before TensorStore opens them.
+
+TensorStore follows links, waits for pipes, takes whole files into memory and makes as much room as a blosc header asks for; where there is
+not enough, it ends the process. So a file must first be a regular one of this directory, no larger than its content can be, and every
+header in it must ask for exactly one chunk. Whoever can swap files between this look and the read is not kept out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from deltacheck.errors import Damaged
+from deltacheck.leaf import grid
+from deltacheck.store.files.storage import ObjectPath, Place
+
+_CRC_BYTES = 4
+_INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
+_ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
+_BLOSC_HEADER_BYTES = 16  # version, codec's version, flags, item size; uint32: bytes decoded, block size, bytes encoded
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Piece(NamedTuple):
+    """``size`` bytes from byte ``begin`` on of the chunks, decoded and one after the other, of the file ``name``."""
+
+    name: str
+    begin: int
+    size: int
+
+
+class Cells(NamedTuple):
+    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds; ``chunk``: of a chunk, ``chunk_bytes``: of
+    a decoded one; ``chunks``: in one file; ``sharded``: whether an index ends the file; ``blosc``: whether chunks are encoded with it.
+    """
+
+    shape: tuple[int, ...]
+    cell: tuple[int, ...]
+    chunk: tuple[int, ...]
+    chunk_bytes: int
+    chunks: int
+    sharded: bool
+    blosc: bool
+
+    @property
+    def most_bytes(self) -> int:
+        """More than any encoding of a file's chunks takes: those that do not shrink are stored, in frames of their own."""
+        return self.chunks * (self.chunk_bytes + self.chunk_bytes // 64 + 256) + 64
+
+    def names(self, box: Sequence[slice]) -> Iterator[str]:
+        """The files that the elements of a box (bounded, an axis each) lie in."""
+        spans = [range(s.start // c, -(-s.stop // c)) for s, c in zip(box, self.cell, strict=True) if s.stop > s.start]
+        if len(spans) == len(self.shape):
+            for at in itertools.product(*spans):
+                yield _name(at)
+
+    def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
+        """Where the bytes of a box (bounded, an axis each) lie, in the order of memory. ``None`` where chunks do not follow each other
+        there, and for a part of an array that is neither rows of chunks as wide as the array nor one chunk.
+        """
+        if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
+            return None
+        if any(s.start == s.stop for s in box):
+            return []
+        if self.chunk[1:] == self.shape[1:]:
+            return self._rows(box)
+        if all((s.start, s.stop) == (0, size) for s, size in zip(box, self.shape, strict=True)):
+            return _all_pieces(self)
+        at = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
+        number = int(np.ravel_multi_index(at, grid.grid_shape(self.shape, self.chunk)))
+        if tuple(box) != grid.box(self.shape, self.chunk, number):
+            return None
+        return [Piece(*self.place(at), math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk))]
+
+    def place(self, at: Sequence[int]) -> tuple[str, int]:
+        """The file of a chunk, named by its place in the grid, and the byte at which it begins there, decoded."""
+        times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
+        within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
+        return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes
+
+    def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
+        if any((s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)):
+            return None
+        row_bytes = self.chunk_bytes // self.chunk[0]
+        per_file = self.chunk_bytes * self.chunks
+        begin, end = box[0].start * row_bytes, box[0].stop * row_bytes
+        found = []
+        while begin < end:
+            number, within = divmod(begin, per_file)
+            size = min(per_file - within, end - begin)
+            found.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), within, size))
+            begin += size
+        return found
+
+
+def _name(at: Sequence[int]) -> str:
+    return ".".join(["c", *map(str, at)])
+
+
+@lru_cache(256)  # leaves have few shapes
+def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
+    """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the last."""
+    sizes = (np.diff(grid.bounds(cells.shape, cells.chunk)) * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))).tolist()
+    found: list[Piece] = []
+    for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
+        name, begin = cells.place(at)
+        if found and (found[-1].name, found[-1].begin + found[-1].size) == (name, begin):
+            begin, size = found[-1].begin, found.pop().size + size
+        found.append(Piece(name, begin, size))
+    return tuple(found)
+
+
+def check_directory(path: Place) -> None:
+    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there are no such things."""
+    if isinstance(path, ObjectPath):
+        return
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISDIR(mode):
+        raise Damaged(f"{path} is not a directory; it leads out of the root or holds something else")
+
+
+def check_file(path: Place, cells: Cells) -> None:
+    """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which TensorStore says itself."""
+    if isinstance(path, ObjectPath):
+        return
+    try:
+        descriptor = open_file(path, cells)
+    except FileNotFoundError:
+        return
+    os.close(descriptor)
+
+
+def open_file(path: Path, cells: Cells) -> int:
+    """A descriptor of a file that may be read, for the caller to close. Raises ``FileNotFoundError``, else ``Damaged``."""
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error}") from error
+    try:
+        _check(descriptor, path, cells)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(descriptor: int, path: Path, cells: Cells) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{path} is not a regular file")
+    if status.st_size > cells.most_bytes:
+        raise Damaged(f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks can take")
+    if cells.blosc:
+        for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
+            header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
+            decoded = int.from_bytes(header[4:8], "little")
+            if decoded != cells.chunk_bytes:
+                raise Damaged(f"{path}: a chunk says that it has {decoded} bytes, it must have {cells.chunk_bytes}")
+
+
+def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list[int]:
+    if not cells.sharded:
+        return [0]
+    index_bytes = cells.chunks * _INDEX_ENTRY_BYTES
+    begin = size - index_bytes - _CRC_BYTES
+    content = os.pread(descriptor, index_bytes, begin) if begin >= 0 else b""
+    if len(content) != index_bytes:
+        raise Damaged(f"{path} is too short for the index of its chunks")
+    index = np.frombuffer(content, "<u8").reshape(-1, 2)
+    offsets = index[index[:, 0] != _ABSENT, 0]
+    if (offsets >= begin).any():
+        raise Damaged(f"{path}: the index of its chunks leads out of it")
+    return [int(offset) for offset in offsets]
+
+
+def cells(shape: Sequence[int], chunk: Sequence[int], shard: Sequence[int] | None, item_bytes: int, *, blosc: bool) -> Cells:
+    """How an array of ``shape`` is cut. ``shard``: ``None`` for one file a chunk."""
+    cell = tuple(shard or chunk)
+    chunks = math.prod(s // c for s, c in zip(cell, chunk, strict=True))
+    return Cells(tuple(shape), cell, tuple(chunk), math.prod(chunk) * item_bytes, chunks, shard is not None, blosc)

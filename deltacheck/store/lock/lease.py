@@ -1,0 +1,104 @@
+"""One writer a root: an advisory lock on the control group, with the holder's name in its attributes.
+
+The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be cleaned up after. The fence
+that holds without the lock is the exclusive creation of the next manifest (``root.py``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+import weakref
+
+from deltacheck.errors import Damaged, RootBusy
+from deltacheck.store import layout
+from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.lock.object_lease import ObjectLease
+
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+class Lease:
+    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it. On an object store: ``ObjectLease``."""
+
+    def __init__(self, root: Place) -> None:
+        self._descriptor = -1
+        self._object = ObjectLease(root) if isinstance(root, ObjectPath) else None
+        if isinstance(root, ObjectPath):
+            return
+        folder = root / layout.CONTROL
+        folder.mkdir(exist_ok=True)
+        chunk_files.check_directory(folder)
+        self._root, self._path = root, folder / "zarr.json"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it is written to: never through a link
+        self._descriptor = os.open(self._path, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self._close()
+            raise Damaged(f"{self._path} is not a regular file; remove it, it only names the writer")
+        try:
+            self._take(root)
+        except BaseException:
+            self._close()  # which gives the lock back
+            raise
+        _held.add(self)
+
+    def _take(self, root: Place) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(os.pread(self._descriptor, 4096, 0))
+            raise RootBusy(
+                f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
+            ) from None
+        about = {"holder": f"process {os.getpid()} on {socket.gethostname()}", "nonce": secrets.token_hex(8)}
+        self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
+        os.pwrite(self._descriptor, content, 0)
+        os.ftruncate(self._descriptor, len(content))
+
+    def check(self) -> None:
+        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
+        if self._object is not None:
+            self._object.check()
+            return
+        try:
+            found = self._path.read_bytes()
+        except OSError as error:
+            found = str(error).encode()
+        if self._descriptor < 0 or found != self._content:
+            raise RootBusy(
+                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing more is committed or deleted by this one"
+            )
+
+    def release(self) -> None:
+        """Give the root back; more than once does nothing."""
+        if self._object is not None:
+            self._object.release()
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _holder(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["attributes"][layout.ATTRIBUTE]["holder"])
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _forget_in_child() -> None:
+    # A forked data loader shares the open file: without this it would hold the root after its parent was killed.
+    for lease in list(_held):
+        lease._close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,112 @@
+"""The codec of JAX arrays on an accelerator: its path to the CUDA handlers, run on the processor by the emulator."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltacheck.codec import GroupJob, NativeCodec
+from deltacheck.codec.statistics import statistics
+from deltacheck.errors import DamagedStream
+from deltacheck.leaf.digest import chunk_digests
+from deltacheck.testing.codec import DAMAGES, CodecContract, Damage, moved, same, words
+from tests.codec.test_codec_contract import VectorContract
+
+jax = pytest.importorskip("jax")
+ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
+emulated = pytest.importorskip("deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)")
+if not emulated.registrations():
+    pytest.skip("this build has no XLA handlers", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Where the arrays lie. The processor's are taken for a GPU's under the emulator."""
+    if request.param == "cuda":
+        yield jax.devices("gpu")[0]
+        return
+    for name, capsule, platform in emulated.registrations():
+        jax.ffi.register_ffi_target(name, capsule, platform=platform)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ffi, "_platform", lambda device: "CUDA")
+        patch.setattr(ffi, "_device", lambda: emulated)
+        patch.setattr(ffi, "_registered", lambda: frozenset({"CUDA"}))
+        yield jax.devices("cpu")[0]
+
+
+def placed(data: Any, device: Any) -> Any:
+    return jax.device_put(jax.numpy.array(data, copy=True), device)
+
+
+class TestDevice(CodecContract, VectorContract):
+    @pytest.fixture
+    def codec(self, device: Any) -> Any:
+        self.device = device
+        return ffi.FfiCodec()
+
+    def held(self, data: Any) -> Any:
+        return placed(data, self.device)
+
+
+def test_digests_come_with_the_rows(device: Any) -> None:
+    before = words(50_000, 4)
+    after = moved(before, 0.02, 3)
+    after[20_000:30_000] = before[20_000:30_000]
+    bounds = np.array([0, 10_000, 20_000, 30_000, 50_000], np.uint64)
+    job = GroupJob(placed(after, device), placed(before, device), bounds, 4)
+    [made] = ffi.FfiCodec().encode_group([job], lambda size: None, lambda: None)
+    assert made.encoded.rows[:, 0].tolist() == [0, 1, 3]
+    assert np.array_equal(made.digests, chunk_digests(after.view(np.uint8), bounds, 4, [0, 1, 3]))
+
+
+def test_only_what_is_in_use_of_the_payload_is_fetched(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = words(200_000, 2)
+    after = moved(before, 0.02, 3)
+    fetched = []
+    front = ffi._front
+    monkeypatch.setattr(ffi, "_front", lambda payload, size: fetched.append(size) or front(payload, size))
+    job = GroupJob(placed(after, device), placed(before, device), np.array([0, 200_000], np.uint64), 2)
+    [made] = ffi.FfiCodec().encode_group([job], lambda size: None, lambda: None)
+    used = sum(stream.size for stream in made.encoded.streams.values())
+    assert len(fetched) == 1
+    assert used <= fetched[0] < 2 * used
+    expected, _ = NativeCodec().encode(after, before.copy(), job.bounds, 2)
+    assert same(made.encoded, expected)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_decode_gives_back_every_bit_in_an_array_that_may_be_donated(width: int, device: Any) -> None:
+    before = words(40_000, width)
+    bounds = np.array([0, 10_000, 10_000, 39_999, 40_000], np.uint64)
+    for share, most in ((0.0, 1), (0.003, 3), (0.1, 100), (0.5, 3), (1.0, 100)):
+        after = moved(before, share, most)
+        encoded, _ = NativeCodec().encode(after, before.copy(), bounds, width)
+        decoded = ffi.FfiCodec().decode(encoded, placed(before, device), bounds, width)
+        assert np.array_equal(np.asarray(decoded), after)
+        address = decoded.unsafe_buffer_pointer()
+        doubled = jax.jit(lambda x: x + x, donate_argnums=0)(decoded)
+        assert decoded.is_deleted()
+        assert doubled.unsafe_buffer_pointer() == address
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_decode_refuses_damage(damage: Damage, device: Any) -> None:
+    with pytest.raises(DamagedStream) as refusal:
+        ffi.FfiCodec().decode(damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes)
+    assert damage.says in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_statistics_are_the_hosts(dtype: str, device: Any) -> None:
+    random = np.random.default_rng(0)
+    before = jax.numpy.array(random.standard_normal(50_000) * 100).astype(dtype)
+    after = (before * jax.numpy.array(random.choice([1.0, 1.1], 50_000))).astype(dtype)
+    bounds = np.array([0, 20_000, 20_000, 50_000], np.uint64)
+    measure = partial(ffi._measured, platform="CUDA", edges=bounds.astype(np.int64))
+    counts, values = jax.jit(measure)(placed(after, device), placed(before, device))
+    expected = statistics(np.asarray(after), np.asarray(before), bounds, dtype)
+    assert np.array_equal(counts, np.stack(expected[:2], axis=1))
+    assert np.array_equal(values, np.stack(expected[2:], axis=1).astype(np.float32))

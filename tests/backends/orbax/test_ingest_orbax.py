@@ -1,0 +1,107 @@
+"""Steps of a plain Orbax manager become ours and come out again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+ocp = pytest.importorskip("orbax.checkpoint")
+
+import jax.numpy as jnp
+import torch
+
+import deltacheck
+from deltacheck.backends.orbax import DeltaRestoreArgs, manager
+from deltacheck.backends.orbax.state import load
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.files import load as load_torch
+from deltacheck.cli import main
+from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
+
+
+def state(step: int) -> dict[str, Any]:
+    table = jax.random.normal(jax.random.key(0), (200, 40))  # the same at every step
+    params = {"w": jnp.arange(8.0) * step, "b": jnp.full(3, step, jnp.bfloat16), "table": table}
+    return {"params": params, "opt": [jnp.int32(step), {"mu": jnp.zeros(8) + step}], "epoch": step, "lr": 0.1}
+
+
+def plain(folder: Path, *steps: int) -> None:
+    with ocp.CheckpointManager(folder) as made:
+        for step in steps:
+            made.save(step, args=ocp.args.StandardSave(state(step)))
+        made.wait_until_finished()
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """The same tree, with the same types and bits of arrays and the same numbers."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+def test_a_plain_manager_becomes_a_root_and_every_step_comes_out_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain(tmp_path / "plain", 2, 10)
+    assert main(["import", str(tmp_path / "root"), str(tmp_path / "plain"), "--json"]) == OK
+    rows = json.loads(capsys.readouterr().out)["steps"]
+    assert [row["step"] for row in rows] == [2, 10]
+    assert rows[1]["stored_bytes"] < 32_000 < rows[0]["stored_bytes"]  # the table is written once
+    for step in (2, 10):
+        assert_same(state(step), load(tmp_path / "root", step))
+        assert load(tmp_path / "root", step)["epoch"] == step
+        out = tmp_path / f"out-{step}.orbax"
+        assert main(["export", str(tmp_path / "root"), str(step), "--out", str(out)]) == OK
+        assert_same(state(step), ocp.PyTreeCheckpointer().restore(out))
+    with manager(tmp_path / "root") as made:
+        assert_same(state(10), made.restore(10, args=DeltaRestoreArgs(state(0))))
+
+
+def test_a_step_of_torch_is_exported_for_orbax(tmp_path: Path) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"a": {"w": torch.arange(6, dtype=torch.int64).reshape(2, 3)}, "name": "x", "on": True})
+    assert main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "out")]) == OK
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "out")
+    assert (found["name"], found["on"]) == ("x", True)
+    with ocp.StandardCheckpointer() as standard:
+        np.testing.assert_array_equal(standard.restore(tmp_path / "out")["a"]["w"], found["a"]["w"])
+    np.testing.assert_array_equal(found["a"]["w"], load_torch(tmp_path / "root")["a"]["w"].numpy(), strict=True)
+    assert (
+        main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--leaves", "a/*", "--out", str(tmp_path / "flat")]) == OK
+    )
+    assert list(ocp.PyTreeCheckpointer().restore(tmp_path / "flat")) == ["a/w"]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "said"), [(torch.empty(0, 3), "'v' is empty"), (b"raw", "'v' is b'raw'"), (2**70, "'v' is 11805")]
+)
+def test_what_orbax_does_not_keep_is_refused_by_name(
+    leaf: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(tmp_path / "root") as engine:
+        engine.save(1, {"v": leaf, "w": torch.ones(2)})
+    assert main(["export", str(tmp_path / "root"), "1", "--out", str(tmp_path / "out.orbax")]) == REFUSED
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.orbax").exists()
+
+
+def test_misuse_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain(tmp_path / "plain", 2)
+    (tmp_path / "empty").mkdir()
+    root, source = str(tmp_path / "root"), str(tmp_path / "plain")
+    assert main(["import", root, str(tmp_path / "empty")]) == MISUSE
+    assert main(["import", root, source, "other.pt"]) == MISUSE
+    assert main(["import", root, source, "--item", "weights"]) == NOT_FOUND
+    assert main(["import", root, source]) == OK
+    assert main(["import", root, source]) == MISUSE
+    assert "has step 2 already" in capsys.readouterr().err
+    assert deltacheck.open(root).steps() == [2]
+    for _ in range(2):
+        code = main(["export", root, "2", "--out", str(tmp_path / "out.orbax")])
+    assert code == REFUSED  # what is there stays

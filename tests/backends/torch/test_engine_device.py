@@ -1,0 +1,453 @@
+"""Tensors on an accelerator: the engine's device path, run on the processor by the emulator of the CUDA encoder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deltacheck
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.capture import tensor_codec as codec
+from deltacheck.backends.torch.capture import windows as group
+from deltacheck.backends.torch.capture.device import Cuda
+from deltacheck.backends.torch.capture.staging import Staging
+from deltacheck.codec import GroupJob, default_codec
+from deltacheck.leaf.digest import chunk_digests
+from deltacheck.leaf.spec import LeafKind
+from deltacheck.testing.codec import CASES, Case, moved, same, words
+from tests.support.states import assert_same, kinds
+
+emulated = pytest.importorskip("deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)")
+
+
+class Emulated:
+    """An accelerator whose memory is the host's, and which has done everything at once."""
+
+    name = "emulated"
+
+    def __init__(self, native: Any = emulated) -> None:
+        self.native = native
+        self.free = 1 << 40
+        self.begun = self.held = 0
+        self.copied = 0  # bytes given out as pinned memory: what may have crossed
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def hold(self) -> None:
+        self.held += 1
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[int]:
+        yield 0
+
+    def mark(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def empty(self, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xA5, dtype=torch.uint8)
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.copied += size
+        return torch.full((size,), 0x5A, dtype=torch.uint8)
+
+
+class Real(Cuda):
+    """The first CUDA device, with the counters of the emulated one."""
+
+    def __init__(self) -> None:
+        from deltacheck import _native_cuda
+
+        super().__init__(torch.device("cuda", 0), _native_cuda)
+        self.free = 1 << 40
+        self.begun = self.held = 0
+        self.copied = 0
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda()
+
+    def begin(self) -> None:
+        self.begun += 1
+        super().begin()
+
+    def hold(self) -> None:
+        self.held += 1
+        super().hold()
+
+    def free_bytes(self) -> int:
+        return min(self.free, super().free_bytes())
+
+    def pinned(self, size: int) -> torch.Tensor:
+        self.copied += size
+        return super().pinned(size)
+
+
+Device: TypeAlias = Emulated | Real
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Where all tensors of the engine's tests lie."""
+    found = Real() if request.param == "cuda" else Emulated()
+    held_there = "cuda" if request.param == "cuda" else "cpu"
+    monkeypatch.setattr(codec, "accelerator_of", lambda tensor: found if tensor.device.type == held_there else None)
+    return found
+
+
+def bfloat16(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def state(device: Device, seed: int = 0) -> dict[str, torch.Tensor]:
+    tensors = {
+        "w": bfloat16(300_000, seed),
+        "m": torch.randn(700, 300, generator=torch.Generator().manual_seed(seed)),
+        "step": torch.tensor(float(seed)),
+        "empty": torch.zeros(0),
+        "complex": torch.complex(torch.ones(10), torch.zeros(10)),
+        "strided": torch.arange(1000).reshape(10, 100).t(),
+        "bool": torch.zeros(33, dtype=torch.bool),
+    }
+    return {name: device.place(tensor) for name, tensor in tensors.items()}
+
+
+def host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def changed(before: dict[str, torch.Tensor], share: float = 0.02) -> dict[str, torch.Tensor]:
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    random = torch.Generator().manual_seed(99)
+    for name in {"w", "m"} & after.keys():
+        flat = after[name].reshape(-1)
+        flat[(torch.rand(flat.numel(), generator=random) < share).to(flat.device)] *= 1.01
+    return after
+
+
+def run(jobs: list[GroupJob], device: Device, window_bytes: int = 1 << 20) -> list[Any]:
+    return list(group.encode(device, jobs, window_bytes, lambda size: None, lambda: None))
+
+
+# --- the codec ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.base is not None and case.current.size], ids=str)
+def test_the_device_gives_the_bytes_of_the_host(case: Case, device: Device) -> None:
+    assert case.base is not None
+    base = device.place(torch.from_numpy(case.base.copy()))
+    [made] = run([GroupJob(device.place(torch.from_numpy(case.current.copy())), base, case.bounds, case.word_bytes)], device)
+    expected, updated = default_codec().encode(case.current, case.base.copy(), case.bounds, case.word_bytes)
+    assert same(made.encoded, expected)
+    assert np.array_equal(base.cpu().numpy(), updated)
+    assert np.array_equal(made.digests, chunk_digests(case.current, case.bounds, case.word_bytes, expected.rows[:, 0].tolist()))
+
+
+@pytest.mark.parametrize("window_bytes", [1, 20_000, 50_000, 1 << 30])
+def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(window_bytes: int, device: Device) -> None:
+    jobs, arrays = [], []
+    for seed, (count, width) in enumerate([(10_000, 2), (7, 4), (30_000, 4), (0, 4), (5000, 8)]):
+        before = words(count, width, seed)
+        after = moved(before, 0.05, 3, seed)
+        bounds = np.unique(np.array([0, count // 3, count // 2, count], np.uint64))
+        now, base = (device.place(torch.from_numpy(content.copy().view(np.uint8))) for content in (after, before))
+        jobs.append(GroupJob(now, base, bounds, width))
+        arrays.append(after)
+    seen: list[tuple[int, int]] = []
+    for made in run(jobs, device, window_bytes):
+        chunks = [(span.job, span.first_chunk + i) for span in made.spans for i in range(span.chunks)]
+        sizes = [int(np.diff(jobs[job].bounds)[chunk]) * jobs[job].word_bytes for job, chunk in chunks]
+        assert sum(sizes) <= window_bytes or len(chunks) == 1
+        stored = [chunks[row] for row in made.encoded.rows[:, 0].tolist()]
+        expected = [
+            chunk_digests(arrays[job].view(np.uint8), jobs[job].bounds, jobs[job].word_bytes, [chunk])[0]
+            for job, chunk in stored
+        ]
+        assert np.array_equal(made.digests, np.array(expected, np.uint64).reshape(-1, 2))
+        seen += chunks
+    assert seen == [(number, chunk) for number, job in enumerate(jobs) for chunk in range(job.bounds.size - 1)]
+    for job, after in zip(jobs, arrays, strict=True):
+        assert np.array_equal(job.base.cpu().numpy(), after.view(np.uint8))
+
+
+@pytest.mark.parametrize("what", ["rows", "streams", "digests", "base"])
+def test_a_device_that_computes_wrongly_is_found_before_it_is_used(what: str) -> None:
+    class Wrong:
+        """Flips one bit of what the encoder gives."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(emulated, name)
+
+        def encode(self, **arguments: Any) -> None:
+            emulated.encode(**arguments)
+            table = np.ctypeslib.as_array(_bytes_at(arguments["table"]), (24,)).view(np.uint64)
+            at = {
+                "rows": arguments["rows"] + 8,
+                "streams": arguments["payload"],
+                "digests": arguments["digests"],
+                "base": int(table[1]),
+            }
+            _bytes_at(at[what])[0] ^= 1
+
+    assert group.defect(Emulated()) == ""
+    assert "other bytes than the host" in group.defect(Emulated(Wrong()))
+
+
+def _bytes_at(address: int) -> Any:
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+
+
+def test_a_device_that_fails_or_is_of_another_version_is_not_used() -> None:
+    class Failing:
+        INTERFACE, CHUNK_BYTES, HEAD_ENTRIES = emulated.INTERFACE, emulated.CHUNK_BYTES, emulated.HEAD_ENTRIES
+
+        def problem(self) -> str | None:
+            return None
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("CUDA: an illegal instruction was encountered")
+
+    assert "an illegal instruction" in group.defect(Emulated(Failing()))
+    older = type("Older", (Failing,), {"INTERFACE": emulated.INTERFACE - 1})
+    assert "another version" in group.defect(Emulated(older()))
+    none = type("None", (Failing,), {"problem": lambda self: "there is no CUDA device"})
+    assert group.defect(Emulated(none())) == "there is no CUDA device"
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shadow", ["auto", "device", "host", "none"])
+def test_every_save_comes_back_bit_for_bit(
+    tmp_path: Path, device: Device, shadow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "WINDOW_BYTES", 200_000)
+    states = [state(device)]
+    for _ in range(3):
+        states.append(changed(states[-1]))
+    with Engine(tmp_path, shadow=shadow) as engine:
+        for step, content in enumerate(states):
+            engine.save(step, content).result(60)
+        for step, content in enumerate(states):
+            assert_same(host(content), engine.restore(step))
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+    assert device.begun == len(states)
+
+
+def test_only_changes_cross_to_the_host(tmp_path: Path, device: Device) -> None:
+    first = {"w": device.place(bfloat16(2_000_000))}
+    raw = first["w"].numel() * 2
+    with Engine(tmp_path) as engine:
+        engine.save(0, first).result(60)
+        assert device.copied >= raw
+        device.copied = 0
+        handle = engine.save(1, changed(first))
+        assert kinds(handle)["w"] is LeafKind.DELTA
+        assert 0 < device.copied < 0.1 * raw
+
+
+def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
+    content = state(device)
+    wanted = {name: tensor.cpu().clone() for name, tensor in content.items()}
+    with Engine(tmp_path) as engine:
+        handle = engine.save(0, content)
+        content["w"].zero_()
+        slow_encoder.set()
+        handle.result(60)
+        assert_same(wanted, engine.restore(0))
+
+
+def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tmp_path: Path, device: Device) -> None:
+    layer = torch.nn.Linear(300, 300)
+    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(device.place(torch.ones(300))).sum().backward()
+    with Engine(tmp_path) as engine:
+        engine.guard(optimizer)
+        for step in range(3):
+            wanted = host(copy.deepcopy(layer.state_dict()))
+            engine.save(step, {"model": layer.state_dict(), "optimizer": optimizer.state_dict()})
+            held = device.held
+            optimizer.step()
+            assert device.held == held + 1
+            engine.wait()
+            assert_same(wanted, engine.restore(step)["model"])
+
+
+def test_training_goes_on_before_what_changed_has_come_to_the_host(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = state(device)
+    second = changed(first)
+    go = threading.Event()
+    fetch = group._fetch
+
+    def slow(*rest: Any) -> Any:
+        assert go.wait(30)
+        return fetch(*rest)
+
+    with Engine(tmp_path) as engine:
+        engine.save(0, first).result(60)
+        monkeypatch.setattr(group, "_fetch", slow)
+        handle = engine.save(1, second)
+        held = device.held
+        engine.before_update()
+        assert device.held == held + 1
+        assert handle.state == "started", "the memory may be written to behind the device's reads, not at once"
+        go.set()
+        handle.result(60)
+        assert_same(host(second), engine.restore(1))
+
+
+def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, slow_encoder: threading.Event) -> None:
+    layer = torch.nn.Linear(300, 300)
+    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
+    with Engine(tmp_path) as engine:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        engine.guard(optimizer)
+        handle = engine.save(0, layer.state_dict())
+        with torch.no_grad():
+            layer.weight.zero_()
+        slow_encoder.set()
+        assert "weight" in str(handle.exception(60))
+    assert deltacheck.open(tmp_path).steps() == []
+
+
+@pytest.mark.parametrize("shadow", ["device", "host"])
+def test_frozen_weights_of_a_guarded_module_are_not_copied_on_the_device(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event, shadow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
+    layer.weight.data = device.place(layer.weight.data)
+    clones: list[int] = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        clones.append(tensor.numel())
+        return clone(tensor, *rest, **more)
+
+    slow_encoder.set()
+    with Engine(tmp_path, shadow=shadow) as engine:
+        engine.guard(layer)
+        monkeypatch.setattr(torch.Tensor, "clone", counted)
+        engine.save(0, layer.state_dict()).result(60)
+        assert clones == [300 * 300 * 4]
+        engine.save(1, layer.state_dict()).result(60)
+        assert len(clones) == 1
+        monkeypatch.undo()
+        assert_same(host(layer.state_dict()), engine.restore(1))
+
+
+def test_a_write_to_a_frozen_weight_that_nothing_held_back_is_told(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
+    layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
+    layer.weight.data = device.place(layer.weight.data)
+    with Engine(tmp_path) as engine:
+        engine.guard(layer)
+        slow_encoder.set()
+        engine.save(0, layer.state_dict()).result(60)
+        slow_encoder.clear()
+        handle = engine.save(1, layer.state_dict())
+        layer.weight.zero_()
+        slow_encoder.set()
+        assert "weight" in str(handle.exception(60))
+    assert deltacheck.open(tmp_path).steps() == [0]
+
+
+def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(tmp_path: Path, device: Device) -> None:
+    first = state(device)
+    second = first | {"w": changed(first)["w"]}
+    with Engine(tmp_path, shadow="none") as engine:
+        engine.save(0, first).result(60)
+        handle = engine.save(1, second)
+        found = kinds(handle)
+        assert found["w"] is LeafKind.KEYFRAME
+        assert {kind for name, kind in found.items() if name != "w"} == {LeafKind.UNCHANGED}
+        assert_same(host(second), engine.restore(1))
+        assert_same(host(first), engine.restore(0))
+
+
+def test_without_enough_device_memory_shadows_lie_on_the_host_and_the_log_says_so(
+    tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.free = 1 << 20
+    first = state(device)
+    states = [first, changed(first)]
+    with caplog.at_level(logging.WARNING), Engine(tmp_path) as engine:
+        for step, content in enumerate(states):
+            handle = engine.save(step, content)
+            handle.result(60)
+        assert kinds(handle)["w"] is LeafKind.DELTA
+        assert_same(host(states[1]), engine.restore(1))
+    assert "shadows go to host memory" in caplog.text
+
+
+def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(tmp_path: Path, device: Device) -> None:
+    first = state(device)
+    second = changed(first)
+    with Engine(tmp_path) as engine:
+        engine.save(0, first).result(60)
+    with Engine(tmp_path) as engine:
+        engine.restore(0)
+        handle = engine.save(1, second)
+        assert kinds(handle)["w"] is LeafKind.DELTA
+        engine.save(2, first).result(60)
+        for step, content in enumerate([first, second, first]):
+            assert_same(host(content), engine.restore(step))
+
+
+def test_a_device_that_fails_fails_the_save_and_the_next_writes_whole_leaves(
+    tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = state(device)
+    second = changed(first)
+    with Engine(tmp_path) as engine:
+        engine.save(0, first).result(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "_fetch", lambda *rest: 1 / 0)
+            assert "ZeroDivisionError" in str(engine.save(1, second).exception(60))
+        handle = engine.save(2, second)
+        assert kinds(handle)["w"] is LeafKind.KEYFRAME
+        assert engine.steps() == [0, 2]
+        assert_same(host(second), engine.restore(2))
+
+
+def test_a_shadow_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shadow must be"):
+        Engine(tmp_path, shadow="gpu")
+
+
+# --- staging -----------------------------------------------------------------------------------------------------------------
+
+
+def test_staging_copies_ahead_within_its_budget_and_in_order() -> None:
+    device = Emulated()
+    tensors = {str(i): (device, torch.full((100,), i, dtype=torch.uint8)) for i in range(5)}
+    staging = Staging(tensors, budget=250)
+    for i in range(5):
+        assert staging.take(str(i)).tolist() == [i] * 100
+        assert device.copied <= 100 * i + 250
+    with pytest.raises(RuntimeError, match="turn of '0'"):
+        Staging(tensors, budget=1).take("1")

@@ -1,0 +1,74 @@
+"""Lightning with ``plugins=[DeltaCheckIO()]``: its files come and go as before, and what they stand for are steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.support.paths import TESTS
+
+pytestmark = [
+    pytest.mark.xdist_group("lightning"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (find_spec("lightning") or find_spec("pytorch_lightning")), reason="Lightning is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/support/lightning_child.py found, by scenario."""
+    child = TESTS / "support" / "lightning_child.py"
+    command = [sys.executable, str(child), str(tmp_path_factory.mktemp("lightning"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any]) -> None:
+    found = told["killed_and_resumed"]
+    assert found["killed"] == {"killed": 9}
+    assert found["whole"]["step"] == 12
+    assert found["whole"]["files"] == ["deltacheck", *(f"epoch={epoch}.ckpt" for epoch in range(4)), "last.ckpt"]
+    # Files may be more: where last.ckpt had not been written when the kill came, Lightning does an epoch again under a new name.
+    for same in ("state", "step", "steps"):
+        assert found["resumed"][same] == found["whole"][same]
+
+
+def test_what_lightning_removes_is_a_step_no_more(told: dict[str, Any]) -> None:
+    files = [name for name in told["removed"]["files"] if name.endswith(".ckpt")]
+    assert len(files) == len(told["removed"]["steps"]) == 2
+
+
+def test_a_checkpoint_comes_back_as_lightning_made_it(told: dict[str, Any]) -> None:
+    found = told["content"]
+    assert found["parameters"] == {"width": 8, "extra": {"list": [1, 2.5, None], "text": "a"}}
+    assert {"callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states", "state_dict"} <= set(
+        found["keys"]
+    )
+    assert found["own"] == ["deltacheck.rng"]  # which Lightning never sees
+    assert found["weights"]
+
+
+def test_a_hyperparameter_that_is_an_object_is_refused_by_name(told: dict[str, Any]) -> None:
+    assert "'hyper_parameters/extra/folder' is of type pathlib." in told["refused"]
+
+
+def test_a_file_of_lightning_itself_is_not_read(told: dict[str, Any]) -> None:
+    assert "deltacheck import ROOT foreign.ckpt" in told["foreign"]
+
+
+def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(told: dict[str, Any]) -> None:
+    assert "the save of step 2 failed" in told["failing"]["raised"]
+    assert told["failing"]["kept"] == [1.0] * 4
+
+
+def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
+    if told["examples"] is None:
+        pytest.skip("the example needs the package lightning")
+    assert told["examples"] == ["at epoch 1, from the beginning", "at epoch 2, resumed"]

@@ -1,0 +1,67 @@
+"""Objects of a framework's checkpoint: kept by a list of classes, refused with the way out, and made of nothing else when they are read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+
+from deltacheck.backends.torch.state import plain
+from deltacheck.errors import UnsupportedLeaf
+
+
+class Custom:
+    def __init__(self) -> None:
+        raise AssertionError("a read calls no constructor")
+
+
+def test_known_objects_come_back_as_they_were() -> None:
+    state = {"sizes": [torch.Size([3, 4])], "dtype": torch.bfloat16, 3: (1, None), "order": OrderedDict(b=1.5, a="x")}
+    kept = plain.encoded(state, ("file",))
+    assert kept["sizes"] == [{"deltacheck.class": "Size", "deltacheck.is": [3, 4]}]
+    found = plain.decoded(kept)
+    assert found == state
+    assert type(found["sizes"][0]) is torch.Size
+    assert type(found["order"]) is OrderedDict
+
+
+def test_an_unknown_object_is_refused_with_its_path_and_the_way_out() -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"leaf 'file/a%2Fb/0' is of type .*Custom, .*register\(Custom\)"):
+        plain.encoded({"a/b": [object.__new__(Custom)]}, ("file",))
+
+
+def test_a_container_that_would_come_back_as_another_is_refused() -> None:
+    with pytest.raises(UnsupportedLeaf, match=r"'file/d' is of type collections\.defaultdict"):
+        plain.encoded({"d": defaultdict(list)}, ("file",))
+
+
+def test_a_key_that_stands_for_an_object_is_refused() -> None:
+    with pytest.raises(UnsupportedLeaf, match="rename it"):
+        plain.encoded({"deltacheck.class": "Size"}, ("file",))
+
+
+def test_a_registered_class_is_kept_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_known", dict(plain._known))
+    monkeypatch.setattr(plain, "_kinds", {})
+    value = object.__new__(Custom)
+    value.at = 7
+    kept = plain.encoded(value, ()) if plain.register(Custom) is Custom else None
+    assert plain.decoded(kept).at == 7
+    assert type(plain.decoded(kept)) is Custom
+
+
+def test_a_class_that_is_not_listed_is_never_made_from_what_is_read() -> None:
+    with pytest.raises(UnsupportedLeaf, match="not known here; nothing is made of it"):
+        plain.decoded({"deltacheck.class": "os.system", "deltacheck.is": "true"})
+
+
+def test_a_dtype_is_no_other_attribute_of_torch() -> None:
+    with pytest.raises(UnsupportedLeaf, match="no dtype 'load'"):
+        plain.decoded({"deltacheck.class": "dtype", "deltacheck.is": "load"})
+
+
+def test_a_hole_is_filled_by_whoever_reads() -> None:
+    tensor = torch.ones(2)
+    kept = plain.encoded({"t": tensor}, (), lambda one: ["here", 1] if one is tensor else None)
+    assert plain.decoded(kept, lambda place: torch.full((1,), float(place[1])))["t"].item() == 1.0

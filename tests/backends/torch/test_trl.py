@@ -1,0 +1,63 @@
+"""TRL's trainers: a training that is killed and goes on ends as the one that was not. `make trl-test` runs it, with TRL beside .venv."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.support.paths import TESTS
+
+pytestmark = [
+    pytest.mark.xdist_group("trl"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/support/trl_child.py found, by scenario."""
+    child = TESTS / "support" / "trl_child.py"
+    command = [sys.executable, str(child), str(tmp_path_factory.mktemp("trl"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def without_start(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "began_at"}
+
+
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
+def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: str) -> None:
+    found = told[kind]
+    assert found["killed"] == {"killed": 9}
+    assert found["whole"]["began_at"] == 0
+    assert found["resumed"]["began_at"] in (2, 4, 6)  # which was committed when the kill came
+    assert without_start(found["resumed"]) == without_start(found["whole"])
+    assert len(found["whole"]["losses"]) == 8
+    assert found["whole"]["folders"] == ["README.md", "deltacheck"]  # TRL's model card, and no folders checkpoint-N
+
+
+def test_a_resume_gives_what_trl_gives_from_its_own_checkpoints(told: dict[str, Any]) -> None:
+    theirs = told["sft_by_itself"]
+    assert theirs["killed"] == {"killed": 9}
+    assert theirs["resumed"]["began_at"] == 6
+    for same in ("state", "random", "losses"):
+        assert theirs["resumed"][same] == told["sft"]["resumed"][same]
+
+
+def test_of_an_adapter_only_what_is_trained_is_saved(told: dict[str, Any]) -> None:
+    models = [leaf for leaf in told["lora"]["leaves"] if leaf.startswith("model/")]
+    assert len(models) == 2
+    assert all("lora" in leaf for leaf in models)
+
+
+def test_the_example_goes_on_where_it_ended(told: dict[str, Any]) -> None:
+    assert told["examples"] == ["at step 6, from step 0", "at step 8, from step 6"]

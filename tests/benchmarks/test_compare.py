@@ -1,0 +1,256 @@
+"""`python -m benchmarks compare`: two rivals on a tiny state through the real code, and the verdict on planted rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import deltacheck
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("optax")
+
+
+from benchmarks import compare, race
+from benchmarks.compare import ASYNC, SAMPLES, Entry
+from benchmarks.race import Job
+from benchmarks.rivals import EXACT, POST_TRAINING, RIVALS, OursTorchPostTraining, TorchSave
+from deltacheck.backends.torch import Engine
+
+NAMES = ["torch.save", EXACT]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entry]]:
+    """torch.save and ours on the tiny RL state, in this process: a Python that starts costs more than all of it."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+
+    def here(module: str, argument: str) -> Any:
+        assert module == race.__name__
+        return json.loads(json.dumps(race.answer(Job.read(argument))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "in_own_process", here)
+        patch.setattr(compare, "RIVALS", {"torch": tuple(kind for kind in RIVALS["torch"] if kind.name in NAMES)})
+        folder = tmp_path_factory.mktemp("compare")
+        yield list(compare.compared("tiny", ["rl_like"], 2, None, [""], folder, lambda line: None))
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+
+
+def test_each_rival_is_measured_in_every_column_in_every_repeat(measured: list[Entry]) -> None:
+    assert [entry.rival for entry in measured] == NAMES
+    for entry in measured:
+        assert entry.samples.keys() == SAMPLES.keys()
+        assert all(len(values) == 2 for values in entry.samples.values())
+        for name in ("blocking", "durable", "bytes", "restore"):
+            assert min(entry.samples[name]) > 0
+        assert entry.steady
+        assert entry.raw_bytes > 0.9 * entry.torch_save_bytes > 0
+    theirs, ours = measured
+    assert theirs.first_bytes == theirs.samples["bytes"][0] >= theirs.raw_bytes
+    assert ours.middle("bytes") < ours.first_bytes < theirs.first_bytes  # a delta; keyframes
+    assert len(ours.told_blocking) == 2
+    assert not theirs.told_blocking
+
+
+def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measured: list[Entry], tmp_path: Path) -> None:
+    skipped = Entry("torch", "rl_like", "torch_checkpointing", skipped="torch_checkpointing is not installed")
+    result = compare.judged([*measured, skipped], "tiny", 2)
+    assert "torch_checkpointing: skipped, torch_checkpointing is not installed" in result.about
+    place = {"date": "2026-01-02T03", "processor": "P", "cores": 2, "memory_bytes": 1 << 30, "file_system": "ext4"}
+    place |= {"load_average": 0.5, "versions": {"torch": "2"}}
+    runs = [compare.Made("python -m benchmarks compare --size tiny", place), compare.Made("another run", place)]
+    text = compare.section([*measured, skipped], result, runs, "tiny")
+    for expected in (
+        "--size tiny`, 2026-01-02; P, 2 cores",
+        "Taken over from an earlier run: `another run`, 2026-01-02",
+        "(compare-tiny.png)",
+        "| torch.save |",
+        f"| {EXACT}, torch |",
+        "was skipped",
+        "bytes, torch",
+    ):
+        assert expected in text
+    tables = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert len({len(cells) for cells in tables if len(cells) > 4}) == 1
+    assert len([cells for cells in tables if len(cells) > 4]) == 1 + len(NAMES)
+    compare.draw([*measured, skipped], tmp_path / "plot.png")
+    assert 2_000 < (tmp_path / "plot.png").stat().st_size < 100_000
+
+
+def test_a_rewritten_page_keeps_all_that_is_outside_the_marks() -> None:
+    page = "# Before\n<!-- compare small: begin -->\nold | table\n<!-- compare small: end -->\nafter\n"
+    assert compare.rewritten(page, "small", "new\\1\n") == page.replace("old | table", "new\\1")
+    with pytest.raises(ValueError, match="compare medium: begin"):
+        compare.rewritten(page, "medium", "new\n")
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "full"])
+def test_the_page_of_this_tree_has_the_marks(size: str) -> None:
+    assert compare.rewritten(compare.PAGE.read_text(), size, "x\n") != compare.PAGE.read_text()
+
+
+def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) -> None:
+    class Wrong(TorchSave):
+        def restore(self, step: int, like: Any) -> Any:
+            found = {"a": torch.arange(4.0)}
+            found["a"][3] = -0.0
+            return found
+
+    class Run:
+        framework = "torch"
+
+        class workload:
+            step = 1
+
+            @staticmethod
+            def state() -> dict[str, Any]:
+                return {"a": torch.tensor([0.0, 1.0, 2.0, 0.0])}
+
+    with pytest.raises(AssertionError, match="does not give back 'a'"):
+        race._restored(Wrong(tmp_path / "root", None, None), Run(), 1)  # type: ignore[arg-type]
+
+
+def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_path: Path) -> None:
+    theirs = TorchSave(tmp_path / "theirs", None, None)  # type: ignore[arg-type]
+    for step in (1, 2):
+        theirs.delete_earlier()
+        theirs.save(step, {"a": torch.zeros(3)}, {})
+    assert [entry.name for entry in theirs.root.iterdir()] == ["2"]
+    ours = ours_at(tmp_path / "ours", saves=2)
+    ours.delete_earlier()
+    assert deltacheck.open(ours.root).steps() == [0, 1]
+
+
+def test_a_policy_without_stages_is_steady_once_its_chains_have_turned_over(tmp_path: Path) -> None:
+    """That of a profile in which nothing is large enough to be anything but exact, as adapters beside a large frozen model."""
+    assert not ours_at(tmp_path / "two", saves=2).settled()
+    assert ours_at(tmp_path / "five", saves=5).settled()
+
+
+def ours_at(root: Path, saves: int) -> OursTorchPostTraining:
+    with Engine(root) as engine:
+        for step in range(saves):
+            engine.save(step, {"a": torch.full((300,), float(step))}).result()
+    ours = object.__new__(OursTorchPostTraining)
+    ours.root = root
+    return ours
+
+
+# --- the verdict -------------------------------------------------------------------------------------------------------------
+
+
+def entry(framework: str, rival: str, blocking: float, stored: float, restore: float, peak: int, **more: Any) -> Entry:
+    samples = {name: [1.0, 1.0, 1.0] for name in SAMPLES}
+    samples |= {"blocking": [blocking, 9.0, 0.0], "bytes": [stored, stored, stored], "restore": [restore, 0.0, 9.0]}
+    return Entry(framework, "adamw", rival, samples=samples, peak=peak, torch_save_bytes=1000, raw_bytes=990, **more)
+
+
+GOOD = [
+    entry("torch", "torch.save", 1.0, 1000, 0.1, 5),
+    entry("torch", ASYNC["torch"], 0.2, 1000, 0.1, 100),
+    entry("torch", EXACT, 0.1, 650, 0.15, 100),
+    entry("torch", POST_TRAINING, 0.1, 10, 0.15, 100),
+    entry("jax", ASYNC["jax"], 0.4, 900, 0.3, 100),
+    entry("jax", EXACT, 0.2, 650, 0.15, 100),
+    entry("jax", POST_TRAINING, 0.2, 10, 0.15, 100),
+]
+
+MISSES = [
+    (2, {"blocking": [0.11] * 3}, "blocking, torch, adamw, exact, of torch DCP async_save"),
+    (3, {"blocking": [0.11] * 3}, "blocking, torch, adamw, post_training, of torch DCP async_save"),
+    (5, {"blocking": [0.21] * 3}, "blocking, jax, adamw, exact, of Orbax CheckpointManager async"),
+    (2, {"bytes": [651.0] * 3}, "bytes, torch, adamw, exact, of torch.save"),
+    (3, {"bytes": [11.0] * 3}, "bytes, torch, adamw, post_training, of torch.save"),
+    (6, {"bytes": [11.0] * 3}, "bytes, jax, adamw, post_training, of torch.save"),
+    (2, {"restore": [0.16] * 3}, "restore, torch, adamw, exact, of torch.load"),
+    (6, {"restore": [0.16] * 3}, "restore, jax, adamw, post_training, of torch.load"),
+]
+
+
+def test_what_is_as_good_as_wanted_is_no_miss() -> None:
+    found = compare.figures(GOOD)
+    assert [figure.name for figure in found if not figure.holds] == []
+    assert len(found) == 4 * 4  # blocking, bytes, restore, memory
+
+
+@pytest.mark.parametrize(("place", "samples", "name"), MISSES)
+def test_a_planted_miss_is_named_and_no_other(place: int, samples: dict[str, list[float]], name: str) -> None:
+    rows = list(GOOD)
+    rows[place] = replace(rows[place], samples={**rows[place].samples, **samples})
+    assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [name]
+
+
+def test_memory_beyond_the_rivals_and_a_run_that_never_was_steady_are_misses() -> None:
+    rows = [*GOOD[:2], replace(GOOD[2], peak=101), replace(GOOD[3], steady=False), GOOD[4], replace(GOOD[5], peak=101)]
+    assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [
+        "peak memory, torch, adamw, exact, of torch DCP async_save",
+        "bytes, torch, adamw, post_training, of torch.save",
+        "peak memory, jax, adamw, exact, of Orbax CheckpointManager async",
+    ]
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_check_exits_with_1_where_a_figure_is_missed_and_names_it(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = list(GOOD)
+    if missing:
+        rows[2] = replace(rows[2], samples={**rows[2].samples, "restore": [0.2] * 3})
+    monkeypatch.setattr(compare, "compared", lambda *_: rows)
+    app = typer.Typer()
+    app.command()(compare.main)
+    file = tmp_path / "figures.json"
+    arguments = ["--states", "adamw", "--json", str(file), "--folder", str(tmp_path)]
+    done = CliRunner().invoke(app, [*arguments, "--check"])
+    assert done.exit_code == (1 if missing else 0), done.output
+    assert ("MISSED restore, torch, adamw, exact, of torch.load: 200.0%" in done.output) == missing
+    record = json.loads(file.read_text())
+    assert record["command"] == "python -m benchmarks compare --size small --states adamw --repeats 5"
+    assert [row["samples"]["bytes"] for row in record["entries"]] == [list(row.samples["bytes"]) for row in rows]
+    assert str(tmp_path) not in file.read_text()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
+def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def measured(module: str, argument: str) -> dict[str, Any]:
+        job = json.loads(argument)
+        asked.append(job["rival"] or f"prepare {job['framework']}")
+        return {} if not job["rival"] else {"samples": GOOD[2].samples, "peak": 1, "torch_save_bytes": 1000}
+
+    monkeypatch.setattr(compare, "in_own_process", measured)
+    monkeypatch.setattr(compare, "RIVALS", RIVALS)
+    app = typer.Typer()
+    app.command()(compare.main)
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    about = {"command": "an earlier run", "machine": {"date": "2026-01-02"}}
+    before.write_text(json.dumps(about | {"entries": [asdict(one) for one in GOOD[:2]]}))
+    arguments = ["--states", "adamw", "--rivals", "torch.save,async,exact", "--json", str(after), "--also", str(before)]
+    done = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert asked == ["prepare torch", EXACT, "prepare jax", ASYNC["jax"], EXACT]
+    record = json.loads(after.read_text())
+    assert [one["rival"] for one in record["entries"]] == ["torch.save", ASYNC["torch"], EXACT, ASYNC["jax"], EXACT]
+    assert record["also"] == [about]
+    assert "holds blocking, torch, adamw, exact, of torch DCP async_save: 50.0%" in done.output
+    assert '--rivals "torch.save,async,exact"' in record["command"]
+
+
+def test_an_unknown_state_is_refused_with_those_that_there_are() -> None:
+    app = typer.Typer()
+    app.command()(compare.main)
+    done = CliRunner().invoke(app, ["--states", "adam"])
+    assert done.exit_code == 2
+    assert "adamw, lora, rl_like" in done.output

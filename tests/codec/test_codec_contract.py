@@ -1,0 +1,66 @@
+"""The codec contract, and the shared vectors, over every host codec. tests/backends/orbax/test_codec_ffi.py does the same for JAX arrays."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, Encoded, ReferenceCodec
+from deltacheck.testing.codec import CASES, CodecContract
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "encoder.json").read_text())
+
+
+def read_vector(vector):
+    """(current, base or None, bounds, word_bytes, Encoded) of one entry of encoder.json."""
+    current = np.frombuffer(bytes.fromhex(vector["current"]), np.uint8)
+    base = None if vector["base"] is None else np.frombuffer(bytes.fromhex(vector["base"]), np.uint8).copy()
+    streams = {name: np.frombuffer(bytes.fromhex(content), np.uint8) for name, content in vector["streams"].items()}
+    rows = np.array(vector["rows"], np.uint32).reshape(-1, 5)
+    return current, base, np.array(vector["bounds"], np.uint64), vector["word_bytes"], Encoded(rows, streams)
+
+
+class VectorContract:
+    """The vectors of tests/vectors/encoder.json: bytes that no release may change."""
+
+    @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["name"])
+    def test_a_vector_is_encoded_to_its_bytes(self, codec, vector):
+        current, base, bounds, word_bytes, expected = read_vector(vector)
+        encoded, _ = codec.encode(self.held(current), None if base is None else self.held(base), bounds, word_bytes)
+        assert encoded.rows.tolist() == expected.rows.tolist()
+        assert {n: s.tobytes().hex() for n, s in encoded.streams.items()} == vector["streams"]
+
+    @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["name"])
+    def test_a_vector_is_decoded_from_its_bytes(self, codec, vector):
+        current, base, bounds, word_bytes, encoded = read_vector(vector)
+        decoded = np.zeros_like(current) if base is None else base
+        codec.apply(encoded, decoded, bounds, word_bytes)
+        assert decoded.tobytes().hex() == vector["current"]
+
+
+class TestReference(CodecContract, VectorContract):
+    @pytest.fixture
+    def codec(self):
+        return ReferenceCodec()
+
+
+class TestNative(CodecContract, VectorContract):
+    @pytest.fixture
+    def codec(self):
+        return pytest.importorskip("deltacheck.codec.native").NativeCodec()
+
+
+def test_the_cases_use_every_method_and_every_stream():
+    methods, streams = set(), set()
+    for case in CASES:
+        base = None if case.base is None else case.base.copy()
+        encoded, _ = ReferenceCodec().encode(case.current, base, case.bounds, case.word_bytes)
+        methods |= {METHOD_NAMES[m] for m in encoded.rows[:, METHOD]}
+        streams |= set(encoded.streams)
+    assert methods == set(METHOD_NAMES) - {"unchanged"}
+    assert streams == set(STREAMS)
+
+
+def test_the_vectors_use_every_method():
+    assert {row[METHOD] for vector in VECTORS for row in vector["rows"]} == {1, 2, 3, 4, 5}

@@ -1,0 +1,283 @@
+"""Master weights as codes on a lattice: the bound, the cells of the exactly stored weights, and the same bits everywhere."""
+
+import math
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltacheck.codec import reference_codes
+
+_native = pytest.importorskip("deltacheck._native")
+from deltacheck.codec import lattice
+from deltacheck.codec.lattice import LEAST_STEP, MOST_STEP
+
+pytestmark = pytest.mark.usefixtures("encoder_settings_restored")
+
+MASK = 2**64 - 1
+MOST = float(np.finfo(np.float32).max)
+
+
+# --- the plain telling: one element, Python's own numbers ----------------------------------------------------------------------
+
+
+def phase(number):
+    z = number & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return ((z ^ z >> 31) >> 40) * 2.0**-24
+
+
+def to_float32(value):
+    return struct.unpack("<f", struct.pack("<f", value))[0]
+
+
+def told_plainly(x, step, number):
+    u = phase(number)
+    q = math.floor(x / step + u)
+    if not -(2**31) <= q < 2**31:
+        return None, None
+    return q, to_float32(min(max((q - u + 0.5) * step, -MOST), MOST))
+
+
+def there_and_back(x, step, seed, weights=None):
+    coded = lattice.codes(x, step, seed, weights=weights)
+    return coded, lattice.values(coded.codes, step, seed, weights=weights)
+
+
+def fitting(x, step):
+    """Steps in which no value is refused."""
+    return max(step, float(np.abs(x).max(initial=0)) * 2.0**-30)
+
+
+def finite_floats():
+    return st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def steps():
+    return st.one_of(
+        st.floats(LEAST_STEP, MOST_STEP),
+        st.floats(-140, 120).map(lambda e: 2.0**e),
+        st.sampled_from([LEAST_STEP, 2.0**-126, 1e-6, 16e-6, 1.0, MOST_STEP]),
+    )
+
+
+def bits(array):
+    return np.asarray(array, np.float32).view(np.uint32)
+
+
+# --- what must hold --------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(finite_floats(), min_size=1, max_size=70),
+    steps(),
+    st.integers(0, MASK),
+    st.sampled_from(_native.instruction_sets()),
+)
+def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has_it(values, step, seed, kernels):
+    _native.use_instruction_set(kernels)
+    x = np.array(values, np.float32)
+    coded, back = there_and_back(x, step, seed)
+    told = [told_plainly(float(value), step, seed + i) for i, value in enumerate(x)]
+    assert coded.codes.tolist() == [q or 0 for q, _ in told]
+    assert coded.refused == sum(q is None for q, _ in told)
+    errors = [abs(to - float(value)) for (q, to), value in zip(told, x, strict=True) if q is not None]
+    assert coded.largest_error == max(errors, default=0.0)
+    kept = [q is not None for q, _ in told]
+    assert np.array_equal(bits(back)[kept], bits([to for q, to in told if q is not None]))
+
+
+@given(st.lists(finite_floats(), min_size=1, max_size=70), steps(), st.integers(0, MASK))
+def test_no_error_is_above_half_a_step_and_half_a_unit_in_the_last_place(values, step, seed):
+    x = np.array(values, np.float32)
+    step = fitting(x, step)
+    coded, back = there_and_back(x, step, seed)
+    back = back.astype(np.float64)
+    with np.errstate(over="ignore"):
+        ulp = np.spacing(np.minimum(np.abs(back), MOST).astype(np.float32)).astype(np.float64)
+    bound = step / 2 + ulp / 2 + 2.0**-50 * (np.abs(x.astype(np.float64)) + step)
+    assert coded.refused == 0
+    assert np.all(np.abs(back - x) <= bound)
+
+
+@given(
+    st.lists(finite_floats(), min_size=1, max_size=70),
+    steps(),
+    st.integers(0, MASK),
+    st.sampled_from(_native.instruction_sets()),
+)
+def test_with_weights_a_value_casts_to_its_weight_and_is_no_farther_away(values, step, seed, kernels):
+    _native.use_instruction_set(kernels)
+    x = np.array(values, np.float32)
+    step = fitting(x, step)
+    with np.errstate(over="ignore"):
+        weights = x.astype(ml_dtypes.bfloat16)
+    (free_coded, free), (coded, held) = there_and_back(x, step, seed), there_and_back(x, step, seed, weights)
+    with np.errstate(over="ignore"):
+        assert np.array_equal(held.astype(ml_dtypes.bfloat16).view(np.uint16), weights.view(np.uint16))
+    assert np.array_equal(coded.codes, free_coded.codes)
+    exact = x.astype(np.float64)
+    assert np.all(np.abs(held - exact) <= np.abs(free - exact))
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+@pytest.mark.parametrize("step", [1e-10, 16e-6, 0.1])
+def test_the_errors_are_those_of_the_values_that_a_restore_gives(step, with_weights):
+    x = (np.random.default_rng(0).standard_normal(70_001) * 0.02).astype(np.float32)
+    weights = x.astype(ml_dtypes.bfloat16) if with_weights else None
+    coded, back = there_and_back(x, step, 9, weights)
+    errors = np.abs(back.astype(np.float64) - x.astype(np.float64))
+    assert coded.refused == 0
+    assert coded.largest_error == errors.max() > 0
+    assert coded.sum_squared_error == reference_codes.added(errors * errors)
+    assert coded.sum_squared_error == pytest.approx((errors * errors).sum())
+
+
+@pytest.mark.parametrize("kernels", _native.instruction_sets())
+def test_any_weight_that_is_no_nan_is_kept_whatever_the_code(kernels):
+    """Weights and codes that do not belong together, all 65536 weights: infinities, subnormals and zeros of both signs have cells, too."""
+    _native.use_instruction_set(kernels)
+    weights = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    no_nan = ~np.isnan(weights.astype(np.float32))
+    for code in (0, 1, -1, 2**31 - 1, -(2**31)):
+        codes = np.full(65536, code, np.int32)
+        for step in (1e-3, MOST_STEP, LEAST_STEP):
+            held = lattice.values(codes, step, 7, weights=weights)
+            assert np.isfinite(held).all()
+            with np.errstate(over="ignore"):
+                cast = held.astype(ml_dtypes.bfloat16).view(np.uint16)
+            assert np.array_equal(cast[no_nan], weights.view(np.uint16)[no_nan])
+            assert np.array_equal(bits(held[~no_nan]), bits(lattice.values(codes, step, 7)[~no_nan]))
+
+
+@pytest.mark.parametrize("kernels", _native.instruction_sets())
+def test_a_cell_reaches_just_as_far_as_rounding_does(kernels):
+    _native.use_instruction_set(kernels)
+    weights = np.array([0x3F80, 0x3F81, 0x0000, 0x8000, 0x7F7F, 0xFF80], np.uint16)
+    far = np.full(6, 2**31 - 1, np.int32)
+    low, high = (bits(lattice.values(codes, MOST_STEP, 0, weights=weights)).tolist() for codes in (-far, far))
+    assert low == [0x3F7F8000, 0x3F808001, 0x00000000, 0x80008000, 0x7F7E8001, 0xFF7FFFFF]
+    assert high == [0x3F808000, 0x3F817FFF, 0x00008000, 0x80000000, 0x7F7F7FFF, 0xFF7F8000]
+
+
+def test_values_that_have_no_code_are_counted_and_are_in_no_error():
+    x = np.array([np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31) - 512, 2.0**31 - 128, -(2.0**31), 1.0] * 20, np.float32)
+    coded = lattice.codes(x, 1.0, 3)
+    assert (coded.codes != 0).tolist() == [False, False, False, False, False, True, True, True] * 20
+    assert coded.refused == 100
+    assert coded.largest_error <= 64.5  # half a step, and half a unit in the last place of 2^31
+
+
+@pytest.mark.parametrize("kernels", _native.instruction_sets())
+def test_bits_are_those_of_the_plain_telling_on_any_kernels(kernels):
+    _native.use_instruction_set(kernels)
+    random = np.random.default_rng(8)
+    for count in (0, 1, 31, 33, 1025, 66_000):
+        x = random.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
+        x[::2] = (random.standard_normal(x[::2].size) * 0.02).astype(np.float32)
+        weights = random.integers(0, 1 << 16, count, dtype=np.uint16)
+        for cells, step in ((None, 16e-6), (weights, 1e-3), (weights, 1e30)):
+            found = lattice.codes(x, step, 77, weights=cells)
+            codes, *rest = reference_codes.lattice_codes(x, cells, step, 77)
+            assert np.array_equal(found.codes, codes)
+            assert list(found[1:]) == rest
+            back = lattice.values(codes, step, 77, weights=cells)
+            assert np.array_equal(bits(back), bits(reference_codes.lattice_values(codes, cells, step, 77)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 65536, 65537, 3 * 65536 + 5])
+def test_bits_depend_neither_on_threads_nor_on_where_a_tensor_is_cut(count):
+    x = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
+    weights = x.astype(ml_dtypes.bfloat16)
+    seed, step = MASK - 1000, 16e-6
+    found = []
+    for threads in (1, 3):
+        _native.set_threads(threads)
+        coded, back = there_and_back(x, step, seed, weights)
+        found.append((coded, back))
+    (one, values), (three, again) = found
+    assert np.array_equal(one.codes, three.codes)
+    assert one[1:] == three[1:]
+    assert np.array_equal(bits(values), bits(again))
+    cut = count // 3
+    rest = lattice.codes(x[cut:], step, seed, weights=weights[cut:], start=cut)
+    assert np.array_equal(rest.codes, one.codes[cut:])
+    part = lattice.values(rest.codes, step, seed, weights=weights[cut:], start=cut)
+    assert np.array_equal(bits(part), bits(values[cut:]))
+    assert lattice.codes(x, step, seed, out=one.codes).codes is one.codes
+    assert lattice.values(one.codes, step, seed, weights=weights, out=one.codes.view(np.float32)).size == count
+    assert np.array_equal(one.codes.view(np.uint32), bits(values))
+
+
+def test_a_drift_far_below_the_step_is_kept_on_average_and_flips_few_codes():
+    """Why there is a phase: rounding to a fixed lattice would leave every value where it was."""
+    count, step, drift = 200_000, 1e-3, 2e-5
+    x = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
+    (first, before), (second, after) = (there_and_back(v, step, 11) for v in (x, x + np.float32(drift)))
+    assert (after.astype(np.float64) - before.astype(np.float64)).mean() == pytest.approx(drift, rel=0.1)
+    flipped = np.count_nonzero(first.codes != second.codes)
+    assert 0.01 * count < flipped < 0.03 * count  # a part of drift / step of them
+    assert np.abs(first.codes - second.codes).max() == 1
+
+
+def test_subnormals_count_also_on_a_thread_that_flushes_them():
+    torch = pytest.importorskip("torch")
+    x = np.arange(100, dtype=np.uint32).view(np.float32)
+    expected, values = there_and_back(x, 2.0**-147, 5)
+    assert np.count_nonzero(bits(values)) > 50
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        found, back = there_and_back(x, 2.0**-147, 5)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(bits(back), bits(values))
+    assert np.array_equal(found.codes, expected.codes)
+    assert found[1:] == expected[1:]
+
+
+X = np.zeros((4, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"values": X.astype(np.float64)}, "values must be"),
+        ({"values": X[:, ::2]}, "values must be"),
+        ({"step": 0.0}, "step must be from"),
+        ({"step": float("nan")}, "step must be from"),
+        ({"step": 1e39}, "step must be from"),
+        ({"seed": -1}, "seed must be from"),
+        ({"seed": 1 << 64}, "seed must be from"),
+        ({"weights": np.zeros(16, np.uint16)}, "weights must be"),
+        ({"weights": X}, "weights must be"),
+        ({"start": -1}, "start must not be negative"),
+        ({"out": np.zeros(16, np.int32)}, "out must be"),
+        ({"out": X}, "out must be"),
+        ({"out": np.broadcast_to(np.int32(0), (4, 4))}, "out must be"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        lattice.codes(**{"values": X, "step": 1.0, "seed": 0} | arguments)
+
+
+def test_codes_that_are_no_int32_are_refused():
+    with pytest.raises(ValueError, match="codes must be"):
+        lattice.values(X.astype(np.int64), 1.0, 0)
+
+
+def test_the_extension_refuses_what_would_be_written_out_of_bounds():
+    x, codes, weights = np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros(3, np.uint16)
+    for call, says in (
+        (lambda: _native.lattice_codes(x, None, 1.0, 0, codes[:3].copy()), "out"),
+        (lambda: _native.lattice_codes(x, weights, 1.0, 0, codes), "weights"),
+        (lambda: _native.lattice_values(codes, None, 1.0, 0, x[:3].copy()), "out"),
+        (lambda: _native.lattice_values(codes, weights, 1.0, 0, x), "weights"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()

@@ -1,0 +1,522 @@
+"""`deltacheck eval`: statistics and judgements on planted numbers, contracts on planted errors, and the command from end to end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltacheck.backends.base import describe_numpy, numpy_bytes
+from deltacheck.cli import main
+from deltacheck.evaluate import contract, snapshot, workload
+from deltacheck.evaluate import significance as stats
+from deltacheck.evaluate.judge import judge
+from deltacheck.evaluate.records import Ending, Evidence, Kill, LeafCheck, Plan, Recovery, Saved
+from deltacheck.evaluate.run import EvaluationFailed, evaluate, kills
+from deltacheck.evaluate.snapshot import Snapshot
+from deltacheck.leaf.contracts import Bounded, Promise, Reused
+from deltacheck.leaf.tree import flatten
+from deltacheck.policy import Policy
+
+HERE = Path(__file__).parents[1] / "support"
+
+
+# --- statistics ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "expected"), [(0.95, 1, 6.314), (0.95, 2, 2.920), (0.95, 11, 1.796), (0.975, 30, 2.042)]
+)
+def test_quantiles_of_student_are_those_of_the_tables(confidence: float, freedom: int, expected: float) -> None:
+    assert stats.student_quantile(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+
+
+def test_a_rate_is_bounded_from_below_as_clopper_and_pearson_do() -> None:
+    assert stats.least_rate(300, 300) == pytest.approx(0.05 ** (1 / 300))
+    assert stats.least_rate(9, 10) == pytest.approx(0.6058, abs=1e-4)
+    assert stats.least_rate(0, 4) == 0.0
+    with pytest.raises(ValueError, match="5 of 4"):
+        stats.least_rate(5, 4)
+
+
+def _seeds(mean: float, sd: float, count: int) -> dict[int, list[float]]:
+    """Differences of so many seeds with exactly this mean and standard deviation."""
+    dice = random.Random(1)
+    raw = np.array([dice.gauss(0, 1) for _ in range(count)])
+    scaled = mean + sd * (raw - raw.mean()) / raw.std(ddof=1)
+    return {seed: [float(value)] for seed, value in enumerate(scaled)}
+
+
+UNKILLED = [values[0] for values in _seeds(2.5, 0.002, 12).values()]  # so the margin is half of 0.002
+
+
+def test_a_planted_regression_is_called_one() -> None:
+    found = stats.equivalence(_seeds(0.003, 0.0005, 6), UNKILLED)
+    assert found.margin == pytest.approx(0.001)
+    assert found.verdict == "outside"
+    assert found.low > found.margin
+
+
+def test_a_model_that_is_better_by_more_than_noise_is_not_the_same_either() -> None:
+    assert stats.equivalence(_seeds(-0.003, 0.0005, 6), UNKILLED).verdict == "outside"
+
+
+def test_small_differences_of_many_seeds_are_within_the_noise() -> None:
+    found = stats.equivalence(_seeds(0.0001, 0.0004, 8), UNKILLED)
+    assert found.verdict == "within"
+    assert -found.margin < found.low < 0.0001 < found.high < found.margin
+
+
+def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
+    found = stats.equivalence(_seeds(0.0002, 0.001, 3), UNKILLED)
+    assert (found.low, found.high) == pytest.approx((0.0002 - 2.92 * 0.001 / 3**0.5, 0.0002 + 2.92 * 0.001 / 3**0.5), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("differences", "unkilled"),
+    [
+        (_seeds(0.0005, 0.002, 4), UNKILLED),  # too much spread for so few
+        ({1: [0.0001]}, UNKILLED),  # one seed has none
+        (_seeds(0.0001, 0.0004, 8), UNKILLED[: stats.LEAST_NOISE_SEEDS - 1]),  # nothing to judge by
+        (_seeds(0.003, 0.0005, 6), UNKILLED[: stats.LEAST_NOISE_SEEDS - 1]),
+        ({}, UNKILLED),
+    ],
+)
+def test_too_few_seeds_are_said_to_be_too_few(differences: dict[int, list[float]], unkilled: Sequence[float]) -> None:
+    assert stats.equivalence(differences, unkilled).verdict == "too few"
+
+
+def test_how_many_seeds_would_tell_is_what_the_power_needs() -> None:
+    found = stats.equivalence(_seeds(0.0, 0.002, 4), UNKILLED)
+    assert found.needed == math.ceil(10.8 * (0.002 / found.margin) ** 2) == 44
+
+
+def test_the_kills_of_one_seed_are_one_observation() -> None:
+    repeated = {seed: values * 10 for seed, values in _seeds(0.0005, 0.001, 3).items()}
+    assert stats.equivalence(repeated, UNKILLED).seeds == 3
+    assert stats.equivalence(repeated, UNKILLED).verdict == "too few"
+
+
+def test_only_equal_bits_are_equal_and_nan_is_never_within() -> None:
+    assert stats.equivalence({1: [0.0, 0.0], 2: [0.0]}, UNKILLED[:2]).verdict == "equal"
+    assert stats.equivalence({1: [0.0, 1e-300], 2: [0.0]}, UNKILLED).verdict == "within"
+    assert stats.equivalence({1: [0.0], 2: [math.nan]}, UNKILLED).verdict == "outside"
+
+
+def test_a_loss_curve_tells_its_first_gap_and_its_spikes() -> None:
+    unkilled = {step: 2.0 for step in range(1, 9)}
+    others = [{step: 2.0 + 0.01 * seed for step in unkilled} for seed in range(5)]
+    resumed = {step: 2.0 for step in range(3, 9)} | {5: 2.001, 7: 3.0}
+    found = stats.curve(resumed, unkilled, others)
+    assert (found.steps, found.equal, found.first_gap, found.spikes) == (6, 4, 5, 1)
+    assert found.largest_gap == 1.0
+    assert stats.curve({3: math.nan}, {3: math.nan}, others).first_gap is None
+    assert stats.curve({3: math.nan}, {3: 2.0}, others).spikes == 1
+
+
+# --- contracts ----------------------------------------------------------------------------------------------------------------
+
+
+def _taken(tree: Any, told_rate: float | None = None) -> Snapshot:
+    return snapshot.taken(flatten(tree, describe_numpy), numpy_bytes, told_rate)
+
+
+def _adam(master: float = 1.0, first: float = 1e-3, second: float = 1e-6, lr: float = 1e-5) -> Any:
+    """A state whose parameter is known to be Adam's; the values are of all elements."""
+
+    def full(value: float) -> Any:
+        return np.full((8, 8), value, np.float32)
+
+    entry = {"master": full(master), "exp_avg": full(first), "exp_avg_sq": full(second)}
+    group = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
+    return {"model": {"w": np.ones((8, 8), np.float16)}, "optimizer": {"state": {0: entry}, "param_groups": [group]}, "step": 7}
+
+
+def _problems(
+    live: Any, restored: Any, promises: dict[str, Promise] | None = None, earlier: Any = None, **more: Any
+) -> dict[str, str]:
+    then = _taken(live if earlier is None else earlier)
+    found = contract.check(_taken(live, **more), _taken(restored, **more), promises or {}, 100, lambda step: then)
+    assert len({leaf.path for leaf in found}) == len(found)
+    return {leaf.path: leaf.problem for leaf in found if leaf.problem}
+
+
+def test_every_bit_and_every_python_value_is_compared() -> None:
+    assert _problems(_adam(), _adam()) == {}
+    other = _adam()
+    other["model"]["w"][2, 3] = np.float16(1.001)
+    other["optimizer"]["state"][0]["exp_avg"][:] = -other["optimizer"]["state"][0]["exp_avg"]
+    other["step"] = 8
+    other["optimizer"]["param_groups"][0]["lr"] = 1e-5 + 1e-21
+    found = _problems(_adam(), other)
+    assert sorted(found) == ["model/w", "optimizer/param_groups/0/lr", "optimizer/state/0/exp_avg", "step"]
+    assert "1 of 64 elements differ in bits, first element 19: was 1.0" in found["model/w"]
+    assert "64 of 64" in found["optimizer/state/0/exp_avg"]
+
+
+def test_zero_and_minus_zero_differ_and_equal_nans_do_not() -> None:
+    def state(value: float) -> Any:
+        return {"a": np.array([value, 1.0], np.float32)}
+
+    assert "a" in _problems(state(0.0), state(-0.0))
+    assert _problems(state(math.nan), state(math.nan)) == {}
+
+
+def test_leaves_that_are_missing_added_or_of_another_kind_are_named() -> None:
+    one = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32), "n": 1, "t": True}
+    other = {"a": np.zeros(3, np.float64), "c": np.zeros(3, np.float32), "n": 1.0, "u": True}
+    found = _problems(one, other)
+    assert found["a"] == "was float32[3], came back as float64[3]"
+    assert found["b"] == found["t"] == "did not come back"
+    assert found["c"] == found["u"] == "was not there when the step was saved"
+    assert "int 1" in found["n"]
+
+
+def test_leaves_that_are_tied_are_compared_wherever_they_lie() -> None:
+    shared = np.arange(3, dtype=np.float32)
+    live = {"embed": shared, "head": shared}
+    assert _problems(live, {"embed": shared.copy(), "head": shared.copy()}) == {}
+    assert list(_problems(live, {"embed": shared.copy(), "head": shared + 1})) == ["head"]
+
+
+@pytest.mark.parametrize(("error_lr", "holds"), [(31.0, True), (33.0, False)])
+def test_a_bounded_master_is_measured_in_its_own_learning_rates(error_lr: float, holds: bool) -> None:
+    path = "optimizer/state/0/master"
+    promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}  # it says of itself that it holds
+    found = _problems(_adam(), _adam(master=1.0 + error_lr * 1e-5), promise)
+    assert (path not in found) == holds
+
+
+def test_a_learning_rate_that_nobody_tells_is_a_problem_and_one_that_the_run_tells_is_taken() -> None:
+    path = "optimizer/state/0/master"
+    promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}
+
+    def without(master: float) -> Any:
+        state = _adam(master)
+        del state["optimizer"]["param_groups"][0]["lr"]
+        return state
+
+    assert "tells the rate" in _problems(without(1.0), without(1.0), promise)[path]
+    assert _problems(without(1.0), without(1.0 + 1e-4), promise, told_rate=1e-5) == {}
+    assert path in _problems(without(1.0), without(1.0 + 1e-4), promise, told_rate=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("live", "restored", "holds"),
+    [
+        (1e-3, 1.4e-3, True),
+        (1e-3, 1.5e-3, False),
+        (1e-3, -1e-3, False),
+        (1e-3, 0.0, False),
+        (1e-3, math.nan, False),
+        (2.0**-101, 0.0, True),  # counts as zero
+        (0.0, 2.0**-101, True),
+        (0.0, 1e-3, False),
+    ],
+)
+def test_a_bounded_moment_is_measured_in_octaves(live: float, restored: float, holds: bool) -> None:
+    path = "optimizer/state/0/exp_avg"
+    promise = {path: Promise(Bounded(0.5, "octaves"), 0.1)}
+    assert (path not in _problems(_adam(first=live), _adam(first=restored), promise)) == holds
+
+
+def test_other_norms_are_relative_to_the_leaf() -> None:
+    path = "model/w"
+    for norm in ("l2", "max"):
+        live, restored = _adam(), _adam()
+        restored["model"]["w"] += np.float16(0.0107)
+        assert _problems(live, restored, {path: Promise(Bounded(0.011, norm), 0.0)}) == {}
+        assert path in _problems(live, restored, {path: Promise(Bounded(0.01, norm), 0.0)})
+
+
+def test_a_reused_leaf_is_held_to_its_age_and_its_drift() -> None:
+    path = "optimizer/state/0/exp_avg_sq"
+
+    def problem(restored: float, age: int) -> str:
+        promise = {path: Promise(Reused(50, 0.35), 0.0, from_step=100 - age)}
+        return _problems(_adam(), _adam(second=restored), promise).get(path, "")
+
+    assert problem(1.2e-6, 50) == ""
+    assert "51 steps old" in problem(1.2e-6, 51)
+    assert "-1 steps old" in problem(1.2e-6, -1)
+    assert "octaves" in problem(1.4e-6, 50)
+    assert "not finite" in problem(math.nan, 50)
+
+
+def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> None:
+    path = "optimizer/state/0/exp_avg"
+    promise = {path: Promise(Reused(50), 0.0, from_step=60)}
+    live, earlier = _adam(first=5e-3), _adam(first=1e-3)
+    assert _problems(live, _adam(first=1.4e-3), promise, earlier) == {}
+    assert "octaves from its values of step 60" in _problems(live, _adam(first=5e-3), promise, earlier)[path]
+    assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]
+
+
+def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Path) -> None:
+    shared = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tree = {"a": shared, "b": [shared, np.array(True)], "empty": np.zeros((0, 4), np.int8), "n": None, "x": math.inf}
+    snapshot.written(flatten(tree, describe_numpy), numpy_bytes, 0.5, tmp_path / "live.npz")
+    found, taken = snapshot.read(tmp_path / "live.npz"), _taken(tree, told_rate=0.5)
+    assert snapshot.digests(found) == snapshot.digests(taken)
+    assert (found.specs, found.values, found.ties, found.told_rate) == (taken.specs, taken.values, taken.ties, 0.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["live.npz"]
+
+
+# --- the judgement ------------------------------------------------------------------------------------------------------------
+
+PLAN = Plan("f:g", "exact", steps=9, every=2, kills=1, seeds=2, noise_seeds=6)
+
+
+def _ending(seed: int, first: int = 1, shift: float = 0.0, **digests: str) -> Ending:
+    losses = {step: 1.0 / step + 0.01 * seed + shift for step in range(first, 10)}
+    return Ending(seed, losses, 2.5 + 0.001 * seed + shift, {"a": "1", "b": "2"} | digests)
+
+
+def _recovery(seed: int, **changes: Any) -> Recovery:
+    kill = Kill(seed, 0, 4, mid_save=True, share=0.5)
+    return replace(Recovery(kill, 5, 4, 4, 0.1, 2, ending=_ending(seed, first=5)), **changes)
+
+
+def _evidence(*recoveries: Recovery, **changes: Any) -> Evidence:
+    saves = tuple(Saved(step, 100, 50, 110, 0.2, 0.3, 0.4) for step in (2, 4, 6))
+    unkilled = tuple(_ending(seed) for seed in range(1, 7))
+    found = recoveries or (_recovery(1), _recovery(2))
+    return replace(Evidence(PLAN, "torch", "peer", unkilled, _ending(1), _ending(1), saves, (), found), **changes)
+
+
+def test_what_comes_back_bit_for_bit_holds() -> None:
+    found = judge(_evidence())
+    assert found.holds
+    assert (found.correctness.held, found.correctness.trials, found.correctness.equal_endings) == (2, 2, 2)
+    assert found.quality.final.verdict == "equal"
+    assert found.size.later.median == 50 / 110
+    assert found.latency.blocking.median == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"failed": (LeafCheck("a/b", "exact", "1 of 9 elements differ"),)}, "leaf 'a/b' (exact): 1 of 9 elements differ"),
+        ({"acknowledged_step": 6}, "step 6 was reported durable, and is gone"),
+        ({"not_put_back": ("optimizer/step",)}, "load() does not put back what was restored: optimizer/step"),
+        ({"ending": None, "error": "ChainBroken: step 4"}, "seed 2, kill 1: ChainBroken: step 4"),
+        ({"ending": _ending(2, first=5, shift=1e-12)}, "the loss of step 5 is"),
+        ({"ending": _ending(2, first=5, b="3")}, "the last state differs in b"),
+        (
+            {"ending": replace(_ending(2, first=5), evaluation=2.6)},
+            "something that decides how the run goes on is not in its state()",
+        ),
+    ],
+)
+def test_whatever_does_not_hold_of_one_recovery_is_the_reason(changes: dict[str, Any], reason: str) -> None:
+    found = judge(_evidence(_recovery(1), _recovery(2, **changes)))
+    assert not found.holds
+    assert found.correctness.held == 1
+    assert any(reason in why for why in found.reasons), found.reasons
+
+
+def test_a_run_that_does_not_repeat_itself_is_not_compared_in_bits_after_its_restore() -> None:
+    apart = _recovery(1, ending=_ending(1, first=5, shift=1e-6))
+    assert not judge(_evidence(apart)).holds
+    found = judge(_evidence(apart, repeat=_ending(1, shift=2e-6)))
+    assert found.holds
+    assert not found.correctness.deterministic
+    assert found.correctness.repeat_gap == pytest.approx(2e-6)
+    failed = replace(apart, failed=(LeafCheck("a", "exact", "differs"),))
+    assert not judge(_evidence(failed, repeat=_ending(1, shift=2e-6))).holds  # the restore itself is, always
+
+
+def test_saves_that_change_the_training_are_found() -> None:
+    found = judge(_evidence(saving=_ending(1, shift=1e-9)))
+    assert not found.holds
+    assert "saving changes the training" in found.reasons[0]
+
+
+def _lossy(shift: float, seeds: int) -> Evidence:
+    inexact = (LeafCheck("m", "bounded", measured=1.0, limit=2.0),)
+    shifts = [shift + 1e-7 * seed for seed in range(seeds)]
+    found = [
+        _recovery(seed, inexact=inexact, ending=_ending(seed, first=5, shift=by)) for seed, by in enumerate(shifts, start=1)
+    ]
+    return _evidence(*found, plan=replace(PLAN, policy="model_exact"))
+
+
+def test_a_lossy_policy_must_show_that_the_model_is_as_good() -> None:
+    assert judge(_lossy(1e-6, seeds=4)).holds
+    worse = judge(_lossy(0.01, seeds=4))
+    assert worse.correctness.holds  # every leaf is what was promised
+    assert not worse.holds
+    assert "resumed runs end elsewhere: the final loss differs by +0.01" in worse.reasons[0]
+
+
+def test_a_lossy_policy_that_too_few_seeds_judge_does_not_hold_and_says_why() -> None:
+    found = judge(_lossy(1e-6, seeds=1))
+    assert not found.holds
+    assert "not enough seeds to tell" in found.reasons[0]
+    assert judge(replace(_lossy(1e-6, seeds=1), plan=PLAN)).holds  # what promises every bit is judged by bits
+
+
+def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
+    plan = replace(PLAN, steps=101, every=5, kills=4, seeds=3)
+    found = kills(plan)
+    assert found == kills(plan)
+    assert len(found) == 12
+    steps = [kill.saving_step for kill in found[:4]]
+    assert steps == sorted(set(steps))
+    assert all(plan.checkpoints()[0] < kill.saving_step < plan.steps and 0 <= kill.share < 1 for kill in found)
+    assert {kill.mid_save for kill in found} == {True, False}
+    assert {kill.saving_step for kill in kills(plan, inexact=[80, 85, 90])} <= {85, 90}  # the save before is inexact, too
+    assert kills(plan, inexact=[85]) == found  # one alone leaves nothing to kill between
+
+
+# --- what a user gives --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("make", "names no factory"),
+        (":make", "names no factory"),
+        ("absent.py:make", "no Python file"),
+        ("no_such_module:make", "no module 'no_such_module'"),
+        ("no_such_module.inner:make", "no module"),
+        ("json:absent", "has no function 'absent'"),
+        ("json:__name__", "has no function"),
+    ],
+)
+def test_a_factory_that_is_not_there_is_refused_by_name(named: str, says: str) -> None:
+    with pytest.raises(workload.NoWorkload, match=says):
+        workload.find(named)
+
+
+def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(
+        "import json\nanswer = json.dumps\nclass Half:\n    def step(self): ...\ndef make(seed): return Half()"
+    )
+    assert workload.find(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"  # its name is not taken for that of what it imports
+    with pytest.raises(workload.NoWorkload, match="a Half without state, load, evaluate"):
+        workload.made(workload.find(f"{tmp_path / 'json.py'}:make"), 1)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch" if framework == "torch" else "orbax.checkpoint")
+    door: Any = importlib.import_module(f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.evaluation")
+    values = np.arange(4096, dtype=np.float32)
+    if framework == "torch":
+        import torch
+
+        state = {"w": torch.from_numpy(values), "step": 3}
+    else:
+        import jax.numpy as jnp
+
+        state = {"w": jnp.asarray(values), "step": 3}
+    assert door.peer_save(state, tmp_path / "peer") == (tmp_path / "peer").stat().st_size > values.nbytes
+    saver = door.Saver(tmp_path / "root", Policy.exact())
+    assert saver.finish() is None
+    saver.save(3, state, {"loss": 1.0})
+    step, blocking, durable, stored = saver.finish()
+    assert step == 3
+    assert 0 < blocking < 60
+    assert 0 < durable < 60
+    assert stored > 1000
+    found, restored = saver.restore(state)
+    saver.close()
+    assert found == 3
+    one, other = (snapshot.digests(snapshot.taken(door.flat(tree), door.bytes_of)) for tree in (state, restored))
+    assert one == other
+    assert set(one) == {"w", "step"}
+
+
+# --- from end to end ----------------------------------------------------------------------------------------------------------
+
+SMALL = ["--steps", "12", "--every", "3", "--kills", "1", "--noise-seeds", "2"]
+
+
+@pytest.fixture
+def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(HERE)
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.timeout(300)
+def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    words = [
+        "eval",
+        "eval_workload.py:make",
+        *SMALL,
+        "--seeds",
+        "1",
+        "--json",
+        "--html",
+        str(page),
+        "--keep",
+        str(tmp_path / "kept"),
+    ]
+    code = main(words)
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
+    found = json.loads(said.out)
+    assert found["holds"]
+    assert found["reasons"] == []
+    assert found["machine"]["versions"]["torch"]
+    assert found["plan"]["killed_seeds"] == [1]
+    assert [save["step"] for save in found["saves"]] == [3, 6, 9]
+    assert {group["name"] for group in found["size"]["groups"]} == {"weights", "momentum", "generator"}
+    (recovery,) = found["recoveries"]
+    assert recovery["leaves"] == 4
+    assert recovery["failed"] == recovery["not_put_back"] == []
+    assert recovery["restored_step"] >= recovery["acknowledged_step"]
+    assert recovery["last_step"] >= recovery["kill"]["saving_step"]
+    assert set(recovery["ending"]["losses"]) == {str(step) for step in range(recovery["restored_step"] + 1, 13)}
+    assert found["recovery"]["equal_endings"] == found["recovery"]["trials"] == 1
+    assert found["quality"]["final"]["verdict"] == "equal"
+    assert (tmp_path / "kept" / "log.txt").read_text().count(
+        "whatever a run prints"
+    ) == 6  # 4 unkilled runs, a killed one, a resumed one
+    text = page.read_text()
+    assert all(f'id="{name}"' in text for name in ("size", "latency", "recovery", "quality"))
+    assert "Does not hold" not in text
+
+
+@pytest.mark.usefixtures("single_threaded")
+@pytest.mark.timeout(300)
+def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "1"])
+    said = capsys.readouterr().out
+    assert code == 1, said
+    assert "DOES NOT HOLD: seed 1, kill 1: step" in said
+    assert "leaf 'weights' (exact): 1 of 1024 elements differ in bits, first element 101" in said
+    assert "DOES NOT HOLD: seed 1, kill 1: the workload's load() does not put back what was restored: momentum" in said
+    assert "0 of 1 recoveries are correct" in said
+    assert "holds (" not in said
+
+
+@pytest.mark.usefixtures("single_threaded")
+def test_an_evaluation_that_cannot_begin_says_why_in_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationFailed, match=r"^json has no function 'absent'$"):
+        evaluate(replace(PLAN, factory="json:absent"), tmp_path)
+
+
+def test_misuse_is_told_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").touch()
+    for words, says in (
+        (["--policy", "lossy"], "one of exact, model_exact, post_training"),
+        (["--workload", "gan"], "one of sft, rl_like, lora"),
+        (["--profile", "p.json"], "goes with --policy post_training"),
+        (["--steps", "15", "--every", "5"], "leaves 2 checkpoints; give at least 16"),
+        (["--keep", str(tmp_path)], "not empty"),
+    ):
+        assert main(["eval", *words]) == 2
+        assert says in capsys.readouterr().err

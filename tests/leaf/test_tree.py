@@ -1,0 +1,136 @@
+"""Trees: injective paths, exact scalars, refusals that name the leaf."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltacheck.backends.base import describe_numpy
+from deltacheck.errors import Damaged, UnsupportedLeaf
+from deltacheck.leaf import tree
+
+Moments = namedtuple("Moments", "mu nu")
+
+
+def round_trip(value: object) -> object:
+    flat = tree.flatten(value, describe_numpy)
+    skeleton = json.loads(json.dumps(flat.skeleton))
+    return tree.unflatten(skeleton, lambda path, owner, tag: flat.arrays[owner])
+
+
+keys = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    st.sampled_from(["", ".", "..", "0", "-1", "a/b", "%", "a\0b"]),
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.binary(max_size=9),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+)
+trees = st.recursive(
+    scalars,
+    lambda child: st.one_of(st.lists(child, max_size=4), st.tuples(child, child), st.dictionaries(keys, child, max_size=4)),
+    max_leaves=20,
+)
+
+
+@given(trees)
+def test_any_nested_state_of_scalars_comes_back_equal_in_type_and_order(value: object) -> None:
+    back = round_trip(value)
+    assert repr(back) == repr(value)
+
+
+@given(st.lists(st.lists(keys, min_size=1, max_size=3), max_size=30))
+def test_different_key_sequences_never_share_a_path(sequences: list[list[object]]) -> None:
+    distinct = {tuple((type(k), k) for k in sequence) for sequence in sequences}
+    paths = {"/".join(tree.escape_key(k) for _, k in sequence) for sequence in distinct}
+    assert len(paths) == len(distinct)
+
+
+def test_lookalike_keys_stay_apart() -> None:
+    x, y, z = np.zeros(1), np.ones(1), np.full(1, 2.0)
+    flat = tree.flatten({"a": {"b": x}, "a/b": y, "a.b": z, 0: np.ones(2), "0": np.ones(3)}, describe_numpy)
+    assert set(flat.arrays) == {"a/b", "a%2Fb", "a.b", "0", "%30"}
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, -math.nan, struct.unpack(">d", bytes.fromhex("7ff00000deadbeef"))[0], -0.0, math.inf, 5e-324]
+)
+def test_floats_keep_every_bit(value: float) -> None:
+    back = round_trip({"x": value})
+    assert isinstance(back, dict)
+    assert struct.pack(">d", back["x"]) == struct.pack(">d", value)
+
+
+def test_tied_arrays_are_held_by_the_least_path_whatever_the_order() -> None:
+    shared = np.ones(3)
+    one = tree.flatten({"z": shared, "a": shared}, describe_numpy)
+    other = tree.flatten({"a": shared, "z": shared}, describe_numpy)
+    assert list(one.arrays) == list(other.arrays) == ["a"]
+    back = round_trip({"z": shared, "a": shared})
+    assert isinstance(back, dict)
+    assert back["a"] is back["z"]
+
+
+def test_containers_come_back_as_what_they_were() -> None:
+    value = {"o": OrderedDict(b=1, a=2), "d": deque([1, 2], maxlen=3), "t": (1, [2]), "f": defaultdict(list, x=[1])}
+    back = round_trip(value)
+    assert isinstance(back, dict)
+    assert back == value
+    assert [type(back[k]) for k in "odt"] == [OrderedDict, deque, tuple]
+    assert back["d"].maxlen == 3
+
+
+def test_a_named_tuple_keeps_its_fields() -> None:
+    assert round_trip({"m": Moments(1, 2)}) == {"m": {"mu": 1, "nu": 2}}
+
+
+@pytest.mark.parametrize("leaf", [object(), {1, 2}, lambda: None, type, "\ud800"])
+def test_a_leaf_that_cannot_be_kept_is_refused_by_path(leaf: object) -> None:
+    with pytest.raises(UnsupportedLeaf, match="'outer/inner'"):
+        tree.flatten({"outer": {"inner": leaf}}, describe_numpy)
+
+
+@pytest.mark.parametrize("key", [1.5, True, (1, 2), None, b"x"])
+def test_a_key_that_is_neither_text_nor_integer_is_refused(key: object) -> None:
+    with pytest.raises(UnsupportedLeaf, match="text or integer keys"):
+        tree.flatten({key: 1}, describe_numpy)
+
+
+def test_a_tree_that_is_nested_too_deep_is_refused_on_both_sides() -> None:
+    value: object = 1
+    node: dict[str, object] = {"t": "int", "v": "1"}
+    for _ in range(tree.MAX_DEPTH + 2):
+        value, node = [value], {"t": "list", "n": [node]}
+    with pytest.raises(UnsupportedLeaf, match="deeper"):
+        tree.flatten(value, describe_numpy)
+    with pytest.raises(Damaged, match="deeper"):
+        tree.unflatten(node, lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "node", [{}, {"t": "exec"}, {"t": "dict", "k": [[1.5, {"t": "none"}]]}, {"t": "list"}, [], {"t": "float", "v": "x"}]
+)
+def test_a_damaged_skeleton_is_an_error(node: object) -> None:
+    with pytest.raises((Damaged, UnsupportedLeaf)):
+        tree.unflatten(node, lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(2, ">f4"), np.ma.masked_array([1.0], [True]), np.zeros(2, "U3"), np.zeros(2, "M8[s]"), np.array([object()])],
+)
+def test_numpy_arrays_that_cannot_be_kept_are_refused(array: np.ndarray) -> None:  # type: ignore[type-arg]
+    with pytest.raises(UnsupportedLeaf, match="'x'"):
+        tree.flatten({"x": array}, describe_numpy)

@@ -1,0 +1,148 @@
+"""Branches of a run and the age of its parts."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import deltacheck
+from deltacheck import Policy, errors
+from deltacheck.backends.torch import Engine
+from deltacheck.cli.app import app
+from deltacheck.maintain.blame import blame
+from deltacheck.maintain.branch import branch
+from deltacheck.store import collect
+from deltacheck.store.root import open_root
+from tests.support.states import assert_same, nudge, training_state
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("run")
+    state, states = training_state(), []
+    with Engine(root, policy=Policy.exact(max_chain_depth=4)) as engine:
+        for step in range(4):
+            states.append(copy.deepcopy(state))
+            engine.save(step, state)
+            nudge(state, seed=step)
+    return root, states
+
+
+def test_a_branch_has_the_step_and_goes_on_by_itself(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root, states = run
+    done = branch(open_root(root), 2, tmp_path / "b")
+    assert (done.step, done.copied_bytes) == (2, 0)
+    assert done.linked_bytes > 0
+    state = copy.deepcopy(states[2])
+    with Engine(tmp_path / "b") as engine:
+        assert_same(engine.restore(), state)
+        nudge(state, seed=77)
+        report = engine.save(3, state).result(60)
+        assert report is not None
+        assert report.stored_bytes < report.raw_bytes / 4  # the chain went on
+    assert deltacheck.open(tmp_path / "b").steps() == [2, 3]
+    assert deltacheck.open(tmp_path / "b").verify(deep=True) == []
+    assert deltacheck.open(root).verify(deep=True) == []
+
+
+def test_neither_root_hurts_the_other_when_it_is_collected(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    shutil.copytree(run[0], root)
+    branch(open_root(root), 3, tmp_path / "b")
+    opened = open_root(root)
+    for step in range(4):
+        collect.delete_checkpoint(opened, opened.manifest(step).seq)
+    collect.collect(opened, grace_seconds=0, writer_is_dead=True)
+    assert open_root(root).store.segment_ids() == []
+    with Engine(tmp_path / "b") as engine:
+        assert_same(engine.restore(), run[1][3])
+
+
+def test_where_no_link_can_be_made_the_files_are_copied(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    done = branch(open_root(run[0]), None, tmp_path / "b")
+    assert done.linked_bytes == 0
+    assert done.copied_bytes > 0
+    assert deltacheck.open(tmp_path / "b").verify(deep=True) == []
+
+
+def test_a_copied_branch_survives_damage_to_the_first_root(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    shutil.copytree(run[0], root)
+    branch(open_root(root), 3, tmp_path / "b", copy=True)
+    for file in (root / "segments").rglob("c.*"):
+        file.write_bytes(b"")
+    assert deltacheck.open(tmp_path / "b").verify(deep=True) == []
+
+
+def test_a_directory_that_holds_something_is_no_place_for_a_branch(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(errors.NotACheckpointRoot, match="not empty"):
+        branch(open_root(run[0]), 1, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_step_that_is_deleted_meanwhile_is_not_committed(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "a"
+    shutil.copytree(run[0], root)
+    link = os.link
+
+    def gone(source: Path, target: Path, **how: Any) -> None:
+        if source.name == "zarr.json" and source.parents[1].name == "segments":
+            source.unlink()
+        link(source, target, **how)
+
+    monkeypatch.setattr(os, "link", gone)
+    with pytest.raises((OSError, errors.DeltacheckError)):
+        branch(open_root(root), 3, tmp_path / "b")
+    assert deltacheck.open(tmp_path / "b").steps() == []
+
+
+def test_the_commands_say_what_was_done(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["branch", str(run[0]), "latest", "--to", str(tmp_path / "b")])
+    assert done.exit_code == 0, done.output
+    assert "begins with step 3" in done.output
+    told = CliRunner().invoke(app, ["blame", str(run[0]), "3", "--leaves", "model/*"])
+    assert told.exit_code == 0, told.output
+    assert "0 or earlier" in told.output  # head.bias never changed
+    nothing = CliRunner().invoke(app, ["blame", str(run[0]), "3", "--leaves", "nothing"])
+    assert isinstance(nothing.exception, errors.StepNotFound)
+
+
+@pytest.mark.parametrize("depth", [1, 32], ids=["keyframes between", "one chain"])
+def test_blame_names_the_step_since_which_each_chunk_is_as_it_is(tmp_path: Path, depth: int) -> None:
+    state = {"w": torch.zeros(4000, 512), "still": torch.ones(3)}
+    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=depth)) as engine:
+        for step, row in ((0, None), (10, 0), (20, 3999), (30, 0), (40, None)):
+            if row is not None:
+                state["w"][row, 0] += 1
+            engine.save(step, state).result(60)
+    root = open_root(tmp_path)
+    found = blame(root, root.manifest(), ["w", "still"])
+    chunks = found["w"].steps.size
+    assert chunks > 2
+    assert found["w"].steps.tolist() == [30, *[0] * (chunks - 2), 20]
+    assert found["w"].is_known.tolist() == [True, *[False] * (chunks - 2), True]
+    assert found["still"].steps.tolist() == [0]
+    collect.delete_checkpoint(root, root.manifest(30).seq)
+    again = blame(open_root(tmp_path), root.manifest(), ["w"])["w"]
+    assert again.steps[0] == 40  # the step that changed it is not there any more
+    assert np.array_equal(again.steps[1:], found["w"].steps[1:])

@@ -1,0 +1,111 @@
+"""The chain budget: how many arrays of deltas a restore opens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import deltacheck
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+from deltacheck.policy.keyframes import deltas_between, due_for_reads
+from deltacheck.restore import resolve as restore
+from deltacheck.restore.chain import Chain
+from deltacheck.store.root import open_root
+
+
+def opened(root: Path, step: int) -> int:
+    """Arrays of deltas that a restore of a step opens."""
+    store, manifest = open_root(root), deltacheck.open(root).manifest(step)
+    chains = {leaf.spec.path: leaf for leaf in restore.resolve(store, manifest).values()}
+    segments = {segment.id: segment for chain in chains.values() for segment, _ in chain.deltas}
+    return sum(segment.table.delta_arrays for segment in segments.values())
+
+
+def test_the_oldest_segments_are_given_up_first() -> None:
+    chains = {"a": ["s1", "s2", "s3"], "b": ["s3"], "c": ["s2", "s3"], "d": []}
+    reads = {"s1": 4, "s2": 4, "s3": 4}
+    assert due_for_reads(chains, reads, None) == frozenset()
+    assert due_for_reads(chains, reads, 16) == frozenset()
+    assert due_for_reads(chains, reads, 12) == {"a"}
+    assert due_for_reads(chains, reads, 8) == {"a", "c"}
+    assert due_for_reads(chains, reads, 0) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_restore_opens_no_more_arrays_than_the_policy_says(tmp_path: Path, resume: bool) -> None:
+    random = np.random.default_rng(0)
+    state = {f"w{n}": random.normal(size=5000).astype(np.float32) for n in range(12)}
+    policy, limit = Policy.exact(max_restore_reads=24), 24
+    engine = Engine(tmp_path, policy=policy)
+    most = 0
+    for step in range(30):
+        for value in state.values():
+            value[random.integers(0, 5000, 40)] += np.float32(1e-3)
+        engine.save(step, state).result()
+        most = max(most, opened(tmp_path, step))
+        assert most <= limit
+        if resume and step % 7 == 3:
+            engine.close()
+            engine = Engine(tmp_path, policy=policy)
+            engine.restore()
+    engine.close()
+    assert most > limit // 2  # deltas are written as long as there is room
+    np.testing.assert_equal(deltacheck.open(tmp_path).restore(), state)
+
+
+def decoded(root: Path, step: int) -> dict[str, float]:
+    """What a restore decodes of the deltas of each leaf, in units of the leaf."""
+    found = restore.resolve(open_root(root), deltacheck.open(root).manifest(step))
+    return {path: sum(chain.delta_bytes) / chain.spec.raw_bytes for path, chain in found.items() if isinstance(chain, Chain)}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_restore_decodes_no_more_than_the_policy_says(tmp_path: Path, resume: bool) -> None:
+    random = np.random.default_rng(0)
+    state = {f"dense{n}": random.normal(size=30_000).astype(np.float32) for n in range(12)}
+    state["sparse"] = random.normal(size=30_000).astype(np.float32)
+    policy = Policy.exact(max_restore_ratio=3)
+    engine = Engine(tmp_path, policy=policy)
+    depths: set[int] = set()
+    for step in range(12):
+        for path, value in state.items():
+            changed = slice(None) if path.startswith("dense") else random.integers(0, 30_000, 100)
+            value[changed] *= np.float32(1 + 2**-14)
+        engine.save(step, state).result()
+        found = decoded(tmp_path, step)
+        assert max(found.values()) < 4  # a delta of everything holds one leaf
+        assert found["sparse"] < 0.3
+        depths |= {len(open_root(tmp_path).manifest(step).segments)}
+        if resume and step % 5 == 3:
+            engine.close()
+            engine = Engine(tmp_path, policy=policy)
+            engine.restore()
+    engine.close()
+    assert max(depths) == 12, "what changes little goes on with its first keyframe"
+    np.testing.assert_equal(deltacheck.open(tmp_path).restore(), state)
+
+
+def test_keyframes_of_what_changes_everywhere_do_not_all_fall_on_one_save() -> None:
+    between = Counter(deltas_between(Policy.exact(), f"layers.{n}.weight", 1 << 20, 1 << 20) for n in range(200))
+    assert between.keys() == {4, 5, 6}
+    assert min(between.values()) > 40
+    assert deltas_between(Policy.exact(max_restore_ratio=1), "w", 1 << 20, 1 << 20) == 1
+    assert 15 < deltas_between(Policy.exact(max_restore_ratio=None), "w", 1 << 20, 1 << 20) <= 32
+    assert 15 < deltas_between(Policy.exact(), "small", 256, 256) <= 32, "a restore does not notice them"
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_a_ratio_that_leaves_no_room_is_refused(wrong: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"max_restore_ratio must be above 0, not .*; max_chain_depth=0 writes every leaf whole"
+    ):
+        Policy.exact(max_restore_ratio=wrong)
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_restore_reads must be at least 0, not -1"):
+        Policy.exact(max_restore_reads=-1)

@@ -1,0 +1,150 @@
+"""The stages of a run and the decisions that follow from them: pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from deltacheck import Policy
+from deltacheck.leaf.contracts import Bounded, Reused
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy.decide import Situation, decide, lattice_spacing
+from deltacheck.policy.presets import Hidden
+from deltacheck.policy.roles import Hyperparameters, Parameter
+from deltacheck.policy.stage import DEGRADED, STABLE, WARM, Observation, Stage, advance
+
+QUIET = dict(learning_rate=1e-5, drift_octaves=0.05)
+
+
+def stages(*seen: Observation, stable_from: int | None = None, first: Stage | None = None) -> list[str]:
+    stage, names = first or Stage(), []
+    for one in seen:
+        stage = advance(stage, one, 0.1, stable_from)
+        names.append(stage.name)
+    return names
+
+
+def test_three_quiet_saves_make_a_run_stable() -> None:
+    assert stages(*(Observation(step, **QUIET) for step in range(4))) == [WARM, WARM, STABLE, STABLE]
+
+
+def test_nothing_is_stable_before_the_step_that_a_profile_found() -> None:
+    assert stages(*(Observation(step, **QUIET) for step in range(0, 60, 10)), stable_from=40) == [WARM] * 4 + [STABLE] * 2
+
+
+def test_a_learning_rate_that_rises_is_not_quiet() -> None:
+    rates = [1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 4e-6, 4e-6]
+    assert stages(*(Observation(n, rate, 0.01) for n, rate in enumerate(rates))) == [WARM] * 6 + [STABLE]
+
+
+def test_a_save_that_has_nothing_to_compare_with_is_not_quiet() -> None:
+    drifts = [None, 0.01, 0.01, None, 0.01, 0.01, 0.01]
+    assert stages(*(Observation(n, 1e-5, drift) for n, drift in enumerate(drifts))) == [WARM] * 6 + [STABLE]
+
+
+@pytest.mark.parametrize("event", ["loss", "gradient", "learning-rate", "nonfinite", "optimizer", "resume"])
+def test_an_event_ends_a_stable_stage_at_once_and_three_quiet_saves_end_that(event: str) -> None:
+    seen = [Observation(0, **QUIET, events=(event,)), *(Observation(n, **QUIET) for n in range(1, 4))]
+    assert stages(*seen, first=Stage(STABLE, 3, 1e-5)) == [DEGRADED, DEGRADED, DEGRADED, STABLE]
+
+
+def test_drift_is_a_condition_of_becoming_stable_and_not_of_staying_so() -> None:
+    fast = Observation(0, 1e-5, 0.2)
+    assert stages(fast, fast, fast, fast) == [WARM] * 4
+    assert stages(fast, first=Stage(STABLE, 3, 1e-5)) == [STABLE]
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------------------
+
+PARAMETER = Parameter("p", weight="w", master="x", first="m", second="v", count="t", group="g", adam=True)
+SPECS = {"w": LeafSpec.of("w", (64, 64), "bfloat16")} | {p: LeafSpec.of(p, (64, 64), "float32") for p in "xmv"}
+
+
+def situation(
+    rate: float | None = 1e-5, step: int | None = 1000, spacing: float | None = None, scale: float = 1.0
+) -> Situation:
+    return Situation(Hyperparameters(rate, 0.9, 0.999, 1e-8), step, spacing, scale)
+
+
+def hidden(**changes: object) -> Hidden:
+    found = Policy.model_exact(**changes).hidden  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("stage", [WARM, DEGRADED])
+def test_outside_the_stable_stage_nothing_is_inexact(stage: str) -> None:
+    assert decide(Policy.model_exact(), stage, PARAMETER, SPECS, situation()) == {}
+
+
+def test_weights_are_never_reused_whatever_the_policy() -> None:
+    for moments in ("exact", "bounded", "reused", "dropped"):
+        found = decide(Policy.model_exact(moments=moments), STABLE, PARAMETER, SPECS, situation())
+        assert "w" not in found
+        assert found["x"].of == "w"
+
+
+def test_moments_are_reused_as_a_pair_or_not_at_all() -> None:
+    found = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation())
+    assert found["m"].terms == Reused(138)  # 0.1 octaves of a memory of 1,000 steps
+    assert isinstance(found["v"].terms, Reused)
+    assert found["v"].terms.max_age_steps == 138
+    early = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation(step=50))
+    assert {"m", "v"}.isdisjoint(early)
+
+
+def test_small_leaves_and_vectors_stay_exact() -> None:
+    for shape in ((4096 * 4,), (8, 8)):
+        specs = {path: LeafSpec.of(path, shape, spec.dtype) for path, spec in SPECS.items()}
+        assert decide(Policy.model_exact(moments="dropped"), STABLE, PARAMETER, specs, situation()) == {}
+
+
+def test_without_a_learning_rate_a_master_stays_exact() -> None:
+    for rate in (None, 0.0, -1.0, math.nan, math.inf):
+        assert "x" not in decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation(rate))
+
+
+def test_a_lattice_is_kept_while_its_error_is_allowed_and_chosen_anew_when_it_is_not() -> None:
+    terms = hidden(master_error_lr=10.0)
+    first = lattice_spacing(terms, situation(1e-5))
+    assert first is not None
+    assert first / 2 < 10 * 1e-5
+    assert lattice_spacing(terms, situation(0.85e-5, spacing=first)) == first
+    lower = lattice_spacing(terms, situation(0.5e-5, spacing=first))
+    assert lower is not None
+    assert lower / 2 < 10 * 0.5e-5
+    assert lattice_spacing(terms, situation(1.9e-5, spacing=first)) == first
+    higher = lattice_spacing(terms, situation(5e-5, spacing=first))
+    assert higher is not None
+    assert higher > first
+
+
+def test_a_lattice_is_small_beside_the_weights() -> None:
+    assert lattice_spacing(hidden(), situation(1e-2, scale=0.01)) == pytest.approx(0.01 / 32)
+
+
+def test_bounded_weights_are_the_cast_of_their_bounded_master() -> None:
+    terms = hidden()
+    policy = Policy(32, dataclasses.replace(terms, weights="bounded"), derive=True)
+    found = decide(policy, STABLE, PARAMETER, SPECS, situation())
+    assert found["w"].how == "cast"
+    assert isinstance(found["w"].terms, Bounded)
+    assert found["x"].of == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moments": "some"},
+        {"master_error_lr": 0.0},
+        {"moment_error_octaves": 3.0},
+        {"max_drift_octaves": 0.0},
+        {"max_age_steps": -1},
+        {"max_chain_depth": -1},
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"must be|moments one of"):
+        Policy.model_exact(**options)  # type: ignore[arg-type]

@@ -1,0 +1,178 @@
+"""What a restore of many small leaves does once and not leaf by leaf, and that it still names the one that is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deltacheck
+from deltacheck import errors
+from deltacheck.backends.torch import Engine
+from deltacheck.codec import default_codec
+from deltacheck.restore import resolve as restore
+from deltacheck.store import manifest as schema
+from deltacheck.store import segment
+from deltacheck.store.root import open_root
+from tests.support.states import bits
+
+LEAVES, STEPS = 40, 5
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Many small leaves of two element sizes by turns, a scalar and an empty one; the last state that was saved."""
+    root = tmp_path_factory.mktemp("root")
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        f"p{n:02}": torch.randn(70, 9 + n, generator=generator).to([torch.float32, torch.bfloat16][n % 2])
+        for n in range(LEAVES)
+    }
+    state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5)}
+    with Engine(root) as engine:
+        for step in range(STEPS):
+            engine.save(step, state).wait()
+            if step + 1 < STEPS:
+                for value in state.values():
+                    value.reshape(-1)[:: 7 + step] += 1
+    return root, state
+
+
+class Parsed:
+    """Counts the documents that are parsed, by file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: Counter[str] = Counter()
+        original = schema.from_zarr_json
+
+        def counted(content: bytes, kind: Any, where: str) -> Any:
+            self.files[where] += 1
+            return original(content, kind, where)
+
+        monkeypatch.setattr(schema, "from_zarr_json", counted)
+
+
+def test_a_restore_parses_each_table_of_the_step_once_and_no_other_manifest(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, state = saved
+    manifest = deltacheck.open(root).manifest()
+    assert len(manifest.segments) == STEPS
+    parsed = Parsed(monkeypatch)
+    found = deltacheck.open(root).restore()
+    expected = [root / "segments" / ref.id / "zarr.json" for ref in manifest.segments]
+    expected.append(root / "checkpoints" / f"c{manifest.seq:010}" / "zarr.json")
+    assert parsed.files == Counter(map(str, expected))
+    assert all(bits(found[path]) == bits(value) for path, value in state.items())
+
+
+def test_verify_parses_each_document_once_however_many_steps_stand_on_it(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = Parsed(monkeypatch)
+    assert deltacheck.open(saved[0]).verify() == []
+    assert len(parsed.files) == 2 * STEPS
+    assert set(parsed.files.values()) == {1}
+
+
+class Counting:
+    """The codec, and how many rows each call took."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(default_codec(), name)
+
+    def apply(self, encoded: Any, base: Any, bounds: Any, word_bytes: int) -> None:
+        self.rows.append(encoded.rows.shape[0])
+        default_codec().apply(encoded, base, bounds, word_bytes)
+
+
+def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    root, codec = open_root(saved[0]), Counting()
+    restore.load(restore.resolve(root, root.manifest()), codec=codec)
+    assert len(codec.rows) == 2 * (STEPS - 1)
+    assert sum(codec.rows) == (STEPS - 1) * (LEAVES + 1)
+
+
+@pytest.mark.parametrize("wanted", [["p03"], ["p31", "p02", "p30", "scalar"], ["empty"]])
+def test_some_leaves_come_back_without_the_others(saved: tuple[Path, dict[str, torch.Tensor]], wanted: list[str]) -> None:
+    root, state = saved
+    found = deltacheck.open(root).restore(leaves=wanted)
+    assert list(found) == wanted
+    assert all(bits(found[path]) == bits(state[path]) for path in wanted)
+
+
+def test_leaves_that_are_decoded_together_take_no_more_memory_than_the_limit_counts(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    root, state = saved
+    size = sum(value.nbytes for value in state.values())
+    found = deltacheck.open(root).restore(max_bytes=size)
+    owners = {id(owner): owner.nbytes for value in found.values() for owner in [_owner(value)]}
+    assert sum(owners.values()) == size
+    with pytest.raises(errors.BudgetExceeded):
+        deltacheck.open(root).restore(max_bytes=size - 1)
+
+
+def _owner(value: Any) -> np.ndarray[Any, Any]:
+    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
+        value = value.base
+    return value
+
+
+@pytest.mark.parametrize("path", ["p00", "p17", "p38"])
+def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with_it(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    root = open_root(saved[0])
+    manifest = root.manifest()
+    last = root.store.segment(manifest.segments[-1])
+    ((number, first, rows),) = last.table.leaves[path].delta
+    part, original = last.part(number), segment.PartReader.start
+
+    class Changed(segment.StreamsReading):
+        def result(self) -> Any:
+            streams = super().result()
+            offsets = part.offsets["tiles"]
+            streams["tiles"][int(offsets[first]) : int(offsets[first + rows])] = 255
+            return streams
+
+    def start(self: Any, begin: int, stop: int, scratch: Any) -> Any:
+        reading = original(self, begin, stop, scratch)
+        if self is not part:
+            return reading
+        assert (begin, stop) == (0, part.index.shape[0])
+        return Changed(*reading)
+
+    monkeypatch.setattr(segment.PartReader, "start", start)
+    with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):
+        restore.load(restore.resolve(root, manifest))
+
+
+def test_a_manifest_under_another_number_is_not_taken_for_the_newest(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved[0], root)
+    shutil.copytree(root / "checkpoints" / "c0000000001", root / "checkpoints" / "c0000000009")
+    with pytest.raises(
+        errors.Damaged, match=rf"c0000000009.*is the manifest of another checkpoint.*still restore: 0, .*{STEPS - 1}"
+    ):
+        deltacheck.open(root).manifest()
+    for step in (1, STEPS - 1):
+        assert deltacheck.open(root).manifest(step).step == step
+    assert "c0000000009" in deltacheck.open(root).verify()[0].problem
+
+
+def test_a_key_that_stands_twice_in_a_document_is_refused_by_the_quick_parser_too() -> None:
+    once = b'{"attributes":{"deltacheck":{"a":1,"checksum":"x"}}}'
+    assert schema._parse(once)[1]
+    with pytest.raises(errors.Damaged, match="the same key twice"):
+        schema.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), schema.SegmentTable, "x")

@@ -1,0 +1,185 @@
+"""However a process ends, its last save is durable, or the exit status is not 0 and stderr says why; and it never hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deltacheck
+from tests.support.paths import TESTS
+
+CHILD = TESTS / "support" / "exits_child.py"
+LIMIT_SECONDS = 40.0  # every deadline in the cases is below 1 s; the rest is for a machine that is busy with others
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("exits")]
+
+# What becomes of the process where the last save is durable: its exit status, negative for a signal.
+KINDS = {
+    "end": 0,
+    "exit 0": 0,
+    "exit 3": 3,
+    "exception": 1,
+    "thread fails": 0,  # Python's own rule: an exception in a thread is printed, and that is all
+    "thread exits": 0,
+    "daemon thread": 0,
+    "worker": 0,
+    "forked child": 0,
+    "sigint": -signal.SIGINT,
+    "sigterm, finish": -signal.SIGTERM,
+    "sigterm inside save": -signal.SIGTERM,
+    "sigterm, finish, handler": 75,
+}
+# These end at once, whatever is under way.
+SUDDEN = {"sigterm": -signal.SIGTERM, "kill": -signal.SIGKILL, "os._exit": 9, "abort": -signal.SIGABRT}
+FAULTS = ("ok", "full", "hang", "stuck")
+
+EVERY = [
+    *product(KINDS, ["none"], FAULTS),
+    *product(["end", "exception", "sigterm, finish"], ["wait", "close"], FAULTS),
+    *product(SUDDEN, ["none"], ["ok", "stuck"]),
+]
+# Every case with EXIT_CASES=all (make soak); else each end of a process with a storage that works, and with one that does not.
+FEW = ("exit 0", "thread exits")
+CHOSEN = [
+    case
+    for number, case in enumerate(EVERY)
+    if case[0] not in FEW and ((case[2], case[1]) == ("ok", "none") or number % 4 == 1 + number // 4 % 3)
+]
+CASES = [
+    *(EVERY if os.environ.get("EXIT_CASES") == "all" else CHOSEN),
+    ("sigint twice", "none", "stuck"),
+    ("sigterm twice", "none", "stuck"),
+    ("sigint inside save", "none", "ok"),
+    ("no memory", "none", "ok"),
+]
+Result = dict[str, Any]
+
+
+def run(folder: Path, cases: list[tuple[str, str, str]], *options: str) -> dict[tuple[str, str, str], Result]:
+    """Let every case end; its status, seconds, what it printed, and its root."""
+    folders = {case: folder / str(number) for number, case in enumerate(cases)}
+    for place in folders.values():
+        place.mkdir()
+    about = [
+        {"folder": str(folders[case]), "kind": case[0], "ending": case[1], "fault": case[2], "limit": LIMIT_SECONDS}
+        for case in cases
+    ]
+    (folder / "cases.json").write_text(json.dumps(about))
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(folder / "cases.json"), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    results = {line["folder"]: line for line in map(json.loads, done.stdout.splitlines())}
+    found = {}
+    for case, place in folders.items():
+        output = (place / "out").read_text(errors="replace")
+        found[case] = results[str(place)] | {"output": output, "root": place / "root"}
+    return found
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Result]:
+    return run(tmp_path_factory.mktemp("exits"), CASES)
+
+
+def check(result: Result, status: int | None) -> bool:
+    """No silent loss, no damage, no hang; whether the last save is durable. ``status``: where it is."""
+    assert not result["hung"], result["output"]
+    run = deltacheck.open(result["root"])
+    steps = run.steps()
+    assert steps in ([0], [0, 1]), result["output"]
+    assert run.verify(deep=True) == []
+    assert [run.restore(step)["x"].flat[0] for step in steps] == steps
+    if steps == [0]:
+        assert result["status"] != 0, result["output"]
+    elif status is not None:
+        assert result["status"] == status, result["output"]
+    return steps == [0, 1]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in KINDS], ids=", ".join)
+def test_the_last_save_is_durable_or_the_exit_says_that_it_is_not(case: tuple[str, str, str], ended: dict[Any, Result]) -> None:
+    kind, _, fault = case
+    result = ended[case]
+    durable = check(result, KINDS[kind])
+    assert durable == (fault == "ok"), result["output"]
+    if not durable:
+        assert "deltacheck" in result["output"]
+        assert any(word in result["output"] for word in ("No space left", "may hang", "is only", "took longer")), result[
+            "output"
+        ]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in SUDDEN], ids=", ".join)
+def test_a_sudden_end_is_seen_by_the_parent_and_earlier_steps_are_whole(
+    case: tuple[str, str, str], ended: dict[Any, Result]
+) -> None:
+    result = ended[case]
+    check(result, SUDDEN[case[0]])
+    assert result["status"] == SUDDEN[case[0]]
+
+
+def test_a_second_interrupt_ends_the_wait_for_a_storage_that_hangs(ended: dict[Any, Result]) -> None:
+    result = ended["sigint twice", "none", "stuck"]
+    assert not check(result, None)
+    assert result["status"] == -signal.SIGINT
+    assert "did not become a checkpoint" in result["output"]
+
+
+def test_a_second_signal_ends_the_process_at_once(ended: dict[Any, Result]) -> None:
+    result = ended["sigterm twice", "none", "stuck"]
+    assert not check(result, None)
+    assert result["status"] == -signal.SIGTERM
+    assert result["seconds"] < 15  # its grace period is 20 s
+
+
+def test_an_interrupt_in_the_middle_of_a_save_leaves_nothing_waiting(ended: dict[Any, Result]) -> None:
+    result = ended["sigint inside save", "none", "ok"]
+    assert not check(result, None)
+    assert result["status"] == -signal.SIGINT
+    assert "KeyboardInterrupt" in result["output"]
+
+
+def test_a_save_without_memory_fails_alone(ended: dict[Any, Result]) -> None:
+    result = ended["no memory", "none", "ok"]
+    assert check(result, 0)
+    assert "told: the save of step 1 failed" in result["output"]
+
+
+# --- the same under Orbax's CheckpointManager, whose own threads must end, too ------------------------------------------------------
+
+ORBAX_CASES = [
+    ("end", "none", "ok"),
+    ("end", "none", "full"),
+    ("end", "none", "hang"),
+    ("sigterm, finish", "none", "ok"),
+    ("sigterm, finish", "none", "stuck"),
+]
+
+
+@pytest.fixture(scope="module")
+def managers_ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Result]:
+    return run(tmp_path_factory.mktemp("managers"), ORBAX_CASES, "--orbax")
+
+
+@pytest.mark.parametrize("case", ORBAX_CASES, ids=", ".join)
+def test_a_managers_last_save_is_durable_or_the_exit_says_that_it_is_not(
+    case: tuple[str, str, str], managers_ended: dict[Any, Result]
+) -> None:
+    result = managers_ended[case]
+    durable = check(result, KINDS[case[0]])
+    assert durable == (case[2] == "ok"), result["output"]
+    if not durable:
+        assert any(word in result["output"] for word in ("No space left", "Orbax has not finished it")), result["output"]

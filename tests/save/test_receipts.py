@@ -1,0 +1,169 @@
+"""Receipts: a save is read back from disk and compared with the state as it was captured, and a fault on the way never passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deltacheck
+from deltacheck import errors
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.store.segment import SegmentWriter
+from tests.support.states import assert_same, nudge, training_state
+
+
+def save_twice(root: Path, **options: Any) -> tuple[Engine, Any, dict[str, Any]]:
+    """A keyframe, whole, then whatever the test has prepared for the delta after it."""
+    state = training_state()
+    engine = Engine(root, **options)
+    engine.save(0, state).wait_for_receipt(60)
+    nudge(state)
+    return engine, engine.save(1, state), state
+
+
+@pytest.mark.parametrize("verify", ["commit", "receipt"])
+def test_a_receipt_says_that_the_step_was_rebuilt(tmp_path: Path, verify: str) -> None:
+    engine, handle, state = save_twice(tmp_path, verify=verify)
+    receipt = handle.wait_for_receipt(60)
+    assert receipt is handle.receipt
+    assert receipt.step == 1
+    whole = sum(leaf.raw_bytes for leaf in handle.report.leaves)
+    changed = sum(leaf.raw_bytes for leaf in handle.report.leaves if leaf.changed)
+    assert receipt.raw_bytes == (whole if verify == "receipt" else changed)
+    engine.close()
+    assert_same(Engine(tmp_path).restore(), state)
+
+
+def test_without_verify_there_is_no_receipt(tmp_path: Path) -> None:
+    engine, handle, _ = save_twice(tmp_path)
+    assert handle.wait_for_receipt(60) is None
+    engine.close()
+    with pytest.raises(ValueError, match="verify must be one of none, commit, receipt"):
+        Engine(tmp_path, verify="always")
+
+
+def flipped(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copy = array.copy()
+    copy[copy.size // 2] ^= 4
+    return copy
+
+
+def between_encode_and_write(monkeypatch: pytest.MonkeyPatch, saves: list[int]) -> None:
+    original = SegmentWriter.put_part
+
+    def put_part(self: SegmentWriter, index: Any, streams: Any) -> Any:
+        if saves:
+            streams = {name: [flipped(piece) if piece.size else piece for piece in of] for name, of in streams.items()}
+        return original(self, index, streams)
+
+    monkeypatch.setattr(SegmentWriter, "put_part", put_part)
+
+
+def between_write_and_commit(monkeypatch: pytest.MonkeyPatch, saves: list[int]) -> None:
+    original = SegmentWriter.finish
+
+    def finish(self: SegmentWriter, *args: Any) -> Any:
+        ref = original(self, *args)
+        if saves:
+            file = max((p for p in self.path.rglob("c*") if p.is_file()), key=lambda p: p.stat().st_size)
+            file.write_bytes(flipped(np.fromfile(file, np.uint8)).tobytes())
+        return ref
+
+    monkeypatch.setattr(SegmentWriter, "finish", finish)
+
+
+def in_the_encoder(monkeypatch: pytest.MonkeyPatch, saves: list[int]) -> None:
+    """The shadow and the digests made of it agree with what is written, and not with the training's state."""
+    original = TorchCodec.encode
+
+    def encode(self: TorchCodec, current: Any, base: Any, bounds: Any, word_bytes: int) -> Any:
+        return original(self, flipped(current) if saves and current.size > 1000 else current, base, bounds, word_bytes)
+
+    monkeypatch.setattr(TorchCodec, "encode", encode)
+
+
+FAULTS = (between_encode_and_write, between_write_and_commit, in_the_encoder)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_flip_on_the_way_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    saves: list[int] = []
+    fault(monkeypatch, saves)
+    state = training_state()
+    with Engine(tmp_path, verify="commit") as engine:
+        engine.save(0, state).result(60)
+        saves.append(1)
+        nudge(state)
+        with pytest.raises(errors.SaveFailed, match=r"step 1.*leaf '"):
+            engine.save(1, state).result(60)
+        saves.clear()
+        assert engine.steps() == [0]
+        engine.save(2, state).result(60)  # whole leaves
+        assert_same(engine.restore(2), state)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_flip_on_the_way_is_told_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
+) -> None:
+    saves: list[int] = []
+    fault(monkeypatch, saves)
+    state = training_state()
+    with Engine(tmp_path, verify="receipt") as engine:
+        engine.save(0, state).wait_for_receipt(60)
+        saves.append(1)
+        nudge(state)
+        handle = engine.save(1, state)
+        with pytest.raises(errors.ReceiptFailed, match=r"step 1.*leaf '"):
+            engine.wait(60)
+        saves.clear()
+        assert handle.state == "committed"
+        assert handle.receipt is None
+        assert "step 1" in caplog.text
+        report = engine.save(2, state).result(60)
+        assert all(leaf.kind == "keyframe" for leaf in report.leaves)  # nothing stands on the damaged step
+        engine.wait(60)
+        assert_same(engine.restore(2), state)
+
+
+def test_without_verify_the_encoders_fault_would_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the digest of the live state is for: everything on disk agrees with itself."""
+    saves: list[int] = []
+    in_the_encoder(monkeypatch, saves)
+    state = training_state()
+    with Engine(tmp_path) as engine:
+        engine.save(0, state).result(60)
+        saves.append(1)
+        nudge(state)
+        engine.save(1, state).result(60)
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+    assert not torch.equal(Engine(tmp_path).restore(1)["model"]["embed.weight"], state["model"]["embed.weight"])
+
+
+@pytest.mark.parametrize("verify", ["commit", "receipt"])
+def test_a_manager_reads_back_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+    from deltacheck.backends import orbax as backend
+    from deltacheck.backends.orbax.manager import handler_of
+
+    saves: list[int] = []
+    between_write_and_commit(monkeypatch, saves)
+    value = np.arange(300_000, dtype=np.float32)
+    with backend.manager(tmp_path, verify=verify) as manager:
+        manager.save(0, args=backend.DeltaSaveArgs({"w": value}))
+        manager.wait_until_finished()
+        saves.append(1)
+        manager.save(1, args=backend.DeltaSaveArgs({"w": value * 2}))
+        (item,) = handler_of(manager)._items.values()
+        item._last.handle._await_end(60)
+        with pytest.raises(errors.DeltacheckError, match="leaf 'w'"):  # by Orbax's own wait, or by our next save
+            _ = manager.wait_until_finished(), manager.save(2, args=backend.DeltaSaveArgs({"w": value * 3}))
+        saves.clear()
+        assert manager.all_steps() == ([0] if verify == "commit" else [0, 1])
+        manager.save(3, args=backend.DeltaSaveArgs({"w": value * 3}))
+        manager.wait_until_finished()
+    np.testing.assert_array_equal(deltacheck.open(tmp_path).restore(3)["w"], value * 3)

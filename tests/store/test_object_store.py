@@ -1,0 +1,766 @@
+"""A root on an object store that fails: what is acknowledged is stored, what is listed restores, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deltacheck
+from deltacheck import Policy
+from deltacheck.backends.torch import Engine
+from deltacheck.cli import main
+from deltacheck.errors import ChainBroken, Damaged, NotACheckpointRoot, RootBusy, SaveFailed, StorageFailed
+from deltacheck.store import collect, layout, object_root
+from deltacheck.store.files import arrays
+from deltacheck.store.files import storage as place
+from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.lock import object_lease
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.root import Root, Store, commit, open_root
+from tests.support.s3_server import S3, Fault
+
+FOREVER = 1 << 30
+STORAGE = ObjectStore(retries=2, deadline_seconds=15)
+IMPATIENT = ObjectStore(retries=1, deadline_seconds=0.8)
+
+# Where a fault strikes: the objects of a save, by the end of their keys.
+OBJECTS = {
+    "data": r"/segments/s\d+-\w+/.*/c[.0-9]*$",
+    "metadata": r"/segments/s\d+-\w+/.+/zarr\.json$",
+    "table": r"/segments/s\d+-\w+/zarr\.json$",
+    "manifest": r"/checkpoints/c\d+/zarr\.json$",
+}
+WRITE_FAULTS = ("500", "503", "429", "dropped", "lost", "after 500")
+READ_FAULTS = ("500", "503", "429", "dropped", "truncated")
+# The soak (tests/suites/object_soak.py) takes all of them everywhere.
+WRITE_CASES = [
+    *((kind, where) for kind in WRITE_FAULTS for where in ("data", "manifest")),
+    *((kind, where) for kind in ("503", "lost") for where in ("metadata", "table")),
+]
+READ_CASES = [(kind, where) for kind in READ_FAULTS for where in ("data", "manifest")] + [("truncated", "table")]
+
+
+class Run:
+    """A training with its checkpoints, and what each must restore to."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.address = address
+        options = {"storage": STORAGE, "policy": Policy.exact(max_chain_depth=2), "io_timeout_seconds": 30} | options
+        self.engine = Engine(address, **options)
+        self.state = {"large": torch.randn(300, 260), "small": torch.randn(10), "step": 0}
+        self.step = self.newest = 0
+        self.saved: dict[int, dict[str, Any]] = {}
+
+    def save(self) -> int:
+        """The next step, acknowledged."""
+        self.step += 1
+        self.state["large"][self.step % 300, 0] += 0.5  # one chunk's sparse streams, and no more objects than that
+        self.state["step"] = self.step
+        self.saved[self.step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()}
+        self.engine.save(self.step, self.state).result(60)
+        self.newest = self.step
+        return self.step
+
+    def check(self, *steps: int) -> None:
+        """These steps, by default all that a fresh reader lists, restore to what was saved; all others are whole, too."""
+        reader = deltacheck.open(self.address, storage=STORAGE)
+        for step in steps or reader.steps():
+            restored = reader.restore(step)
+            assert restored["step"] == self.saved[step]["step"]
+            for name in ("large", "small"):
+                assert np.array_equal(restored[name], self.saved[step][name].numpy())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment(s3_server: S3) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environment().items():
+            patch.setenv(name, value)
+        patch.setattr(place, "_FIRST_DELAY", "5ms")
+        yield
+
+
+@pytest.fixture
+def address() -> str:
+    return f"s3://bucket/{secrets.token_hex(8)}/run"
+
+
+class Runs:
+    """A run that tests share, until it has many steps: each is read wherever a root is looked at as a whole."""
+
+    MOST_STEPS = 6
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+
+    def current(self) -> Run:
+        if self._run is None or len(self._run.saved) >= self.MOST_STEPS:
+            self.finish()
+            self._run = Run(f"s3://bucket/{secrets.token_hex(8)}")
+            self._run.save()
+            self._run.save()
+        return self._run
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.check()
+            self._run.engine.close()
+
+
+@pytest.fixture(scope="module")
+def runs(_environment: None) -> Iterator[Runs]:
+    runs = Runs()
+    yield runs
+    runs.finish()
+
+
+@pytest.fixture
+def run(runs: Runs) -> Run:
+    return runs.current()
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
+def test_a_save_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
+    with s3_server.failing(Fault(kind, OBJECTS[where])):
+        step = run.save()
+        assert kind in {done for _, _, done in s3_server.seen()}
+    run.check(step)
+
+
+@pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
+def test_a_save_under_a_fault_that_lasts_is_all_or_nothing(run: Run, s3_server: S3, kind: str, where: str) -> None:
+    before = set(deltacheck.open(run.address, storage=STORAGE).steps())
+    takes_effect = kind in ("lost", "after 500") and where in ("manifest", "table")  # what is there is read back
+    outcome = contextlib.nullcontext() if takes_effect else pytest.raises(SaveFailed, match="earlier steps are as they were")
+    with s3_server.failing(Fault(kind, OBJECTS[where], times=FOREVER)), outcome:
+        run.save()
+    acknowledged = {run.step} if takes_effect else set()
+    assert set(deltacheck.open(run.address, storage=STORAGE).steps()) == before | acknowledged
+    after = run.save()
+    run.check(max(before), *acknowledged, after)
+
+
+def test_every_third_reply_of_a_run_may_be_lost(address: str, s3_server: S3) -> None:
+    with s3_server.failing(Fault("lost", "/", method="ANY", times=FOREVER, every=3)):
+        run = Run(address, storage=ObjectStore(retries=12, deadline_seconds=30))
+        run.save()
+        run.save()
+        run.engine.close()
+    run.check()
+
+
+def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(address: str, s3_server: S3) -> None:
+    run = Run(address)
+    run.save()
+    root = place.of(address, STORAGE)
+    theirs = root / layout.CHECKPOINTS / layout.checkpoint_id(1)
+    other = deltacheck.open(address, storage=STORAGE).manifest()
+    taken = type(other)(**{name: getattr(other, name) for name in other.__struct_fields__} | {"seq": 1, "nonce": "0" * 16})
+    commit(root, taken)
+    with s3_server.failing(Fault("500", OBJECTS["manifest"])), pytest.raises(SaveFailed, match="two writers"):
+        run.save()
+    assert arrays.read_file(theirs / "zarr.json", 1 << 20).count(b'"nonce":"0000000000000000"') == 1
+    run.engine.close()
+
+
+def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_server: S3) -> None:
+    engine = Engine(address, storage=STORAGE, io_timeout_seconds=1.0)
+    engine.save(0, {"w": torch.zeros(10)}).result(30)
+    begin = time.monotonic()
+    with (
+        s3_server.failing(Fault("hang", OBJECTS["data"], times=FOREVER, seconds=5)),
+        pytest.raises(SaveFailed, match="deadline"),
+    ):
+        engine.save(1, {"w": torch.ones(10)}).result(30)
+    assert time.monotonic() - begin < 10
+    engine.save(2, {"w": torch.ones(10)}).result(30)
+    engine.close()
+    assert deltacheck.open(address, storage=STORAGE).steps() == [0, 2]
+
+
+def test_closing_an_engine_whose_store_is_gone_waits_no_longer_than_the_deadline(address: str, s3_server: S3) -> None:
+    engine = Engine(address, storage=IMPATIENT)
+    begin = time.monotonic()
+    with s3_server.failing(Fault("hang", "/", method="ANY", times=FOREVER, seconds=3)):
+        engine.close()
+    assert time.monotonic() - begin < 3
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "where"), READ_CASES)
+def test_a_restore_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
+    with s3_server.failing(Fault(kind, OBJECTS[where], "GET")):
+        run.check(run.newest)
+        assert kind in {done for _, _, done in s3_server.seen()}
+
+
+@pytest.mark.parametrize(("kind", "where"), READ_CASES)
+def test_a_restore_under_a_fault_that_lasts_says_that_the_store_fails(run: Run, s3_server: S3, kind: str, where: str) -> None:
+    reader = deltacheck.open(run.address, storage=STORAGE)
+    with s3_server.failing(Fault(kind, OBJECTS[where], "GET", times=FOREVER)), pytest.raises(StorageFailed):
+        reader.restore()
+    run.check(run.newest)
+
+
+@pytest.mark.parametrize("kind", ["503", "dropped"])
+def test_a_listing_that_fails_is_never_an_empty_one(run: Run, s3_server: S3, kind: str) -> None:
+    reader = deltacheck.open(run.address, storage=STORAGE)
+    with s3_server.failing(Fault(kind, "", "LIST")):
+        assert reader.steps()
+    root = open_root(run.address, storage=STORAGE)
+    before = root.store.segment_ids()
+    with s3_server.failing(Fault(kind, "", "LIST", times=FOREVER)):
+        for attempt in (reader.steps, reader.restore, reader.verify, lambda: collect.collect(root, grace_seconds=0)):
+            with pytest.raises(StorageFailed):
+                attempt()
+    assert root.store.segment_ids() == before
+
+
+@pytest.mark.parametrize("where", ["data", "table", "manifest"])
+def test_a_changed_byte_is_damage_and_no_failure_of_the_store(run: Run, s3_server: S3, where: str) -> None:
+    with s3_server.failing(Fault("flipped", OBJECTS[where], "GET", times=FOREVER)), pytest.raises(Damaged):
+        deltacheck.open(run.address, storage=STORAGE).restore()
+
+
+def test_verify_does_not_take_a_store_that_fails_for_damage(run: Run, s3_server: S3) -> None:
+    for where in ("data", "metadata", "table"):
+        with s3_server.failing(Fault("500", OBJECTS[where], "GET", times=FOREVER)), pytest.raises(StorageFailed):
+            deltacheck.open(run.address, storage=STORAGE).verify(deep=True)
+
+
+def test_a_missing_object_is_a_broken_chain(address: str) -> None:
+    run = Run(address)
+    step = run.save()
+    run.engine.close()
+    (segment,) = open_root(address, storage=STORAGE).manifest(step).segments
+    folder = place.of(address, STORAGE) / layout.SEGMENTS / segment.id
+    assert isinstance(folder, ObjectPath)
+    data = next(key for key in folder.keys() if re.search("/c[.0-9]+$", key))  # noqa: SIM118 - a path, not a mapping
+    (folder / data.removeprefix(f"{folder.key}/")).unlink()
+    with pytest.raises(ChainBroken):
+        deltacheck.open(address, storage=STORAGE).restore()
+    (folder / "zarr.json").unlink()
+    with pytest.raises(ChainBroken):
+        deltacheck.open(address, storage=STORAGE).restore()
+
+
+# --- a store that is not there ------------------------------------------------------------------------------------------------
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("attempt", [Engine, deltacheck.open], ids=["Engine", "open"])
+def test_a_dead_endpoint_is_an_error_soon(address: str, attempt: Any) -> None:
+    begin = time.monotonic()
+    with pytest.raises(StorageFailed, match="refused a read"):
+        attempt(address, storage=ObjectStore(endpoint=closed_port(), retries=2, deadline_seconds=5))
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("attempt", [Engine, deltacheck.open], ids=["Engine", "open"])
+def test_an_endpoint_that_never_answers_is_an_error_at_the_deadline(address: str, attempt: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = ObjectStore(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", deadline_seconds=0.5)
+        begin = time.monotonic()
+        with pytest.raises(StorageFailed, match=r"no answer to a read within 0\.5 s"):
+            attempt(address, storage=silent)
+        assert time.monotonic() - begin < 5
+
+
+def test_a_restore_from_a_store_that_falls_silent_ends(run: Run, s3_server: S3) -> None:
+    reader = deltacheck.open(run.address, storage=IMPATIENT)
+    reader.manifest()
+    begin = time.monotonic()
+    with s3_server.failing(Fault("hang", OBJECTS["data"], "GET", times=FOREVER, seconds=4)), pytest.raises(StorageFailed):
+        reader.restore()
+    assert time.monotonic() - begin < 6
+
+
+def test_a_bucket_that_is_not_there_is_named_by_writer_and_reader() -> None:
+    with pytest.raises(StorageFailed, match="NoSuchBucket"):
+        Engine("s3://no-such-bucket/run", storage=STORAGE)
+    with pytest.raises(StorageFailed, match="NoSuchBucket"):
+        deltacheck.open("s3://no-such-bucket/run", storage=STORAGE)
+
+
+def test_a_prefix_that_holds_something_else_is_not_written(address: str) -> None:
+    root = place.of(address, STORAGE)
+    arrays.replace_file(root, "notes.txt", b"mine")
+    with pytest.raises(NotACheckpointRoot, match="not empty"):
+        Engine(address, storage=STORAGE)
+
+
+# --- conditional writes and one writer ------------------------------------------------------------------------------------------
+
+
+def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: S3) -> None:
+    with (
+        s3_server.failing(Fault("unconditional", "/", times=FOREVER)),
+        pytest.raises(StorageFailed, match=r"does not honour conditional writes .*If-None-Match"),
+    ):
+        Engine(address, storage=STORAGE)
+
+
+@pytest.mark.parametrize("kind", ["lost", "500"])
+@pytest.mark.parametrize("skip", range(5))
+def test_the_self_test_outlives_a_fault_of_any_of_its_writes(address: str, s3_server: S3, kind: str, skip: int) -> None:
+    folder = place.of(address, STORAGE)
+    assert isinstance(folder, ObjectPath)
+    with s3_server.failing(Fault(kind, "/probe-", skip=skip)):
+        place.check_conditional_writes(folder)
+    assert folder.keys() == []
+
+
+@pytest.mark.parametrize("kind", ["lost", "after 500", "500", "503", "dropped"])
+def test_of_writers_whose_replies_are_lost_one_wins_and_knows_it(address: str, s3_server: S3, kind: str) -> None:
+    folder = place.of(address, ObjectStore(retries=8, deadline_seconds=30))
+    with s3_server.failing(Fault(kind, "/race", times=FOREVER, every=3)):
+        results: list[int] = []
+
+        def create(number: int) -> None:
+            if arrays.create_file(folder, "race", b"writer %d" % number):
+                results.append(number)
+
+        threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 1
+    assert (folder / "race").read_bytes() == b"writer %d" % results[0]
+
+
+def lease_of(address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, machine: str) -> tuple[ObjectPath, Lease]:
+    """A lease as another machine would hold it."""
+    root = place.of(address, ObjectStore(retries=2, deadline_seconds=10, lease_seconds=seconds))
+    assert isinstance(root, ObjectPath)
+    monkeypatch.setattr(object_lease, "_machine", lambda: machine)
+    monkeypatch.setattr(object_lease, "_held", {})
+    return root, Lease(root)
+
+
+def test_a_writer_that_is_heard_of_keeps_the_root(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first = lease_of(address, 0.6, monkeypatch, "one")
+    begin = time.monotonic()
+    with pytest.raises(RootBusy, match=f"process .* on {re.escape(socket.gethostname())}"):
+        lease_of(address, 0.6, monkeypatch, "two")
+    assert time.monotonic() - begin < 0.6
+    first.release()
+    lease_of(address, 0.6, monkeypatch, "two")[1].release()
+
+
+def test_a_writer_that_fell_silent_is_replaced_and_cannot_commit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_lease, "_renew", lambda *args: None)  # it hangs, or is cut off
+    root, zombie = lease_of(address, 0.5, monkeypatch, "one")
+    held = dict(object_lease._held)
+    begin = time.monotonic()
+    _, heir = lease_of(address, 0.5, monkeypatch, "two")
+    assert time.monotonic() - begin >= 0.5
+    assert heir._object is not None
+    assert heir._object.epoch == 2
+    monkeypatch.setattr(object_lease, "_held", held)
+    Store.create(root)
+    with pytest.raises(RootBusy, match="took over"):
+        object_lease.check(root)
+    zombie.release()  # gives nothing back that is not its own
+    assert b'"epoch":2' in (root / layout.CONTROL / "zarr.json").read_bytes()
+    assert b'"released"' not in (root / layout.CONTROL / "zarr.json").read_bytes()
+    heir.release()
+
+
+def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(address: str) -> None:
+    run = Run(address)
+    run.save()
+    root = place.of(address, STORAGE)
+    said = arrays.group_json({layout.ATTRIBUTE: {"holder": "process 7 on elsewhere", "nonce": "x", "epoch": 9, "seconds": 60}})
+    arrays.replace_file(root / layout.CONTROL, "zarr.json", said)
+    lease = run.engine._lease._object
+    assert lease is not None
+    lease.renew()
+    with pytest.raises(SaveFailed, match="process 7 on elsewhere"):
+        run.save()
+    run.engine.close()
+    assert deltacheck.open(address, storage=STORAGE).steps() == [1]
+
+
+def test_a_writer_of_this_machine_that_died_is_not_waited_for(address: str) -> None:
+    root = place.of(address, STORAGE)
+    said = {"holder": "process 999999999", "process": 999999999, "machine": object_lease._machine(), "nonce": "x", "epoch": 4}
+    arrays.replace_file(root / layout.CONTROL, "zarr.json", arrays.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}))
+    begin = time.monotonic()
+    lease = Lease(root)
+    assert time.monotonic() - begin < 10
+    assert lease._object is not None
+    assert lease._object.epoch == 5
+    lease.release()
+
+
+@pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
+def test_a_lease_is_kept_through_a_fault_of_its_renewal(address: str, s3_server: S3, kind: str) -> None:
+    root = place.of(address, STORAGE)
+    lease = Lease(root)._object
+    assert lease is not None
+    with s3_server.failing(Fault(kind, "/control/", times=FOREVER, every=2)):
+        for _ in range(3):
+            lease.renew()
+    assert lease.check() > 0
+    lease.release()
+    assert b'"released":true' in (root / layout.CONTROL / "zarr.json").read_bytes()
+
+
+def test_a_writer_that_cannot_renew_stops_committing_before_another_may_begin(address: str, s3_server: S3) -> None:
+    root = place.of(address, ObjectStore(retries=0, deadline_seconds=5, lease_seconds=0.4))
+    lease = Lease(root)._object
+    assert lease is not None
+    with s3_server.failing(Fault("500", "/control/", times=FOREVER)):
+        time.sleep(0.5)
+        with pytest.raises(StorageFailed, match="could not be renewed"):
+            lease.check()
+    assert lease.check() > 0  # nobody took it meanwhile
+    lease.release()
+
+
+# --- a listing that lags behind ---------------------------------------------------------------------------------------------------
+
+
+def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server: S3) -> None:
+    run = Run(address)
+    for _ in range(3):
+        run.save()
+    run.engine.close()
+    with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c000000000[12]/|s000000000[12]-")):
+        reader = deltacheck.open(address, storage=STORAGE)
+        assert reader.steps() == [1, 2, 3]
+        assert reader.restore()["step"] == 3
+        engine = Engine(address, storage=STORAGE)
+        engine.restore()
+        engine.save(4, run.state).result(30)
+        engine.close()
+    assert deltacheck.open(address, storage=STORAGE).steps() == [1, 2, 3, 4]
+
+
+def test_a_step_that_was_read_once_is_not_lost_by_a_listing(
+    address: str, s3_server: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_root, "AHEAD", 0)
+    run = Run(address)
+    for _ in range(3):
+        run.save()
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert reader.steps() == [1, 2, 3]
+    with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c000000000\d/")):
+        assert reader.steps() == [1, 2, 3]
+        collect.delete_checkpoint(open_root(address, storage=STORAGE), 1)
+        assert reader.steps() == [1, 3]
+    run.engine.close()
+
+
+def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(address: str, s3_server: S3) -> None:
+    run = Run(address)
+    run.save()
+    engine = run.engine
+    for _ in range(2):
+        engine._saver.forget()
+        run.save()
+    engine.restore(1)  # the newest step alone stands on what only the oldest has besides it
+    engine.save(4, run.saved[1]).result(30)
+    collect.delete_checkpoint(engine._root, 0)
+    engine.close()
+    with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c0000000003/")):
+        root = open_root(address, storage=STORAGE)
+        # Behind a gap of failed saves, not even asking by name finds it.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(object_root, "AHEAD", 0)
+            found = collect.collect(root, grace_seconds=0)
+        assert found.removed == ()
+    assert collect.collect(open_root(address, storage=STORAGE), grace_seconds=0).removed == ()
+    assert deltacheck.open(address, storage=STORAGE).verify(deep=True) == []
+
+
+# --- the rest of what a root does ---------------------------------------------------------------------------------------------------
+
+
+def test_segments_that_no_step_needs_go_at_the_second_collection(address: str) -> None:
+    run = Run(address, keep_last=2, grace_seconds=0)
+    for _ in range(5):
+        run.state["large"] = torch.randn(300, 260)
+        run.save()
+    run.engine.close()
+    assert deltacheck.open(address, storage=STORAGE).steps() == [4, 5]
+    root = open_root(address, storage=STORAGE)
+    collect.collect(root, grace_seconds=0)
+    collect.collect(root, grace_seconds=0)
+    needed = {ref.id for step in (4, 5) for ref in root.manifest(step).segments}
+    assert set(root.store.segment_ids()) == needed
+    run.check()
+
+
+@pytest.mark.parametrize("stop", range(4))
+def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(address: str, s3_server: S3, stop: int) -> None:
+    run = Run(address)
+    for _ in range(3):
+        run.engine._saver.forget()
+        run.save()
+    run.engine.close()
+    root = open_root(address, storage=STORAGE)
+    collect.collect(root, grace_seconds=0)
+    with s3_server.failing(Fault("500", "", "DELETE", times=FOREVER, skip=stop)):
+        try:
+            collect.delete_checkpoint(root, 0)
+            collect.collect(root, grace_seconds=0)
+            collect.collect(root, grace_seconds=0)
+        except StorageFailed:
+            pass
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert reader.steps() == ([1, 2, 3] if stop == 0 else [2, 3])
+    assert reader.verify(deep=True) == []
+    for _ in range(2):
+        collect.collect(open_root(address, storage=STORAGE), grace_seconds=0)
+    assert len(open_root(address, storage=STORAGE).store.segment_ids()) == (3 if stop == 0 else 2)
+
+
+def test_every_command_takes_an_address(address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(address)
+    for _ in range(3):
+        run.save()
+    run.engine.close()
+    out = str(tmp_path / "step.npz")
+    for words in (
+        ["ls"],
+        ["show", "3"],
+        ["log"],
+        ["diff", "2", "3"],
+        ["verify", "--deep"],
+        ["export", "3", "--to", "npz", "--out", out],
+        ["compact"],
+        ["gc", "--grace", "0"],
+    ):
+        assert main([words[0], address, *words[1:]]) == 0, words
+    run.check()
+    assert np.array_equal(np.load(out)["large"], run.saved[3]["large"].numpy())
+    for word in ("report", "repair"):
+        assert main([word, address]) == 5
+        assert f"needs a local directory, not {address}" in capsys.readouterr().err
+    assert main(["ls", "ftp://bucket/run"]) == 2
+    assert main(["ls", f"{address}/nothing"]) == 3
+
+
+def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address: str) -> None:
+    run = Run(address)
+    follower = deltacheck.follow(address, storage=STORAGE)
+    for _ in range(4):
+        run.save()
+        update = follower.poll()
+        assert update is not None
+        assert update.step == run.step
+    run.engine.close()
+    for words in (
+        ["tag", address, "1", "first"],
+        ["prune", address, "--keep-last", "1"],
+        ["blame", address, "4"],
+        ["show", address, "@first"],
+        ["untag", address, "first"],
+        ["delete", address, "1"],
+    ):
+        before = deltacheck.open(address, storage=STORAGE).steps()
+        assert main(words) == 0, words
+        assert before == ([1, 2, 3, 4] if words[0] in ("tag", "prune") else [1, 4])
+    run.check(4)
+    assert deltacheck.open(address, storage=STORAGE).steps() == [4]
+    assert main(["branch", address, "4", "--to", f"{address}-other"]) == 5  # it links files
+
+
+def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(run: Run, s3_server: S3) -> None:
+    reader = deltacheck.open(run.address, storage=STORAGE)
+    assert len(reader.steps()) > 1
+    for where in ("data", "table", "manifest"):
+        fault = Fault("503", OBJECTS[where], "GET", times=FOREVER)
+        with s3_server.failing(fault), pytest.raises(StorageFailed):
+            reader.restore(fallback=True)
+
+
+def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(address: str, s3_server: S3) -> None:
+    run = Run(address, keep_last=1, grace_seconds=0)
+    for _ in range(2):
+        run.engine._saver.forget()
+        run.save()
+    run.engine.close()
+    root = open_root(address, storage=STORAGE)
+    collect.collect(root, grace_seconds=0)
+    # Deletions that the store says yes to and does not carry out, as seen through such a listing.
+    with s3_server.failing(Fault("ignored", "/segments/", "DELETE", times=FOREVER)):
+        collect.collect(root, grace_seconds=0)
+    run.check()
+
+
+def test_a_gradient_log_works_on_an_object_store(address: str) -> None:
+    from deltacheck.backends.torch import GradientLog
+
+    torch.manual_seed(2)
+    model = torch.nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    with Engine(address, storage=STORAGE) as engine, GradientLog(engine, optimizer) as gradients:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(5, 40)).square().sum().backward()
+            optimizer.step()
+            gradients.save(step, state()).result(30)
+        weight = model.weight.detach().clone()
+        assert open_root(address, storage=STORAGE).manifest(3).replay is not None
+        assert torch.equal(gradients.restore(3)["model"]["weight"], weight)
+
+
+def test_a_run_that_is_read_back_compacted_and_reclaimed_stays_whole(address: str) -> None:
+    run = Run(address, verify="commit", compact_after=2, keep_last=3, grace_seconds=0)
+    for _ in range(6):
+        run.save()
+    run.engine.close()
+    assert main(["gc", address, "--compact", "--grace", "0"]) == 0
+    assert main(["gc", address, "--grace", "0"]) == 0
+    reader = deltacheck.open(address, storage=STORAGE)
+    assert {4, 5, 6} <= set(reader.steps())
+    assert reader.verify(deep=True) == []
+    run.check()
+
+
+def test_a_root_is_loaded_as_the_tensors_of_either_framework(address: str) -> None:
+    from deltacheck.backends import orbax
+    from deltacheck.backends import torch as ours
+
+    run = Run(address)
+    step = run.save()
+    run.engine.close()
+    assert torch.equal(ours.load(address, storage=STORAGE)["large"], run.saved[step]["large"])
+    assert np.array_equal(orbax.load(address, storage=STORAGE)["large"], run.saved[step]["large"].numpy())
+
+
+def test_a_file_in_the_place_of_torch_save_is_local() -> None:
+    from deltacheck.backends import torch as ours
+
+    with pytest.raises(StorageFailed, match="needs a local directory"):
+        ours.save({"w": torch.zeros(3)}, "s3://bucket/model.pt")
+
+
+def test_an_orbax_manager_says_that_it_needs_a_directory() -> None:
+    from deltacheck.backends.orbax import manager
+
+    with pytest.raises(StorageFailed, match=r"needs a local directory, not s3://bucket/x.*Engine"):
+        manager("s3://bucket/x")
+
+
+def test_plain_zarr_reads_what_lies_on_the_store(address: str, tmp_path: Any) -> None:
+    import zarr
+
+    run = Run(address)
+    run.save()
+    run.engine.close()
+    root = place.of(address, STORAGE)
+    assert isinstance(root, ObjectPath)
+    for key in root.keys():  # noqa: SIM118 - a path, not a mapping
+        file = tmp_path / key.removeprefix(f"{root.key}/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes((root / key.removeprefix(f"{root.key}/")).read_bytes())
+    (segment,) = open_root(address, storage=STORAGE).manifest().segments
+    group = zarr.open_group(tmp_path / "segments" / segment.id, mode="r")
+    assert np.array_equal(group["leaves/large"][...], run.saved[1]["large"].numpy())
+    # A copy of a root is a root.
+    assert deltacheck.open(tmp_path).verify(deep=True) == []
+
+
+# --- addresses and what is asked of TensorStore -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["s3://", "s3:///x", "s3://bucket/a/../b", "s3://bucket/a//b", "s3://b", "ftp://bucket/a", "s3://bucket/a\nb", "gs://-x/y"],
+)
+def test_an_address_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):
+        place.of(wrong)
+
+
+def test_an_address_that_became_a_path_is_refused() -> None:
+    from pathlib import Path
+
+    with pytest.raises(ValueError, match="give it as a string"):
+        deltacheck.open(Path("s3://bucket/run"))
+
+
+def test_a_place_is_named_by_its_parts() -> None:
+    root = place.of("gs://bucket/a/b/")
+    assert isinstance(root, ObjectPath)
+    assert str(root / "c") == "gs://bucket/a/b/c"
+    assert (root / "c").parent == root
+    assert (root / "c").name == "c"
+    assert [str(p) for p in root.parents] == ["gs://bucket/a", "gs://bucket"]
+    assert sorted([root / "b", root / "a"]) == [root / "a", root / "b"]
+
+
+def test_google_storage_is_asked_for_as_tensorstore_wants_it() -> None:
+    import tensorstore as ts
+
+    root = place.of("gs://bucket/run", ObjectStore(retries=3, concurrency=5))
+    assert isinstance(root, ObjectPath)
+    assert root.spec == {"driver": "gcs", "bucket": "bucket", "path": "run/"}
+    assert root.store.resources("gs") == {
+        "gcs_request_retries": {"max_retries": 3, "initial_delay": "5ms", "max_delay": "8s"},
+        "gcs_request_concurrency": {"limit": 5},
+    }
+    assert ts.KvStore.Spec(root.spec).to_json() == root.spec
+    assert root.context.spec.to_json() == root.store.resources("gs")
+
+
+def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name)
+    plain = ObjectStore()
+    assert plain.spec("s3", "b") == {"driver": "s3", "bucket": "b", "path": "", "use_conditional_write": True}
+    assert plain.resources("s3")["aws_credentials"] == {"type": "default"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one/")
+    assert plain.spec("s3", "b")["endpoint"] == "http://one"
+    assert plain.spec("s3", "b")["aws_region"] == "us-east-1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    assert plain.spec("s3", "b")["endpoint"] == "http://two"
+    assert plain.spec("s3", "b")["aws_region"] == "eu-west-1"
+    assert plain.resources("s3")["aws_credentials"] == {"type": "environment"}
+    given = ObjectStore(endpoint="http://three", region="x", credentials="anonymous")
+    assert given.spec("s3", "b")["endpoint"] == "http://three"
+    assert given.resources("s3")["aws_credentials"] == {"type": "anonymous"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"retries": -1}, {"concurrency": 0}, {"deadline_seconds": 0}, {"lease_seconds": -1.0}, {"credentials": "mine"}]
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ObjectStore(**wrong)
+
+
+def test_a_root_can_be_read_by_its_store_alone(run: Run) -> None:
+    root = Root(place.of(run.address, STORAGE), Store(place.of(run.address, STORAGE)))
+    assert root.next_seq() == max(ref.seq for ref in root.checkpoints()) + 1

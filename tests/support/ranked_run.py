@@ -1,0 +1,202 @@
+"""A run of several ranks that are threads of this process, with NumPy states: what tests of steps that several ranks wrote save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck import Policy
+from deltacheck.backends.base import describe_numpy, numpy_bytes
+from deltacheck.codec import default_codec
+from deltacheck.leaf import sharding, tiles, tree
+from deltacheck.leaf.sharding import Held
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tiles import Box
+from deltacheck.restore import resolve as restore
+from deltacheck.save.joint import Attempt, Joint
+from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.opened import open_alone
+from deltacheck.store.root import Root, Store, Written, commit
+from deltacheck.testing.ranks import Threads
+
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+# The boxes that a rank has of a leaf, by path, shape, rank and number of ranks; none: the rank does not know of the leaf.
+Layout: TypeAlias = Callable[[str, Sequence[int], int, int], Sequence[Box]]
+
+
+def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
+    """Along the first axis in equal parts, as FSDP2 cuts: the last ones are smaller, or empty. Leaves of one axis on every rank whole."""
+    if len(shape) < 2:
+        return [sharding.whole(shape)]
+    part = -(-shape[0] // size)
+    return [(slice(min(rank * part, shape[0]), min((rank + 1) * part, shape[0])), *sharding.whole(shape[1:]))]
+
+
+def cells(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
+    """Along two axes: two parts along the last one, the others along the first."""
+    if len(shape) < 2:
+        return [sharding.whole(shape)]
+    (first,) = rows(path, (shape[0], shape[1]), rank // 2, size // 2)
+    half = shape[-1] // 2
+    last = slice(0, half) if rank % 2 == 0 else slice(half, shape[-1])
+    return [(first[0], *sharding.whole(shape[1:-1]), last)]
+
+
+def stages(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
+    """Each leaf whole, on one rank alone."""
+    return [sharding.whole(shape)] if sum(path.encode()) % size == rank else []
+
+
+def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
+    """What ``action(rank)`` gives or raises on every rank, each on a thread of its own."""
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = action(rank)
+        except BaseException as error:  # noqa: BLE001 - it is what is asked for
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+class RankedRun:
+    """``size`` ranks that save one root. ``layout``: which boxes of which leaf each has. ``options``: of every ``Saver``."""
+
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        layout: Layout = rows,
+        depth: int = 16,
+        durability: Durability = Durability.PROCESS,
+        **options: Any,
+    ) -> None:
+        store, self.lease, next_seq = open_alone(root, durability)
+        self.root = Root(root, store)
+        self.size, self.layout = size, layout
+        ranks = Threads(size, 60).ranks()
+        self.joints = [Joint(one) for one in ranks]
+        self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
+        policy = Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
+        self.savers = [Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores]
+        self.commit: Callable[[Manifest], Written] = lambda manifest: commit(root, manifest, durability)
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> list[Any]:
+        """Save a state of nested dicts of arrays: per rank its report, or what was raised there."""
+        return at_once(self.size, lambda rank: self.save_on(rank, step, state, metrics))
+
+    def save_on(self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> Any:
+        """One rank's part of a save, until it is committed."""
+        return self.begin_on(rank, step, state, metrics).result(60)
+
+    def begin_on(self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> Any:
+        joint, saver = self.joints[rank], self.savers[rank]
+        flat = tree.flatten(state, describe_numpy)
+        held = self.held(rank, flat)
+        skeleton = tree.flatten(_only(state, held), describe_numpy).skeleton
+        begun = joint.begin(step, saver.standing()[1], held, skeleton, False)
+        assert begun is not None
+        sources = {}
+        for path, (cuts, numbers) in begun.tiles.items():
+            array, leaf = np.asarray(flat.arrays[path]), flat.leaves[path]
+            boxes = [sharding.whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
+            for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
+                spec = LeafSpec.of(name, tuple(s.stop - s.start for s in box), leaf.dtype)
+                sources[name] = LeafSource(spec, partial(numpy_bytes, array[box]))
+        attempt = Attempt(joint)
+        saver.number_from(begun.seq)
+        commit = partial(attempt.commit, self.commit)
+        return saver.save(step, begun.tree, dict(sorted(sources.items())), commit, metrics=metrics, abandon=attempt.abandon)
+
+    def held(self, rank: int, flat: tree.Flat) -> dict[str, Held]:
+        found = {path: tuple(self.layout(path, leaf.shape, rank, self.size)) for path, leaf in flat.leaves.items()}
+        return {path: Held(flat.leaves[path].dtype, flat.leaves[path].shape, boxes) for path, boxes in found.items() if boxes}
+
+    def resume(self, state: Any) -> list[list[str]]:
+        """Go on from the newest step, each rank with what it needs of it; ``state``: as of the next save. Per rank the chains that go on."""
+        return [
+            one if not isinstance(one, BaseException) else _raise(one)
+            for one in at_once(self.size, partial(self._resume, state))
+        ]
+
+    def _resume(self, state: Any, rank: int) -> list[str]:
+        manifest = self.root.manifest()
+        held = self.held(rank, tree.flatten(state, describe_numpy))
+        names = self.joints[rank].resume(manifest, held)
+        paths = sorted({tiles.leaf_of(name) for name in names})
+        chains = restore.stored_chains(restore.resolve(self.root, manifest, paths).values())
+        stored: dict[str, Any] = {}
+        restore.load(restore.resolve(self.root, manifest, paths), stored=stored)
+        self.savers[rank].adopt({n: chains[n] for n in names}, {n: stored[n] for n in names}, manifest)
+        return names
+
+    def close(self) -> None:
+        for saver in self.savers:
+            saver.close()
+        for store in self.stores:
+            store.close()
+        if self.lease is not None:
+            self.lease.release()
+
+    def __enter__(self) -> RankedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+def _only(state: Any, paths: Mapping[str, Any], at: str = "") -> Any:
+    """The part of nested dicts that a rank has."""
+    found = {}
+    for key, value in state.items():
+        path = f"{at}{tree.escape_key(key)}"
+        if isinstance(value, dict):
+            if part := _only(value, paths, f"{path}/"):
+                found[key] = part
+        elif not isinstance(value, np.ndarray) or path in paths:
+            found[key] = value
+    return found
+
+
+def model_state(seed: int = 0) -> dict[str, Any]:
+    """Leaves of several chunks, small ones, one without a size, and numbers."""
+    random = np.random.default_rng(seed)
+    weight = random.standard_normal((700, 1000)).astype(np.float32)
+    return {
+        "model": {
+            "big": weight,
+            "bias": random.standard_normal(64).astype(np.float32),
+            "empty": np.zeros((0, 4), np.int32),
+            "ids": random.integers(0, 1000, (33, 7)),
+            "scale": np.array(0.5, np.float32),
+        },
+        "optimizer": {"exp_avg": random.standard_normal((700, 1000)).astype(np.float32)},
+        "step": seed,
+    }
+
+
+def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1, rows: slice = slice(None)) -> None:
+    """Change a share of the elements of the large leaves, in some of their rows, in place."""
+    random = np.random.default_rng(seed)
+    for leaf in (state["model"]["big"], state["optimizer"]["exp_avg"]):
+        part = leaf[rows]
+        part[random.random(part.shape) < share] *= np.float32(1.01)
+    state["step"] += 1

@@ -1,0 +1,242 @@
+"""Trainings with transformers and accelerate for tests/backends/torch/test_trainer.py: python -m tests.support.trainer_child FOLDER."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import deltacheck
+from deltacheck.backends.torch import Engine
+from deltacheck.backends.torch.accelerate import load_state, state_of
+from deltacheck.backends.torch.trainer import DeltaCheckCallback
+from deltacheck.save.saver import Saver
+from tests.support.forked import digest, example, forked, run_all
+
+STEPS = 8
+KILLED_AT = 7  # begun, not done; steps 2, 4 and 6 were to be saved
+
+
+class Lines(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, the same for the same index."""
+
+    def __len__(self) -> int:
+        return 20  # two and a half batches of eight an epoch: the kill comes within the third
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Kill(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.2))
+
+
+def lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False))
+
+
+def trainer(folder: Path, *callbacks: TrainerCallback, make: Any = model, **options: Any) -> Trainer:
+    options = {"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2} | options
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        **options,
+    )  # fmt: skip
+    return Trainer(make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks))
+
+
+def outcome(one: Trainer) -> dict[str, object]:
+    """Everything that a resumed run must have as the whole one has it, and where it went on."""
+    return {
+        "state": digest([one.model.state_dict(), one.optimizer.state_dict(), one.lr_scheduler.state_dict()]),
+        "random": digest(torch.get_rng_state()),
+        "losses": [entry["loss"] for entry in one.state.log_history if "loss" in entry],
+        "began_at": one._initial_global_step,
+        "folders": sorted(os.listdir(one.args.output_dir)),
+    }
+
+
+def train(
+    folder: Path, *more: TrainerCallback, resume: Any = None, start: Callable[..., Trainer] = trainer, **options: Any
+) -> dict[str, object]:
+    one = start(folder, DeltaCheckCallback(), *more, **options)
+    one.train(resume)
+    return outcome(one)
+
+
+def killed_and_resumed(start: Callable[..., Trainer], folder: Path) -> dict[str, Any]:
+    return {
+        "whole": forked(lambda: train(folder / "whole", start=start)),
+        "killed": forked(lambda: train(folder / "parts", Kill(), start=start)),
+        "resumed": forked(lambda: train(folder / "parts", start=start)),
+    }
+
+
+def asked_for(folder: Path) -> dict[str, Any]:
+    """What ``train(resume_from_checkpoint=...)`` may say."""
+    return {
+        "whole": forked(lambda: train(folder)),
+        "finished": forked(lambda: train(folder)),
+        "named": forked(lambda: train(folder, resume="checkpoint-4")),
+        "asked": forked(lambda: train(folder, DeltaCheckCallback(), resume=True)),
+        "afresh": forked(lambda: train(folder, resume=False, max_steps=2)),
+    }
+
+
+def plain(folder: Path) -> Any:
+    """A Trainer of a process in which the callback exists, without it."""
+    DeltaCheckCallback()
+    one = trainer(folder, max_steps=2)
+    one.train()
+    return sorted(os.listdir(folder))
+
+
+def bare(folder: Path) -> Any:
+    """The same training as ``whole``, checkpoints by Trainer itself."""
+    one = trainer(folder)
+    one.train()
+    return outcome(one)
+
+
+def peft_leaves(folder: Path) -> Any:
+    train(folder, make=lora, max_steps=2)
+    return list(deltacheck.open(folder / "deltacheck").manifest().specs)
+
+
+def partly_frozen(folder: Path) -> Any:
+    """Whether the frozen embedding is read behind the training, save after save."""
+    behind: list[bool] = []
+    save = Saver.save
+
+    def told(self: Saver, step: int, tree: Any, sources: Any, *rest: Any, **more: Any) -> Any:
+        behind.append(sources["model/model.embed_tokens.weight"].lazy)
+        return save(self, step, tree, sources, *rest, **more)
+
+    def make() -> LlamaForCausalLM:
+        one = model()
+        one.model.embed_tokens.requires_grad_(False)
+        return one
+
+    Saver.save = told  # type: ignore[method-assign]
+    train(folder, make=make)
+    return behind
+
+
+def kept(folder: Path) -> Any:
+    train(folder, save_total_limit=2, save_strategy="no", max_steps=2)
+    none = deltacheck.open(folder / "deltacheck").steps()
+    one = trainer(folder, DeltaCheckCallback(every=1), save_total_limit=2, save_strategy="no")
+    one.train()
+    return [none, deltacheck.open(folder / "deltacheck").steps()]
+
+
+def best(folder: Path) -> Any:
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    one = trainer(folder, DeltaCheckCallback(), **options)
+    one.train()
+    step = one.state.best_global_step
+    saved = deltacheck.open(folder / "deltacheck").restore(step)["model"]
+    equal = all(bool((saved[name] == value.numpy()).all()) for name, value in one.model.state_dict().items())
+    return {"best": step, "equal": equal}
+
+
+def refused(folder: Path) -> Any:
+    try:
+        train(folder, save_only_model=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def accelerated(folder: Path) -> Any:
+    def loop(root: Path, stop: int) -> str:
+        order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+        accelerator = Accelerator(cpu=True, dataloader_config=order)
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        loader = torch.utils.data.DataLoader(list(torch.randn(20, 8)), batch_size=4, shuffle=True)
+        layers, optimizer, loader, schedule = accelerator.prepare(layers, optimizer, loader, schedule)
+        with Engine(root) as engine:
+            step = engine.steps()[-1] if engine.steps() else 0
+            if step:
+                load_state(accelerator, engine.restore())
+            while step < 15:
+                loader.set_epoch(step // len(loader))
+                for batch in loader:
+                    accelerator.backward(layers(batch).square().mean())
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    step += 1
+                    engine.save(step, state_of(accelerator))
+                    if step == stop:
+                        engine.wait()
+                        os.kill(os.getpid(), signal.SIGKILL)
+        return digest([layers.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+
+    return {
+        "whole": forked(lambda: loop(folder / "whole", 0)),
+        "killed": forked(lambda: loop(folder / "parts", 10)),
+        "resumed": forked(lambda: loop(folder / "parts", 0)),
+    }
+
+
+def examples(folder: Path) -> Any:
+    runs = [("hf_trainer.py", 6, "--every", 3), ("hf_trainer.py", 8), ("accelerate_loop.py", 5), ("accelerate_loop.py", 12)]
+    if "peft" in SCENARIOS:
+        runs += [("hf_trainer.py", 6, "--every", 3, "--lora"), ("hf_trainer.py", 8, "--lora")]
+
+    def run(name: str, steps: int, *more: object) -> str:
+        root = folder / f"{name}{'--lora' in more}"
+        return f"{name}: {forked(lambda: example(name, root, '--steps', steps, *more))}"
+
+    return [run(*one) for one in runs]
+
+
+SCENARIOS: dict[str, Any] = {
+    "examples": examples,
+    "killed_and_resumed": partial(killed_and_resumed, trainer),
+    "asked_for": asked_for,
+    "bare": bare,
+    "plain": plain,
+    "kept": kept,
+    "partly_frozen": lambda folder: forked(lambda: partly_frozen(folder)),
+    "best": best,
+    "refused": refused,
+    "accelerated": accelerated,
+}
+if importlib.util.find_spec("peft"):
+    SCENARIOS |= {"peft": partial(killed_and_resumed, partial(trainer, make=lora)), "peft_leaves": peft_leaves}
+
+if __name__ == "__main__":
+    run_all(SCENARIOS, Path(sys.argv[1]))
