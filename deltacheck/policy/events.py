@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TypeAlias
 
-from deltacheck.profile.record import Event
+import msgspec
 
 Numbers: TypeAlias = tuple[float, ...]
 
@@ -23,6 +23,14 @@ _MAD_TO_SD = 1.4826  # of a normal distribution
 _RECENT, _LONG, _LEAST = 8, 32, 12  # changes between windows: of the present, of the run, before which nothing is judged
 _LEVEL = 4  # windows
 _RESIDUALS = 40  # values whose scatter within their windows tells the noise of one step
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What re-arms the stage: ``what`` is one of ``loss``, ``gradient``, ``learning-rate``, ``nonfinite``, ``optimizer``, ``resume``."""
+
+    step: int
+    what: str
+    size: float = 0.0  # z score, or factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import msgspec
 from deltacheck.errors import Damaged, UnsupportedFormat
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.leaf.structs import known
+from deltacheck.policy.events import Event
 
 FORMAT, VERSION = "deltacheck.profile", 1
 MAX_DOCUMENT_BYTES = 256 << 20
@@ -25,14 +26,6 @@ class Curve(msgspec.Struct, frozen=True):
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
-
-
-class Event(msgspec.Struct, frozen=True):
-    """What re-arms the stage: ``what`` is one of ``loss``, ``gradient``, ``learning-rate``, ``nonfinite``, ``optimizer``, ``resume``."""
-
-    step: int
-    what: str
-    size: float = 0.0  # z score, or factor
 
 
 class AdamRule(msgspec.Struct, frozen=True):
