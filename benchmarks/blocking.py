@@ -1,9 +1,12 @@
-"""How long a save keeps a real training loop waiting, beside torch.save + fsync of the same state on the same disk.
+"""How long a save keeps a real training loop waiting, beside torch.save + fsync of the same state
+on
+the same disk.
 
-Loops of a few training steps follow each other in rounds: one without a save, one that begins with torch.save, one for each way of
-saving with the engine. What a save costs is told three times: by the handle, by clocks of our own around `save` and the optimizer
-hook (these count), and by the wall time of the whole loop against the one without a save, which holds what training loses to
-the work behind it as well.
+Loops of a few training steps follow each other in rounds: one without a save, one that begins with
+torch.save, one for each way of saving with the engine. What a save costs is told three times: by
+the handle, by clocks of our own around `save` and the optimizer hook (these count), and by the wall
+time of the whole loop against the one without a save, which holds what training loses to the work
+behind it as well.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ AUTO, EAGER, KEYFRAME = "auto, delta", "eager, delta", "auto, keyframe"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model to train, the steps between two saves, and the ways to save it. Forward and backward take longer than a capture."""
+    """A model to train, the steps between two saves, and the ways to save it. Forward and backward
+    take longer than a capture.
+    """
 
     plan: Plan
     every: int
@@ -39,7 +44,8 @@ class Case:
     ways: tuple[str, ...] = (AUTO, EAGER, KEYFRAME)
 
 
-# One thread, as where an accelerator computes and the host has cores to spare; the second case has none to spare.
+# One thread, as where an accelerator computes and the host has cores to spare; the second case has
+# none to spare.
 _BASE = Plan(seed=1, threads=1, batch=4)
 CASES = (
     Case(_BASE, every=4, rounds=9),
@@ -60,12 +66,16 @@ class Way:
     witnessed: list[float] = field(default_factory=list)  # by our own clocks
     durable: list[float] = field(default_factory=list)
     loops: list[float] = field(default_factory=list)
-    idle_captured: list[float] = field(default_factory=list)  # the worst case: no training beside the save
+    idle_captured: list[float] = field(
+        default_factory=list
+    )  # the worst case: no training beside the save
     idle_durable: list[float] = field(default_factory=list)
 
 
 class Clock:
-    """Time that passes between two optimizer hooks, one registered before the engines' and one after."""
+    """Time that passes between two optimizer hooks, one registered before the engines' and one
+    after.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -98,7 +108,11 @@ def run(settings: Settings) -> Result:
         about: list[Cell] = [size, case.plan.threads, case.every, median(bare) / case.every]
         base = median(theirs.witnessed)
         for way in (theirs, *ways):
-            told, witnessed, lost = median(way.told), median(way.witnessed), median(_lost(way.loops, bare))
+            told, witnessed, lost = (
+                median(way.told),
+                median(way.witnessed),
+                median(_lost(way.loops, bare)),
+            )
             rows.append(
                 [
                     *about,
@@ -116,7 +130,11 @@ def run(settings: Settings) -> Result:
             worst.append([size, way.name, captured, captured / base, durable, durable / base])
             if way.name == AUTO:
                 figures.append(
-                    Figure(f"blocking, {size}, training on {case.plan.threads} threads", median(way.witnessed) / base, LIMIT)
+                    Figure(
+                        f"blocking, {size}, training on {case.plan.threads} threads",
+                        median(way.witnessed) / base,
+                        LIMIT,
+                    )
                 )
     loop: dict[str, Unit] = {
         "state": "text",
@@ -141,15 +159,20 @@ def run(settings: Settings) -> Result:
     }
     return Result(
         "blocking",
-        "wall time that a real training loop loses to a save of its whole state, medians of 5 to 9 rounds; the first save of an engine, "
-        "which makes the shadow, is not counted",
-        [Table("in a training loop", loop, rows), Table("worst case: no training beside the save", idle, worst)],
+        "wall time that a real training loop loses to a save of its whole state, medians of 5 to 9"
+        " rounds; the first save of an engine, which makes the shadow, is not counted",
+        [
+            Table("in a training loop", loop, rows),
+            Table("worst case: no training beside the save", idle, worst),
+        ],
         figures,
     )
 
 
 def _measure(training: Training, case: Case, folder: Path) -> tuple[list[float], Way, list[Way]]:
-    """Seconds of loops without a save, with torch.save, and with each way of the case, all in turns."""
+    """Seconds of loops without a save, with torch.save, and with each way of the case, all in
+    turns.
+    """
     folder.mkdir()
     clock = Clock()
     ways = [Way(name, _engine(name, folder)) for name in case.ways]
@@ -167,7 +190,8 @@ def _measure(training: Training, case: Case, folder: Path) -> tuple[list[float],
         handle = engine.save(training.step, training.state())
         called = time.perf_counter() - began
         loop()
-        # In a longer run the next save would wait here for this one, so what is left of it is charged to it.
+        # In a longer run the next save would wait here for this one, so what is left of it is
+        # charged to it.
         waited = states.timed(engine.wait)
         way.loops.append(time.perf_counter() - began)
         way.told.append(handle.blocking_seconds + waited)
@@ -212,7 +236,11 @@ def _measure(training: Training, case: Case, folder: Path) -> tuple[list[float],
 
 def _engine(name: str, folder: Path) -> Engine:
     policy = Policy.exact(max_chain_depth=0) if name == KEYFRAME else Policy.exact()
-    return Engine(folder / name.replace(", ", "-"), policy=policy, capture="eager" if name == EAGER else "auto")
+    return Engine(
+        folder / name.replace(", ", "-"),
+        policy=policy,
+        capture="eager" if name == EAGER else "auto",
+    )
 
 
 def _lost(loops: list[float], bare: list[float]) -> list[float]:

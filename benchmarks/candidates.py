@@ -1,4 +1,6 @@
-"""What each class of the state is worth: one class replaced, some steps trained on, judged by `deltacheck.profile.sensitivity`."""
+"""What each class of the state is worth: one class replaced, some steps trained on, judged by
+`deltacheck.profile.sensitivity`.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ COLUMNS: dict[str, Unit] = {
 F32 = NDArray[np.float32]
 
 
-def judged(run: Run, older_steps: int, settle_steps: int, horizon: int = HORIZON) -> list[list[Cell]]:
-    """One row of ``COLUMNS`` for each candidate, from a run that has settled. ``older_steps``: age of the stale ones."""
+def judged(
+    run: Run, older_steps: int, settle_steps: int, horizon: int = HORIZON
+) -> list[list[Cell]]:
+    """One row of ``COLUMNS`` for each candidate, from a run that has settled. ``older_steps``: age
+    of the stale ones.
+    """
     run.train(settle_steps)
     older = copy.deepcopy(run.workload.state())
     run.train(older_steps)
@@ -54,7 +60,14 @@ def judged(run: Run, older_steps: int, settle_steps: int, horizon: int = HORIZON
 
     candidates = _candidates(run, live, older, older_steps)
     found = measure(
-        trained, live, candidates, lr=run.recipe.rate, weights=weights, moments=run.moments, rule=run.rule, orders=4
+        trained,
+        live,
+        candidates,
+        lr=run.recipe.rate,
+        weights=weights,
+        moments=run.moments,
+        rule=run.rule,
+        orders=4,
     )
     return [
         [
@@ -74,10 +87,18 @@ def judged(run: Run, older_steps: int, settle_steps: int, horizon: int = HORIZON
 def _candidates(run: Run, live: State, older: State, age: int) -> dict[str, State]:
     before = {path: entropy.words_of(array) for path, array in run.arrays(older).items()}
     now = {
-        path: entropy.words_of(array).view(np.float32) for path, array in run.arrays(live).items() if class_of(path) != WEIGHTS
+        path: entropy.words_of(array).view(np.float32)
+        for path, array in run.arrays(live).items()
+        if class_of(path) != WEIGHTS
     }
-    first_of = {path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/"): m for path, m, _ in run.moments(live)}
-    older_first = {path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/"): m for path, m, _ in run.moments(older)}
+    first_of = {
+        path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/"): m
+        for path, m, _ in run.moments(live)
+    }
+    older_first = {
+        path.replace("exp_avg", "exp_avg_sq").replace("/mu/", "/nu/"): m
+        for path, m, _ in run.moments(older)
+    }
     owners = tree.array_paths(run.flat(live).skeleton)  # of tied weights
     limit = adam.moment_limit(run.rule.beta1, run.rule.beta2)
     rescale = adam.bias_rescale(run.workload.step, run.workload.step - age, run.rule.beta2)
@@ -93,19 +114,27 @@ def _candidates(run: Run, live: State, older: State, age: int) -> dict[str, Stat
     def stale_pair(path: str) -> NDArray[Any]:
         if class_of(path) == FIRST:
             return before[path]
-        return adam.repair(before[path].view(np.float32) * np.float32(rescale), older_first[path], limit)
+        return adam.repair(
+            before[path].view(np.float32) * np.float32(rescale), older_first[path], limit
+        )
 
     def stale_repaired(path: str) -> NDArray[Any]:
-        return adam.repair(before[path].view(np.float32) * np.float32(rescale), first_of[path], limit)
+        return adam.repair(
+            before[path].view(np.float32) * np.float32(rescale), first_of[path], limit
+        )
 
     return {
-        f"weights and master {age} steps old": with_class((WEIGHTS, MASTER), lambda path: before[path]),
+        f"weights and master {age} steps old": with_class(
+            (WEIGHTS, MASTER), lambda path: before[path]
+        ),
         "master cut to its bf16 weight": with_class((MASTER,), lambda path: _cut(now[path])),
         f"master on a lattice of {STEP_LR:g} lr": with_class(
             (MASTER,), lambda path: _on_lattice(now[path], STEP_LR * run.recipe.rate)
         ),
         "m zero": with_class((FIRST,), lambda path: np.zeros_like(now[path])),
-        "v within half an octave": with_class((SECOND,), lambda path: adam.repair(_octaves(now[path]), first_of[path], limit)),
+        "v within half an octave": with_class(
+            (SECOND,), lambda path: adam.repair(_octaves(now[path]), first_of[path], limit)
+        ),
         f"v {age} steps old, m kept": with_class((SECOND,), lambda path: before[path]),
         f"v {age} steps old, m kept, repaired": with_class((SECOND,), stale_repaired),
         f"m and v {age} steps old, repaired": with_class((FIRST, SECOND), stale_pair),
@@ -136,7 +165,14 @@ def _like(leaf: Any, words: NDArray[Any]) -> Any:
     if hasattr(leaf, "detach"):
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(words).view(np.uint8)).view(leaf.dtype).reshape(leaf.shape).clone()
+        return (
+            torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
+            .view(leaf.dtype)
+            .reshape(leaf.shape)
+            .clone()
+        )
     import jax.numpy as jnp
 
-    return jnp.asarray(np.ascontiguousarray(words).view(np.uint8).view(leaf.dtype).reshape(leaf.shape))
+    return jnp.asarray(
+        np.ascontiguousarray(words).view(np.uint8).view(leaf.dtype).reshape(leaf.shape)
+    )

@@ -1,7 +1,9 @@
-"""How small real AdamW snapshots become, tensor by tensor, and how fast on one thread, beside what others do in the same run.
+"""How small real AdamW snapshots become, tensor by tensor, and how fast on one thread, beside what
+others do in the same run.
 
-The rows are those of a table that was measured before on another model of the same size; its best values are the figures here. What is
-compared is the state after `post_trained`, at a rate at which one step changes about 2 % of the bf16 weights, with itself some steps later.
+The rows are those of a table that was measured before on another model of the same size; its best
+values are the figures here. What is compared is the state after `post_trained`, at a rate at which
+one step changes about 2 % of the bf16 weights, with itself some steps later.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class Pair:
 
 def run(settings: Settings) -> Result:
     plan = states.QUICK if settings.quick else states.REAL
-    training = states.post_trained(plan, RATE, settle_steps=2 if settings.quick else states.SETTLE_STEPS)
+    training = states.post_trained(
+        plan, RATE, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+    )
     parameters = sum(p.numel() for p in training.model.parameters())
     pairs = list(_pairs(training, 4 if settings.quick else MOST_STEPS))
     rows: list[list[Cell]] = []
@@ -84,17 +88,32 @@ def run(settings: Settings) -> Result:
             found = _methods(pair, settings, settings.folder / str(number))
             before, now = pair.words()
             rows += [
-                [pair.name, float(np.mean(before != now)), method, round(pair.raw / size, 2), _rate(pair.raw, time)]
+                [
+                    pair.name,
+                    float(np.mean(before != now)),
+                    method,
+                    round(pair.raw / size, 2),
+                    _rate(pair.raw, time),
+                ]
                 for method, (size, time) in found.items()
             ]
-            figures.append(Figure(f"{pair.name}: ours, on disk, of raw", found[_OURS][0] / pair.raw, 1 / pair.best))
+            figures.append(
+                Figure(
+                    f"{pair.name}: ours, on disk, of raw", found[_OURS][0] / pair.raw, 1 / pair.best
+                )
+            )
             seconds[pair.name] = (found[_OURS][1] or 0.0) / pair.raw
     finally:
         _native.set_threads(threads)
     pipeline = _pipeline(pairs, seconds)
     if arrays.native_stream_writer() is not None:
         figures.append(
-            Figure("encoding and compressing 1 GB of AdamW state on one thread", pipeline, LIMIT_SECONDS_PER_GB, "seconds")
+            Figure(
+                "encoding and compressing 1 GB of AdamW state on one thread",
+                pipeline,
+                LIMIT_SECONDS_PER_GB,
+                "seconds",
+            )
         )
     columns: dict[str, Unit] = {
         "leaves": "text",
@@ -104,9 +123,10 @@ def run(settings: Settings) -> Result:
         "MB/s": "count",
     }
     about = (
-        f"post-training {parameters / 1e6:.1f} M parameters at rate {RATE:g}, each class of leaves against itself some steps before; MB/s of raw "
-        f"bytes, one thread, in memory, interleaved, median of {REPETITIONS}; others: zstd-1. Ours: all files of the segment on disk (streams, "
-        "indexes, digests, table, zarr.json), not the manifest"
+        f"post-training {parameters / 1e6:.1f} M parameters at rate {RATE:g}, each class of leaves"
+        " against itself some steps before; MB/s of raw bytes, one thread, in memory, interleaved,"
+        f" median of {REPETITIONS}; others: zstd-1. Ours: all files of the segment on disk"
+        " (streams, indexes, digests, table, zarr.json), not the manifest"
     )
     return Result(
         "compression",
@@ -132,12 +152,17 @@ def _pairs(training: Training, most_steps: int) -> Iterator[Pair]:
             training.train_step()
             steps += 1
             weights = _snapshot(training)[WEIGHTS]
-        yield Pair(f"{WEIGHTS}, {steps} step{'s' if steps > 1 else ''}", start[WEIGHTS], weights, best)
+        yield Pair(
+            f"{WEIGHTS}, {steps} step{'s' if steps > 1 else ''}", start[WEIGHTS], weights, best
+        )
 
 
 def _snapshot(training: Training) -> dict[str, Leaves]:
     classes = states.by_class(training.state())
-    return {name: {path: leaf.detach().clone() for path, leaf in classes[name].items()} for name in (WEIGHTS, *BEST_OF)}
+    return {
+        name: {path: leaf.detach().clone() for path, leaf in classes[name].items()}
+        for name in (WEIGHTS, *BEST_OF)
+    }
 
 
 def _changed(before: Leaves, now: Leaves) -> float:
@@ -145,7 +170,9 @@ def _changed(before: Leaves, now: Leaves) -> float:
 
 
 def _words(leaves: Leaves, word_bytes: int) -> NDArray[Any]:
-    joined = np.concatenate([leaf.contiguous().reshape(-1).view(torch.uint8).numpy() for leaf in leaves.values()])
+    joined = np.concatenate(
+        [leaf.contiguous().reshape(-1).view(torch.uint8).numpy() for leaf in leaves.values()]
+    )
     return joined.view(f"u{word_bytes}")
 
 
@@ -171,25 +198,34 @@ def _methods(pair: Pair, settings: Settings, folder: Path) -> dict[str, tuple[in
             began = perf_counter()
             sizes[name] = way()
             seconds[name].append(perf_counter() - began)
-    found: dict[str, tuple[int, float | None]] = {name: (sizes[name] // times, median(seconds[name]) / times) for name in ways}
+    found: dict[str, tuple[int, float | None]] = {
+        name: (sizes[name] // times, median(seconds[name]) / times) for name in ways
+    }
     whole, streams = _on_disk(pair, folder)
     found[_OURS] = (whole, found[_OURS][1] if native is not None else None)
     return found | {_STREAMS: (streams, None)}
 
 
 def _byte_groups(words: NDArray[Any]) -> Bytes:
-    """Byte planes of the words, rotated so that all exponent bits lie in the top one, as ZipNN does it."""
+    """Byte planes of the words, rotated so that all exponent bits lie in the top one, as ZipNN does
+    it.
+    """
     rotated = (words << 1) | (words >> (8 * words.itemsize - 1))
     return np.ascontiguousarray(rotated.view(np.uint8).reshape(-1, words.itemsize).T).reshape(-1)
 
 
 def _zstd(data: Bytes) -> int:
     compressor = Zstd(level=1)
-    return sum(len(compressor.encode(data[at : at + CHUNK_BYTES])) for at in range(0, data.size, CHUNK_BYTES))
+    return sum(
+        len(compressor.encode(data[at : at + CHUNK_BYTES]))
+        for at in range(0, data.size, CHUNK_BYTES)
+    )
 
 
 def _encode(now: NDArray[Any], shadow: NDArray[Any], native: Callable[..., int]) -> int:
-    """Encode in the runs that a save uses, and make the streams' files, for nobody. The bytes before the entropy stage."""
+    """Encode in the runs that a save uses, and make the streams' files, for nobody. The bytes
+    before the entropy stage.
+    """
     codec, words = NativeCodec(), now.itemsize
     run = codec.run_bytes or now.nbytes
     total = 0
@@ -216,11 +252,15 @@ def _on_disk(pair: Pair, folder: Path) -> tuple[int, int]:
     assert all(leaf.kind is not LeafKind.KEYFRAME for leaf in report.leaves)
     newest = max((folder / layout.SEGMENTS).glob("s*"))
     streams = (newest / layout.DELTA).glob("*/*/c.*")
-    return arrays.bytes_on_disk(newest), sum(file.stat().st_size for file in streams if file.parent.name in STREAMS)
+    return arrays.bytes_on_disk(newest), sum(
+        file.stat().st_size for file in streams if file.parent.name in STREAMS
+    )
 
 
 def _pipeline(pairs: list[Pair], seconds_per_byte: dict[str, float]) -> float:
-    """Seconds for 1 GB of a state with 2 bytes of weights and 12 of float32 a parameter, after one step."""
+    """Seconds for 1 GB of a state with 2 bytes of weights and 12 of float32 a parameter, after one
+    step.
+    """
     one_step = {pair.word_bytes: 0.0 for pair in pairs}
     for pair in pairs:
         if pair.name.endswith(", 1 step"):

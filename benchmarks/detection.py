@@ -1,4 +1,6 @@
-"""How long it takes to tell what changed in a model, beside a plain read of it and beside the same statistics in vectorised torch."""
+"""How long it takes to tell what changed in a model, beside a plain read of it and beside the same
+statistics in vectorised torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ READ_AT_MOST = 1 / 0.95  # of a plain read, nothing dirty
 
 
 def run(settings: Settings) -> Result:
-    size = 8 << 20 if settings.quick else 512 << 20  # each of two arrays: a model of 1 GB in two parts
+    size = (
+        8 << 20 if settings.quick else 512 << 20
+    )  # each of two arrays: a model of 1 GB in two parts
     repetitions = 3 if settings.quick else 5
     rows: list[list[Cell]] = []
     figures = []
@@ -36,29 +40,55 @@ def run(settings: Settings) -> Result:
                 for density in DENSITIES:
                     current, base = state(name, density, size)
                     # memcmp stops at the first difference: it reads the base twice over.
-                    of_read, of_torch = _measured(name, current, base, base.copy(), repetitions, pool)
+                    of_read, of_torch = _measured(
+                        name, current, base, base.copy(), repetitions, pool
+                    )
                     rows.append([name, density, of_read, of_torch])
                     if density == 0:
-                        figures.append(Figure(f"nothing dirty, {name}, time over a plain read", of_read, READ_AT_MOST))
+                        figures.append(
+                            Figure(
+                                f"nothing dirty, {name}, time over a plain read",
+                                of_read,
+                                READ_AT_MOST,
+                            )
+                        )
                     if density == 1:
-                        figures.append(Figure(f"all dirty, {name}, time over torch's", of_torch, TORCH_AT_MOST))
+                        figures.append(
+                            Figure(f"all dirty, {name}, time over torch's", of_torch, TORCH_AT_MOST)
+                        )
     finally:
         torch.set_num_threads(before)
     about = (
-        f"deltacheck.codec.statistics of two arrays of {size >> 20} MiB (changed words, non-finite values, sums of squares of differences and "
-        f"base, largest difference) on one thread, beside memcmp of as much, and beside torch, which takes 1 MiB at a time, in its "
-        f"cache, in float32; interleaved, medians of {repetitions}, in processor time; {_native.instruction_set()}"
+        f"deltacheck.codec.statistics of two arrays of {size >> 20} MiB (changed words, non-finite"
+        " values, sums of squares of differences and base, largest difference) on one thread,"
+        " beside memcmp of as much, and beside torch, which takes 1 MiB at a time, in its cache,"
+        f" in float32; interleaved, medians of {repetitions}, in processor time;"
+        f" {_native.instruction_set()}"
     )
-    columns = {"dtype": "text", "changed": "ratio", "time over a plain read": "ratio", "time over torch's": "ratio"}
+    columns = {
+        "dtype": "text",
+        "changed": "ratio",
+        "time over a plain read": "ratio",
+        "time over torch's": "ratio",
+    }
     return Result("detection", about, [Table("statistics", columns, rows)], figures)
 
 
 def _measured(
-    name: str, current: NDArray[Any], base: NDArray[Any], equal: NDArray[Any], repetitions: int, pool: ThreadPoolExecutor
+    name: str,
+    current: NDArray[Any],
+    base: NDArray[Any],
+    equal: NDArray[Any],
+    repetitions: int,
+    pool: ThreadPoolExecutor,
 ) -> tuple[float, float]:
-    bounds = np.arange(0, current.nbytes + 1, CHUNK_BYTES, dtype=np.uint64) // np.uint64(current.itemsize)
+    bounds = np.arange(0, current.nbytes + 1, CHUNK_BYTES, dtype=np.uint64) // np.uint64(
+        current.itemsize
+    )
     kind = torch.float32 if name == "float32" else torch.bfloat16
-    now, shadow = (torch.from_numpy(array.view(f"i{array.itemsize}")).view(kind) for array in (current, base))
+    now, shadow = (
+        torch.from_numpy(array.view(f"i{array.itemsize}")).view(kind) for array in (current, base)
+    )
     times: dict[str, list[float]] = {"ours": [], "read": [], "torch": []}
     for _ in range(repetitions):
         times["read"].append(_seconds(lambda: plain_read(base, equal, 1, pool)))

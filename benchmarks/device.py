@@ -1,4 +1,5 @@
-"""How fast the CUDA encoder is, as a fraction of the device's own copy, and how long a save keeps a training on it waiting.
+"""How fast the CUDA encoder is, as a fraction of the device's own copy, and how long a save keeps a
+training on it waiting.
 
 Without a CUDA device there is nothing to measure, and the result says so.
 """
@@ -36,23 +37,36 @@ def run(settings: Settings) -> Result:
         return Result("device", "not measured: there is no CUDA device", [])
     device = codec.accelerator_of(torch.empty(1, device="cuda"))
     if device is None or device.native is None:
-        return Result("device", "not measured: the CUDA encoder cannot be used here, see the log", [])
+        return Result(
+            "device", "not measured: the CUDA encoder cannot be used here, see the log", []
+        )
     size = 8 << 20 if settings.quick else 1 << 30
     rows, figures = _encoding(device, size)
     blocking_rows, blocking = _blocking(settings, 16 << 20 if settings.quick else 4 << 30)
     about = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}; medians of {REPETITIONS}, by CUDA events. "
-        "Bytes moved: both arrays once, the streams once, under diff and planes the base once more; a copy moves two for each of its "
-        "bytes. With the choice of methods and the placing of streams, without digests"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda};"
+        f" medians of {REPETITIONS}, by CUDA events. Bytes moved: both arrays once, the streams"
+        " once, under diff and planes the base once more; a copy moves two for each of its bytes."
+        " With the choice of methods and the placing of streams, without digests"
     )
-    columns = {"dtype": "text", "changed": "ratio", "method": "text", "time per GB": "seconds", "of copy bandwidth": "ratio"}
+    columns = {
+        "dtype": "text",
+        "changed": "ratio",
+        "method": "text",
+        "time per GB": "seconds",
+        "of copy bandwidth": "ratio",
+    }
     more = {"with digests": "seconds", "to the host, of raw": "ratio"}
     return Result(
         "device",
         about,
         [
             Table(f"encoding {size >> 20} MiB", columns | more, rows),
-            Table("a save", {"way": "text", "blocking": "seconds", "of torch.save": "ratio"}, blocking_rows),
+            Table(
+                "a save",
+                {"way": "text", "blocking": "seconds", "of torch.save": "ratio"},
+                blocking_rows,
+            ),
         ],
         figures + blocking,
     )
@@ -67,24 +81,52 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
         for density in DENSITIES:
             current, base = _state(dtype, density, size)
             width = dtype.itemsize
-            job = GroupJob(current, base, np.arange(0, size + 1, CHUNK_BYTES, np.uint64) // np.uint64(width), width)
+            job = GroupJob(
+                current,
+                base,
+                np.arange(0, size + 1, CHUNK_BYTES, np.uint64) // np.uint64(width),
+                width,
+            )
             original = base.clone()
             [made] = group.encode(device, [job], size, lambda used: None, lambda: None)
             streams = sum(stream.size for stream in made.encoded.streams.values())
-            methods = "+".join(sorted({METHOD_NAMES[m] for m in made.encoded.rows[:, METHOD]})) or "unchanged"
-            plain = _kernels(device, job, digests=False, before=lambda b=base, o=original: b.copy_(o))
-            digested = _kernels(device, job, digests=True, before=lambda b=base, o=original: b.copy_(o))
+            methods = (
+                "+".join(sorted({METHOD_NAMES[m] for m in made.encoded.rows[:, METHOD]}))
+                or "unchanged"
+            )
+            plain = _kernels(
+                device, job, digests=False, before=lambda b=base, o=original: b.copy_(o)
+            )
+            digested = _kernels(
+                device, job, digests=True, before=lambda b=base, o=original: b.copy_(o)
+            )
             dense = methods in ("diff", "planes", "raw")
             share = ((3 if dense else 2) * size + streams) / plain / copy_bandwidth
             per_gb = 1e9 / size
-            rows.append([name, density, methods, plain * per_gb, share, digested * per_gb, streams / size])
+            rows.append(
+                [name, density, methods, plain * per_gb, share, digested * per_gb, streams / size]
+            )
             if (name, density) == ("bfloat16", 0.02):
                 figures += [
-                    Figure("encode at 2 % of bfloat16, of copy bandwidth", share, ENCODE_AT_LEAST, at_least=True),
-                    Figure("bytes to the host at 2 % of bfloat16, of raw", streams / size, HOST_AT_MOST),
+                    Figure(
+                        "encode at 2 % of bfloat16, of copy bandwidth",
+                        share,
+                        ENCODE_AT_LEAST,
+                        at_least=True,
+                    ),
+                    Figure(
+                        "bytes to the host at 2 % of bfloat16, of raw", streams / size, HOST_AT_MOST
+                    ),
                 ]
             if (name, density) == ("float32", 1.0):
-                figures.append(Figure(f"{methods} of float32, of copy bandwidth", share, DENSE_AT_LEAST, at_least=True))
+                figures.append(
+                    Figure(
+                        f"{methods} of float32, of copy bandwidth",
+                        share,
+                        DENSE_AT_LEAST,
+                        at_least=True,
+                    )
+                )
     return rows, figures
 
 
@@ -107,12 +149,17 @@ def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], obj
     """Seconds of the encoder's kernels alone."""
     table = np.zeros(job.bounds.size - 1, group.CHUNK)
     offsets = job.bounds[:-1] * np.uint64(job.word_bytes)
-    table["current"], table["base"] = np.uint64(job.current.data_ptr()) + offsets, np.uint64(job.base.data_ptr()) + offsets
+    table["current"], table["base"] = (
+        np.uint64(job.current.data_ptr()) + offsets,
+        np.uint64(job.base.data_ptr()) + offsets,
+    )
     table["words"], table["word_bytes"] = np.diff(job.bounds), job.word_bytes
     total, chunks = job.current.numel(), table.size
     host_table = device.pinned(table.nbytes)
     host_table.numpy()[:] = table.view(np.uint8)
-    workspace = torch.empty(device.native.workspace_bytes(chunks, total), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(
+        device.native.workspace_bytes(chunks, total), dtype=torch.uint8, device="cuda"
+    )
     payload = torch.empty(total, dtype=torch.uint8, device="cuda")
     small = torch.empty(3, chunks * 32 + len(STREAMS) * 8 + 1024, dtype=torch.uint8, device="cuda")
 
@@ -148,7 +195,9 @@ def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: 
 
 
 def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Figure]]:
-    """What ``save`` and the wait before the next optimizer step take of a bfloat16 model with its AdamW state."""
+    """What ``save`` and the wait before the next optimizer step take of a bfloat16 model with its
+    AdamW state.
+    """
     parameters = [
         torch.nn.Parameter(torch.randn(size // 16 // 10, device="cuda")) for _ in range(10)
     ]  # 16 bytes each, with both moments
@@ -161,14 +210,20 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
         optimizer.step()
 
     def state() -> dict[str, Any]:
-        return {"weights": weights, "master": dict(enumerate(parameters)), "optimizer": optimizer.state_dict()["state"]}
+        return {
+            "weights": weights,
+            "master": dict(enumerate(parameters)),
+            "optimizer": optimizer.state_dict()["state"],
+        }
 
     step()
     saved, blocked = [], []
     for _ in range(3):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        with Path(settings.folder / "state.pt").open("wb", buffering=io.DEFAULT_BUFFER_SIZE) as file:
+        with Path(settings.folder / "state.pt").open(
+            "wb", buffering=io.DEFAULT_BUFFER_SIZE
+        ) as file:
             torch.save(state(), file)
         saved.append(time.perf_counter() - began)
     with Engine(settings.folder / "engine", shadow="device") as engine:
@@ -181,5 +236,8 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
             if number > 1:  # the first writes whole leaves, the second makes the pools
                 blocked.append(handle.blocking_seconds)
     whole, waited = median(saved), median(blocked)
-    rows: list[list[Cell]] = [["torch.save", whole, 1.0], ["engine, deltas", waited, waited / whole]]
+    rows: list[list[Cell]] = [
+        ["torch.save", whole, 1.0],
+        ["engine, deltas", waited, waited / whole],
+    ]
     return rows, [Figure("blocking of a save, of torch.save", waited / whole, BLOCKING_AT_MOST)]

@@ -1,4 +1,6 @@
-"""How long encoding takes beside a plain read of its two arrays, by the share of words that changed."""
+"""How long encoding takes beside a plain read of its two arrays, by the share of words that
+changed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ WARM_BYTES = 8 << 20  # a call's output stays in memory that the process has alr
 PLANES = METHOD_NAMES.index("planes")
 
 # Processor seconds over those of a plain read.
-PROMISES = {"nothing changed": 1 / 0.95, "one pass, 0.1 % changed": 1 / 0.95, "one pass, 1 % changed": 1 / 0.95}
+PROMISES = {
+    "nothing changed": 1 / 0.95,
+    "one pass, 0.1 % changed": 1 / 0.95,
+    "one pass, 1 % changed": 1 / 0.95,
+}
 PROMISES |= {"one pass, 10 % changed": 1 / 0.90, "planes of a first save": 1 / 0.90}
 
 _memcmp = ctypes.CDLL(None).memcmp  # gives the interpreter free
@@ -43,7 +49,11 @@ def run(settings: Settings) -> Result:
                 for threads in (1, 2):
                     row = measured(current, base, threads, repetitions)
                     rows.append([name, density, threads, *row])
-                    told = "nothing changed" if density == 0 else f"one pass, {100 * density:g} % changed"
+                    told = (
+                        "nothing changed"
+                        if density == 0
+                        else f"one pass, {100 * density:g} % changed"
+                    )
                     value = row[3 if density == 0 else 1]
                     if told in PROMISES and isinstance(value, float):
                         found[f"{told}, {name}, {threads} threads"] = 1 / value
@@ -66,12 +76,15 @@ def run(settings: Settings) -> Result:
         "plain read, MB/s": "count",
     }
     about = (
-        f"speed as a share of a plain read (memcmp) of the same two arrays of {size >> 20} MiB on as many threads, interleaved, median of "
-        f"{repetitions}, in processor time, so that what else runs on the machine counts less; {_native.instruction_set()}. "
-        f"One pass: compare, compact, update the base; the method is given, calls of "
-        f"{WARM_BYTES >> 20} MiB, whose output lies in warm memory. With the choice: the same and the sampling that picks the method. As a "
-        f"save calls it: {(NativeCodec.run_bytes or size) >> 20} MiB at a time, the page faults of its output included; the same by the clock. "
-        "Changes lie at random: +-1..3 units in the last place (bfloat16), 1e-5 of the spread (float32). Without the entropy stage and the disk"
+        f"speed as a share of a plain read (memcmp) of the same two arrays of {size >> 20} MiB on"
+        f" as many threads, interleaved, median of {repetitions}, in processor time, so that what"
+        f" else runs on the machine counts less; {_native.instruction_set()}. One pass: compare,"
+        f" compact, update the base; the method is given, calls of {WARM_BYTES >> 20} MiB, whose"
+        " output lies in warm memory. With the choice: the same and the sampling that picks the"
+        f" method. As a save calls it: {(NativeCodec.run_bytes or size) >> 20} MiB at a time, the"
+        " page faults of its output included; the same by the clock. Changes lie at random: +-1..3"
+        " units in the last place (bfloat16), 1e-5 of the spread (float32). Without the entropy"
+        " stage and the disk"
     )
     limits = [
         Figure(f"time over a plain read: {name}", value, limit)
@@ -112,12 +125,15 @@ def state(name: str, density: float, size: int) -> tuple[NDArray[Any], NDArray[A
 def bounds_of(size: int, step: int, word_bytes: int) -> list[NDArray[np.uint64]]:
     """The chunks of every call."""
     return [
-        np.arange(0, min(step, size - at) + 1, CHUNK_BYTES, dtype=np.uint64) // np.uint64(word_bytes)
+        np.arange(0, min(step, size - at) + 1, CHUNK_BYTES, dtype=np.uint64)
+        // np.uint64(word_bytes)
         for at in range(0, size, step)
     ]
 
 
-def measured(current: NDArray[Any], base: NDArray[Any], threads: int, repetitions: int) -> list[Cell]:
+def measured(
+    current: NDArray[Any], base: NDArray[Any], threads: int, repetitions: int
+) -> list[Cell]:
     codec, width, size = NativeCodec(), current.itemsize, current.nbytes
     step = min(codec.run_bytes or size, size)
     now, original = memory.as_bytes("current", current), memory.as_bytes("base", base)
@@ -131,10 +147,14 @@ def measured(current: NDArray[Any], base: NDArray[Any], threads: int, repetition
     _native.set_threads(threads)
     bounds = bounds_of(size, step, width)
     parts = [
-        codec.encode(now[n * step : (n + 1) * step], shadow[n * step : (n + 1) * step], edges, width)[0]
+        codec.encode(
+            now[n * step : (n + 1) * step], shadow[n * step : (n + 1) * step], edges, width
+        )[0]
         for n, edges in enumerate(bounds)
     ]
-    methods = {int(m) for part in parts for m in part.rows[:, METHOD]} or {METHOD_NAMES.index("sparse")}
+    methods = {int(m) for part in parts for m in part.rows[:, METHOD]} or {
+        METHOD_NAMES.index("sparse")
+    }
     chosen = max(methods)
 
     def decode() -> None:
@@ -166,31 +186,54 @@ def measured(current: NDArray[Any], base: NDArray[Any], threads: int, repetition
     streams = sum(stream.nbytes for part in parts for stream in part.streams.values())
     told = "+".join(METHOD_NAMES[m] for m in sorted(methods)) if streams else "unchanged"
     middle = [median(shares[name]) for name in works]
-    return [told, *middle[:3], median(clocks), int(median(faults)), middle[3], streams / size, int(median(rates))]
+    return [
+        told,
+        *middle[:3],
+        median(clocks),
+        int(median(faults)),
+        middle[3],
+        streams / size,
+        int(median(rates)),
+    ]
 
 
 def first_save(current: NDArray[Any], base: NDArray[Any], threads: int, repetitions: int) -> float:
     """Planes of values, without a base."""
-    now, other, width = memory.as_bytes("current", current), memory.as_bytes("base", base).copy(), current.itemsize
+    now, other, width = (
+        memory.as_bytes("current", current),
+        memory.as_bytes("base", base).copy(),
+        current.itemsize,
+    )
     copy = other.copy()
     bounds = bounds_of(now.nbytes, WARM_BYTES, width)
 
     def encode() -> None:
         for number, edges in enumerate(bounds):
-            _native.encode(now[number * WARM_BYTES : (number + 1) * WARM_BYTES], None, edges, width, PLANES)
+            _native.encode(
+                now[number * WARM_BYTES : (number + 1) * WARM_BYTES], None, edges, width, PLANES
+            )
 
     _native.set_threads(threads)
     encode()
     with ThreadPoolExecutor(threads) as pool:
-        return median(timed(lambda: plain_read(copy, other, threads, pool))[0] / timed(encode)[0] for _ in range(repetitions))
+        return median(
+            timed(lambda: plain_read(copy, other, threads, pool))[0] / timed(encode)[0]
+            for _ in range(repetitions)
+        )
 
 
-def plain_read(one: NDArray[Any], other: NDArray[Any], threads: int, pool: ThreadPoolExecutor) -> None:
-    """Read two equal arrays, which memcmp does as fast as the best loop that was tried against it (within 4 %)."""
+def plain_read(
+    one: NDArray[Any], other: NDArray[Any], threads: int, pool: ThreadPoolExecutor
+) -> None:
+    """Read two equal arrays, which memcmp does as fast as the best loop that was tried against it
+    (within 4 %).
+    """
     share = one.nbytes // threads
 
     def part(number: int) -> int:
-        return int(_memcmp(one.ctypes.data + number * share, other.ctypes.data + number * share, share))
+        return int(
+            _memcmp(one.ctypes.data + number * share, other.ctypes.data + number * share, share)
+        )
 
     different = part(0) if threads == 1 else sum(map(abs, pool.map(part, range(threads))))
     if different:

@@ -1,4 +1,6 @@
-"""The order-0 entropy of a lossless save: how small codes that look at one symbol at a time can make it, without any table or file."""
+"""The order-0 entropy of a lossless save: how small codes that look at one symbol at a time can
+make it, without any table or file.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def bound_bytes(before: Mapping[str, Words], now: Mapping[str, Words]) -> float:
 def leaf_bytes(before: Words, now: Words) -> float:
     """Bytes of one leaf: as differences or as values, whichever is smaller.
 
-    Words of up to 16 bits are symbols; wider ones are split into bytes, each place with a distribution of its own. A difference
-    counts modulo the word, its sign folded into the lowest bit.
+    Words of up to 16 bits are symbols; wider ones are split into bytes, each place with a
+    distribution of its own. A difference counts modulo the word, its sign folded into the lowest
+    bit.
     """
     signed = (now - before).view(f"i{now.itemsize}")
     folded = ((signed << 1) ^ (signed >> (8 * now.itemsize - 1))).view(now.dtype)

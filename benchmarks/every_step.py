@@ -1,8 +1,12 @@
-"""What training loses to a save at every step: with a memory tier, to the disk, and by ways that store less of each step.
+"""What training loses to a save at every step: with a memory tier, to the disk, and by ways that
+store
+less of each step.
 
-The same training goes on while each way has its turns: a loop of some steps with a save after each, and one without any save before it, whose
-wall time is compared. All of a loop's saves are committed when its time ends, so nothing of them is left for others to pay; copies from
-memory to the disk go on behind the training, and what is left of them at the end of a loop is finished before the next begins.
+The same training goes on while each way has its turns: a loop of some steps with a save after each,
+and one without any save before it, whose wall time is compared. All of a loop's saves are committed
+when its time ends, so nothing of them is left for others to pay; copies from memory to the disk go
+on behind the training, and what is left of them at the end of a loop is finished before the next
+begins.
 """
 
 from __future__ import annotations
@@ -48,7 +52,12 @@ class Case:
 
 
 CPU = Case(Plan(seed=1, threads=1), "cpu", steps=3, rounds=5)
-CUDA = Case(Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8), "cuda", steps=20, rounds=5)
+CUDA = Case(
+    Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8),
+    "cuda",
+    steps=20,
+    rounds=5,
+)
 QUICK = Case(tiny(seed=1), "cpu", steps=1, rounds=1)
 
 
@@ -81,7 +90,11 @@ class Loop:
         return time.perf_counter() - began
 
     def state(self) -> states.State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
 
     def _synchronise(self) -> None:
         if self._device == "cuda":
@@ -90,8 +103,10 @@ class Loop:
 
 @dataclass(slots=True)
 class Way:
-    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it, of that one's; ``processor``: the same of
-    processor time, of all threads, which other programs on the machine disturb less.
+    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it,
+    of
+    that one's; ``processor``: the same of processor time, of all threads, which other programs on
+    the machine disturb less.
     """
 
     name: str
@@ -110,7 +125,10 @@ class Way:
 def run(settings: Settings) -> Result:
     case = QUICK if settings.quick else CUDA if torch.cuda.is_available() else CPU
     memory = Path(
-        tempfile.mkdtemp(prefix="deltacheck-every-step-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else settings.folder)
+        tempfile.mkdtemp(
+            prefix="deltacheck-every-step-",
+            dir=_MEMORY if os.access(_MEMORY, os.W_OK) else settings.folder,
+        )
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(case.device == "cpu")
@@ -150,7 +168,9 @@ def run(settings: Settings) -> Result:
     }
     logged = median(next(way.overheads for way in ways if way.name == LOGGED))
     figures = (
-        [Figure("a save at every step, of a step, by a gradient log in memory", logged, LIMIT)] if case.device == "cuda" else []
+        [Figure("a save at every step, of a step, by a gradient log in memory", logged, LIMIT)]
+        if case.device == "cuda"
+        else []
     )
     where = (
         "there is no CUDA device, so the promised figure (at most 3.1 % of a step) is not measured"
@@ -158,10 +178,12 @@ def run(settings: Settings) -> Result:
         else "on the device"
     )
     about = (
-        f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for each way, medians; memory tier in "
-        f"{'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {where}. 'of a step': what a loop took longer than the "
-        "one without saves right before it; 'processor': the same of processor time, of all threads. "
-        "'copied after': until what was left to copy to the disk at the end of a loop was there"
+        f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for"
+        " each way, medians; memory tier in"
+        f" {'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {where}."
+        " 'of a step': what a loop took longer than the one without saves right before it;"
+        " 'processor': the same of processor time, of all threads. 'copied after': until what was"
+        " left to copy to the disk at the end of a loop was there"
     )
     return Result("every_step", about, [Table("a save at every step", columns, rows)], figures)
 
@@ -170,7 +192,10 @@ def _measure(case: Case, folder: Path, memory: Path) -> tuple[Loop, list[float],
     loop = Loop(case.plan, case.device)
     bare: list[float] = []
     with ExitStack() as stack:
-        ways = [_way(name, loop, folder / str(number), memory / str(number), stack) for number, name in enumerate(WAYS)]
+        ways = [
+            _way(name, loop, folder / str(number), memory / str(number), stack)
+            for number, name in enumerate(WAYS)
+        ]
         loop.run(2)
         for way in ways:
             loop.run(1, way.save)
@@ -206,7 +231,8 @@ def _loop(way: Way, loop: Loop, steps: int, bare: float, processor: float) -> No
 
 
 def _way(name: str, loop: Loop, folder: Path, memory: Path, stack: ExitStack) -> Way:
-    # Rarely to the disk: what a run does that wants RPO of a step against the death of a process, and of minutes against a power cut.
+    # Rarely to the disk: what a run does that wants RPO of a step against the death of a process,
+    # and of minutes against a power cut.
     tier = MemoryTier(memory, persist_every=1 if name == DRAINED else 1000)
     options: dict[str, Any] = {} if name == DISK else {"memory": tier}
     engine = stack.enter_context(Engine(folder, **options))

@@ -1,7 +1,9 @@
-"""What a gradient log stores of a step, beside torch.save and a direct delta; what its saves and restores cost; whether they are exact.
+"""What a gradient log stores of a step, beside torch.save and a direct delta; what its saves and
+restores cost; whether they are exact.
 
-The same training goes on while each way of saving has its turn. Every logged step is restored at the end and compared, leaf by leaf, with
-the digests that were taken of the live state beside the save.
+The same training goes on while each way of saving has its turn. Every logged step is restored at
+the end and compared, leaf by leaf, with the digests that were taken of the live state beside the
+save.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Turn:
     """One way's saves, one after the other."""
 
     reports: list[SaveReport] = field(default_factory=list)
-    durable: dict[int, float] = field(default_factory=dict)  # by sequence number, in seconds, by our own clock
+    durable: dict[int, float] = field(
+        default_factory=dict
+    )  # by sequence number, in seconds, by our own clock
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def logged(self) -> list[SaveReport]:
@@ -44,7 +48,9 @@ class Turn:
     def deltas(self) -> list[SaveReport]:
         """Saves of the state itself without keyframes."""
         return [
-            r for r in self.reports if not r.replayed_steps and all(leaf.kind is not LeafKind.KEYFRAME for leaf in r.leaves)
+            r
+            for r in self.reports
+            if not r.replayed_steps and all(leaf.kind is not LeafKind.KEYFRAME for leaf in r.leaves)
         ]
 
 
@@ -57,12 +63,16 @@ def run(settings: Settings) -> Result:
     figures: list[Figure] = []
     wrong = checked = parameters = 0
     for rate in RATES[:1] if settings.quick else RATES:
-        training = states.post_trained(plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS)
+        training = states.post_trained(
+            plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+        )
         parameters = sum(p.numel() for p in training.model.parameters())
         file = peer_save(training.state(), settings.folder / "torch_save.pt")
         for every in EVERY[:1] if settings.quick else EVERY:
             folder = settings.folder / f"{rate:g}-{every}"
-            saves = replays // every + 2  # a save of the state itself, one cycle of logged ones, and the next of the state
+            saves = (
+                replays // every + 2
+            )  # a save of the state itself, one cycle of logged ones, and the next of the state
             log = _logged(training, every, saves, folder / "log", replays)
             direct = _direct(training, every, min(saves, 6), folder / "direct")
             logged = median(report.stored_bytes for report in log.logged())
@@ -76,11 +86,25 @@ def run(settings: Settings) -> Result:
             )
             for name, turn, reports in ways:
                 durable = median(turn.durable[report.seq] for report in reports)
-                times.append([f"{rate:g}", every, name, median(report.blocking_seconds for report in reports), durable])
+                times.append(
+                    [
+                        f"{rate:g}",
+                        every,
+                        name,
+                        median(report.blocking_seconds for report in reports),
+                        durable,
+                    ]
+                )
             bad = _not_exact(folder / "log", log, training)
             wrong, checked = wrong + bad, checked + len(log.reports)
             if every == 1:
-                figures.append(Figure(f"a logged step of torch.save, lr {rate:g}, every step", logged / file, LIMIT))
+                figures.append(
+                    Figure(
+                        f"a logged step of torch.save, lr {rate:g}, every step",
+                        logged / file,
+                        LIMIT,
+                    )
+                )
                 restores += _restores(f"{rate:g}", folder, log, direct, training, settings)
     figures.append(Figure("logged steps that were not restored bit for bit", wrong, 0, "count"))
     return Result(
@@ -112,7 +136,9 @@ def _logged(training: Training, every: int, saves: int, folder: Path, replays: i
     turn = Turn()
     with (
         Engine(folder) as engine,
-        GradientLog(engine, training.optimizer, max_replay_steps=replays, max_steps_per_save=max(EVERY)) as log,
+        GradientLog(
+            engine, training.optimizer, max_replay_steps=replays, max_steps_per_save=max(EVERY)
+        ) as log,
     ):
         for number in range(saves):
             for _ in range(every if number else 0):
@@ -145,7 +171,9 @@ def _direct(training: Training, every: int, saves: int, folder: Path) -> Turn:
 
 def _digests(state: State) -> dict[str, str]:
     return {
-        path: xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        path: xxhash.xxh3_128_hexdigest(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        )
         for path, tensor in states.leaves_of(state).items()
     }
 
@@ -154,11 +182,14 @@ def _not_exact(root: Path, turn: Turn, training: Training) -> int:
     """Steps whose restore differs from the live state of then in a single bit."""
     with Engine(root) as engine:
         return sum(
-            _digests(engine.restore(step, optimizer=training.optimizer)) != digests for step, digests in turn.digests.items()
+            _digests(engine.restore(step, optimizer=training.optimizer)) != digests
+            for step, digests in turn.digests.items()
         )
 
 
-def _restores(rate: str, folder: Path, log: Turn, direct: Turn, training: Training, settings: Settings) -> list[list[Cell]]:
+def _restores(
+    rate: str, folder: Path, log: Turn, direct: Turn, training: Training, settings: Settings
+) -> list[list[Cell]]:
     by_replays: Mapping[int, int] = {report.replayed_steps: report.step for report in log.reports}
     rows: list[list[Cell]] = []
     for replays in sorted({0, 1, 4, max(by_replays)} & by_replays.keys()):

@@ -1,4 +1,6 @@
-"""How long `import deltacheck` takes: median of fresh processes, beside `import numpy` in the same run."""
+"""How long `import deltacheck` takes: median of fresh processes, beside `import numpy` in the same
+run.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,22 @@ def run(settings: Settings) -> Result:
     for _ in range(1 + repetitions):  # the first fills the file cache and is dropped
         for name, statement in _STATEMENTS.items():
             code = _CHILD.format(statement=statement)
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            )
             took, *modules = done.stdout.split()
             seconds[name].append(float(took))
             loaded[name] = ", ".join(modules)
     middle = {name: median(values[1:]) for name, values in seconds.items()}
-    rows = [(name, middle[name], middle[name] / middle["numpy"], loaded[name]) for name in _STATEMENTS]
-    columns: dict[str, Unit] = {"import of": "text", "median": "seconds", "of numpy": "ratio", "brings in": "text"}
+    rows = [
+        (name, middle[name], middle[name] / middle["numpy"], loaded[name]) for name in _STATEMENTS
+    ]
+    columns: dict[str, Unit] = {
+        "import of": "text",
+        "median": "seconds",
+        "of numpy": "ratio",
+        "brings in": "text",
+    }
     return Result(
         "importing",
         f"wall time of an import in a fresh process, file cache warm, median of {repetitions}",

@@ -1,7 +1,7 @@
 """Peak host memory of saves: what a process needs beyond what it had before the engine existed.
 
-One process for each setting (``python -m benchmarks.memory BYTES HOST_CACHE_BYTES FOLDER``), for an allocator keeps memory that it has once
-asked for.
+One process for each setting (``python -m benchmarks.memory BYTES HOST_CACHE_BYTES FOLDER``), for an
+allocator keeps memory that it has once asked for.
 """
 
 from __future__ import annotations
@@ -28,15 +28,41 @@ def run(settings: Settings) -> Result:
         folder = settings.folder / str(host_cache_bytes)
         found = in_own_process("benchmarks.memory", str(size), str(host_cache_bytes), str(folder))
         allowed = found["state"] + host_cache_bytes
-        peaks = {"first save, keyframes": found["keyframe"], f"later saves, deltas (worst of {DELTAS})": max(found["deltas"])}
+        peaks = {
+            "first save, keyframes": found["keyframe"],
+            f"later saves, deltas (worst of {DELTAS})": max(found["deltas"]),
+        }
         for name, peak in peaks.items():
-            cells = [found["state"], host_cache_bytes, name, peak, peak - found["state"], peak - allowed, peak / allowed]
+            cells = [
+                found["state"],
+                host_cache_bytes,
+                name,
+                peak,
+                peak - found["state"],
+                peak - allowed,
+                peak / allowed,
+            ]
             rows.append([*cells])
             figures.append(
-                Figure(f"peak of {name}, host cache {host_cache_bytes >> 20} MiB, of shadow + host cache", peak / allowed, 1.0)
+                Figure(
+                    f"peak of {name}, host cache {host_cache_bytes >> 20} MiB, of shadow + host"
+                    " cache",
+                    peak / allowed,
+                    1.0,
+                )
             )
         rest = median(found["after"])
-        rows.append([found["state"], host_cache_bytes, "between saves", rest, rest - found["state"], None, rest / allowed])
+        rows.append(
+            [
+                found["state"],
+                host_cache_bytes,
+                "between saves",
+                rest,
+                rest - found["state"],
+                None,
+                rest / allowed,
+            ]
+        )
     columns: dict[str, Unit] = {
         "state = shadow": "bytes",
         "host cache": "bytes",
@@ -47,8 +73,8 @@ def run(settings: Settings) -> Result:
         "of shadow + cache": "ratio",
     }
     about = (
-        "resident memory (VmHWM, reset before each save) beyond that before the engine existed; synthetic state, libraries loaded before, "
-        "glibc's allocator as it is"
+        "resident memory (VmHWM, reset before each save) beyond that before the engine existed;"
+        " synthetic state, libraries loaded before, glibc's allocator as it is"
     )
     return Result("memory", about, [Table("extra host memory", columns, rows)], figures)
 
@@ -59,7 +85,9 @@ def measure(size: int, host_cache_bytes: int, folder: Path) -> dict[str, Any]:
     from deltacheck.backends.torch import Engine
 
     with tempfile.TemporaryDirectory() as scratch, Engine(Path(scratch) / "root") as engine:
-        engine.save(0, states.Synthetic(1 << 20).state()).wait()  # libraries and thread pools, which are not a save's
+        engine.save(
+            0, states.Synthetic(1 << 20).state()
+        ).wait()  # libraries and thread pools, which are not a save's
     synthetic = states.Synthetic(size)
     synthetic.train_step()  # what the optimizer itself leaves allocated
     trim()
@@ -75,7 +103,12 @@ def measure(size: int, host_cache_bytes: int, folder: Path) -> dict[str, Any]:
                 engine.save(save, synthetic.state()).wait()
             deltas.append(peak.bytes - before)
             after.append(status("VmRSS") - before)
-    return {"state": states.raw_bytes(synthetic.state()), "keyframe": deltas[0], "deltas": deltas[1:], "after": after[1:]}
+    return {
+        "state": states.raw_bytes(synthetic.state()),
+        "keyframe": deltas[0],
+        "deltas": deltas[1:],
+        "after": after[1:],
+    }
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""The states that `compare` saves: a real post-training run, brought to where it is steady, once for all rivals.
+"""The states that `compare` saves: a real post-training run, brought to where it is steady, once
+for
+all rivals.
 
-A model is pre-trained for a few steps from weights of natural scale, then post-trained. Second moments have a memory of 1,000 steps, too many
-to train here, so they are matured: after some steps the moments become their unbiased estimates and the optimizer's count moves on by
-``MATURED_STEPS``, as though the run had gone on like this for so long. From there on every update is the optimizer's own.
+A model is pre-trained for a few steps from weights of natural scale, then post-trained. Second
+moments have a memory of 1,000 steps, too many to train here, so they are matured: after some steps
+the moments become their unbiased estimates and the optimizer's count moves on by ``MATURED_STEPS``,
+as though the run had gone on like this for so long. From there on every update is the optimizer's
+own.
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ from deltacheck.profile import Profile
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
 MATURED_STEPS = 1000
-_BYTES_A_PARAMETER = 100  # of training and of the hungriest rival, which is Orbax: state, gradients, temporaries, four copies
+# Of training and of the hungriest rival, which is Orbax: state, gradients, temporaries, four copies
+_BYTES_A_PARAMETER = 100
 _LOOK_EVERY, _LOOKS = 2, 9  # of the profiler
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the model is and how long it trains. ``every``: training steps between two saves."""
+    """How large the model is and how long it trains. ``every``: training steps between two
+    saves.
+    """
 
     width: int
     layers: int
@@ -49,10 +56,16 @@ SIZES = {
 
 
 def size_of(name: str) -> Size:
-    """``full``: as many layers, four times as wide in parameters, as the memory that is free now allows."""
+    """``full``: as many layers, four times as wide in parameters, as the memory that is free now
+    allows.
+    """
     if name != "full":
         return SIZES[name]
-    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    available = next(
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
     parameters = int(available.split()[1]) * 1024 // _BYTES_A_PARAMETER
     one = Size(2048, 1, 8, 5e-4, 8, 2)
     return Size(2048, max(1, parameters // one.parameters), 8, 5e-4, 8, 2)
@@ -63,7 +76,11 @@ def recipe_of(state: str, size: Size) -> Recipe:
     task = STATES[state]
     if size == SIZES["tiny"]:
         return tiny(task)
-    few: dict[str, Any] = {"batch": 2, "group": 4, "pretrain_batch": 16} if task == "rl" else {"batch": 1, "context": 96}
+    few: dict[str, Any] = (
+        {"batch": 2, "group": 4, "pretrain_batch": 16}
+        if task == "rl"
+        else {"batch": 1, "context": 96}
+    )
     return recipe(
         task,
         width=size.width,
@@ -88,7 +105,9 @@ def prepare(framework: str, state: str, size: Size, folder: Path) -> None:
     loss = 0.0
     for _ in range(_LOOK_EVERY * _LOOKS):
         loss = run.train(1)
-        profiler.observe(run.workload.step, run.workload.state, loss=loss, learning_rate=run.recipe.rate)
+        profiler.observe(
+            run.workload.step, run.workload.state, loss=loss, learning_rate=run.recipe.rate
+        )
     profiler.profile().write(folder / "profile.json")
     chain = Chain(framework, folder / "run", Policy.exact())
     chain.save(run.workload.step, run.workload.state(), run.metrics(loss))
@@ -106,7 +125,9 @@ def loaded(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, P
 
 
 def _mature(run: Run) -> None:
-    """Make the moments what they would be after ``MATURED_STEPS`` more steps with gradients like those so far."""
+    """Make the moments what they would be after ``MATURED_STEPS`` more steps with gradients like
+    those so far.
+    """
     if run.framework == "torch":
         for group in run.workload.optimizer.param_groups:
             before, after = group["step"], group["step"] + MATURED_STEPS
@@ -131,7 +152,11 @@ def _mature(run: Run) -> None:
         )
 
     training = run.workload.training
-    moments = jax.tree.map(matured, training["optimizer"], is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    moments = jax.tree.map(
+        matured,
+        training["optimizer"],
+        is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState),
+    )
     run.workload.training = training | {"optimizer": moments}
 
 

@@ -1,4 +1,6 @@
-"""What a process takes: memory, processor time, and a process of its own for whatever must be measured alone."""
+"""What a process takes: memory, processor time, and a process of its own for whatever must be
+measured alone.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,31 @@ _CHILDREN_SECONDS = 0.02
 
 
 def in_own_process(module: str, *arguments: str) -> Any:
-    """Run ``python -m module arguments`` with the packages of this process. Returns the JSON of the last line that it prints.
+    """Run ``python -m module arguments`` with the packages of this process. Returns the JSON of the
+    last line that it prints.
 
     Raises ``RuntimeError`` with the end of what it says on stderr where it fails.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
-    found_at = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same packages, in the same order
+    found_at = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+    }  # the same packages, in the same order
     done = subprocess.run(command, capture_output=True, text=True, env=found_at)
     if done.returncode != 0:
-        raise RuntimeError(f"the measuring process failed: {' '.join(arguments)}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"the measuring process failed: {' '.join(arguments)}\n{done.stderr[-4000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @dataclass(slots=True)
 class Peak:
-    """The most resident memory while a block runs: the kernel's mark where it can be reset, else the largest of many samples.
+    """The most resident memory while a block runs: the kernel's mark where it can be reset, else
+    the
+    largest of many samples.
 
-    Memory of child processes that is theirs alone is added, sampled; what they share with this process is counted here.
+    Memory of child processes that is theirs alone is added, sampled; what they share with this
+    process is counted here.
     """
 
     bytes: int = 0
@@ -67,7 +77,9 @@ class Peak:
         while not stop.is_set():
             if not self._marked:
                 self.bytes = max(self.bytes, status("VmRSS"))
-            self._children = max(self._children, sum(_anonymous(child) for child in child_processes()))
+            self._children = max(
+                self._children, sum(_anonymous(child) for child in child_processes())
+            )
             time.sleep(_CHILDREN_SECONDS if self._marked else _SAMPLE_SECONDS)
 
 
@@ -106,7 +118,10 @@ def child_processes() -> list[int]:
 
 def cpu_seconds() -> float:
     """Processor time of this process and of those that it started, so far."""
-    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    own, ended = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     ticks = 0
     for child in child_processes():
         try:
@@ -114,7 +129,13 @@ def cpu_seconds() -> float:
         except OSError:
             continue
         ticks += int(fields[11]) + int(fields[12])
-    return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+    return (
+        own.ru_utime
+        + own.ru_stime
+        + ended.ru_utime
+        + ended.ru_stime
+        + ticks / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def _anonymous(process: int) -> int:

@@ -47,8 +47,10 @@ def run(settings: Settings) -> Result:
     row: list[Cell] = [states.raw_bytes(training.state()), step, look, first, note, interval, share]
     return Result(
         "profiling",
-        f"deltacheck.Profiler beside training of the demo's model on one thread, looking at every {interval}th step; wall time, medians of "
-        f"{looks * interval} steps and {looks} looks, gathering the state included; the first look, which also plans the sample, is told apart",
+        "deltacheck.Profiler beside training of the demo's model on one thread, looking at every"
+        f" {interval}th step; wall time, medians of {looks * interval} steps and {looks} looks,"
+        " gathering the state included; the first look, which also plans the sample, is told"
+        " apart",
         [Table("profiler", columns, [row])],
         [Figure("profiler, share of the step time", share, PROFILER_AT_MOST)],
     )

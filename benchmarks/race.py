@@ -1,7 +1,9 @@
-"""One rival on one state, in a process of its own: what its saves cost a training that goes on, and what a restore takes.
+"""One rival on one state, in a process of its own: what its saves cost a training that goes on, and
+what a restore takes.
 
-``python -m benchmarks.race JSON``; see ``Job``. In turns: the training alone, then the same number of steps that begin with a save.
-What is left of the save after them is waited for, as the next one would, and counts as blocking.
+``python -m benchmarks.race JSON``; see ``Job``. In turns: the training alone, then the same number
+of steps that begin with a save. What is left of the save after them is waited for, as the next one
+would, and counts as blocking.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ MOST_SAVES_BEFORE = 10  # until a rival is in its steady state
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a measuring process is asked. ``prepared``: the run's folder; ``rival``: ``""`` asks to prepare it; ``root``: for the saves, new."""
+    """What a measuring process is asked. ``prepared``: the run's folder; ``rival``: ``""`` asks to
+    prepare it; ``root``: for the saves, new.
+    """
 
     framework: str
     state: str
@@ -49,7 +53,9 @@ class Job:
 
 
 class Update:
-    """The time that rivals take before an optimizer step, theirs and what their own hooks wait for."""
+    """The time that rivals take before an optimizer step, theirs and what their own hooks
+    wait for.
+    """
 
     def __init__(self, framework: str) -> None:
         self.seconds = 0.0
@@ -108,7 +114,9 @@ class Watch:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Everything one process finds, in seconds and bytes: of each repeat, in lists; of the run, alone."""
+    """Everything one process finds, in seconds and bytes: of each repeat, in lists; of the run,
+    alone.
+    """
     kind = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
     run, profile = loaded(job.framework, job.state, job.size, Path(job.prepared))
     run.train(2)  # compiles, and fills what allocators keep
@@ -133,7 +141,9 @@ def measure(job: Job) -> dict[str, Any]:
         first = stored if first is None else first
         steady = rival.settled() and before > 0
         before += 1
-    found: dict[str, list[float]] = {name: [] for name in ("blocking", "loop loses", "durable", "cpu", "bytes")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("blocking", "loop loses", "durable", "cpu", "bytes")
+    }
     told: list[float] = []
     for _ in range(job.repeats):
         began, cpu = time.perf_counter(), cpu_seconds()
@@ -171,7 +181,9 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, float, float, int]:
-    """Delete earlier saves, save and train. The watch, seconds that the training thread waited, seconds of all of it, the most memory."""
+    """Delete earlier saves, save and train. The watch, seconds that the training thread waited,
+    seconds of all of it, the most memory.
+    """
     state, step, metrics = run.workload.state(), run.workload.step, run.metrics(0.0)
     metrics.pop("loss")
     rival.delete_earlier()
@@ -190,7 +202,9 @@ def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, fl
 
 
 def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
-    """Seconds of restores of the newest step, which is the live state: the run is over. Raises where a lossless rival gives another."""
+    """Seconds of restores of the newest step, which is the live state: the run is over. Raises
+    where a lossless rival gives another.
+    """
     step, live = run.workload.step, _digests(_flat(run, run.workload.state()))
     times = []
     for _ in range(repeats):
@@ -203,7 +217,9 @@ def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
         _touch(found)
         times.append(time.perf_counter() - began)
         if rival.lossless and (wrong := sorted(live.items() - _digests(found).items())):
-            raise AssertionError(f"{rival.name} does not give back {wrong[0][0]!r} and {len(wrong) - 1} more")
+            raise AssertionError(
+                f"{rival.name} does not give back {wrong[0][0]!r} and {len(wrong) - 1} more"
+            )
         del state, like, found
     return times
 
@@ -218,7 +234,9 @@ def _flat(run: Run, state: Any) -> Mapping[str, Any]:
 
 
 def _emptied(run: Run) -> Any:
-    """What a program has that was started again: in torch the run's own state, all zeros; in JAX the shapes of a state that is gone."""
+    """What a program has that was started again: in torch the run's own state, all zeros; in JAX
+    the shapes of a state that is gone.
+    """
     state = run.workload.state()
     if run.framework == "torch":
         for tensor in _flat(run, state).values():

@@ -1,4 +1,6 @@
-"""What a benchmark gives: figures with the limit that was promised for them, and the tables that they come from."""
+"""What a benchmark gives: figures with the limit that was promised for them, and the tables that
+they come from.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ Cell = str | int | float | None  # None: does not apply
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a benchmark runs. ``quick``: tiny states, figures without meaning. ``folder``: on the disk to measure, empty. ``ranks``, ``leaves``: of
-    those that have such; ``None``: as many as it is documented with.
+    """How a benchmark runs. ``quick``: tiny states, figures without meaning. ``folder``: on the
+    disk
+    to measure, empty. ``ranks``, ``leaves``: of those that have such; ``None``: as many as it is
+    documented with.
     """
 
     quick: bool
@@ -28,7 +32,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One promised number: it holds where ``value <= limit``, or with ``at_least`` where ``value >= limit``."""
+    """One promised number: it holds where ``value <= limit``, or with ``at_least`` where ``value >=
+    limit``.
+    """
 
     name: str
     value: float
@@ -43,7 +49,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``columns``: heading -> unit. ``rows``: one cell for each column, in bytes, seconds or ratios, rounded only when printed."""
+    """``columns``: heading -> unit. ``rows``: one cell for each column, in bytes, seconds or
+    ratios, rounded only when printed.
+    """
 
     title: str
     columns: Mapping[str, Unit]
@@ -62,7 +70,11 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Rows as objects, so that a reader needs no knowledge of the order of columns."""
         tables = [
-            {"title": t.title, "units": dict(t.columns), "rows": [dict(zip(t.columns, row, strict=True)) for row in t.rows]}
+            {
+                "title": t.title,
+                "units": dict(t.columns),
+                "rows": [dict(zip(t.columns, row, strict=True)) for row in t.rows],
+            }
             for t in self.tables
         ]
         figures = [asdict(figure) | {"holds": figure.holds} for figure in self.figures]
@@ -75,12 +87,20 @@ class Result:
             for heading, unit in table.columns.items():
                 drawn.add_column(heading, justify="left" if unit == "text" else "right")
             for row in table.rows:
-                drawn.add_row(*(written(cell, unit) for cell, unit in zip(row, table.columns.values(), strict=True)))
+                drawn.add_row(
+                    *(
+                        written(cell, unit)
+                        for cell, unit in zip(row, table.columns.values(), strict=True)
+                    )
+                )
             console.print(drawn)
         for figure in self.figures:
             verdict = "[green]holds[/]" if figure.holds else "[bold red]MISSED[/]"
             value, limit = written(figure.value, figure.unit), written(figure.limit, figure.unit)
-            console.print(f"{verdict} {figure.name}: {value}, promised at {'least' if figure.at_least else 'most'} {limit}")
+            console.print(
+                f"{verdict} {figure.name}: {value}, promised at"
+                f" {'least' if figure.at_least else 'most'} {limit}"
+            )
 
 
 def written(cell: Cell, unit: Unit) -> str:
@@ -97,5 +117,11 @@ def written(cell: Cell, unit: Unit) -> str:
         case "number":
             return f"{cell:.3g}"
         case "seconds":
-            return f"{cell:.2f} s" if cell >= 9.995 else f"{cell * 1e3:,.0f} ms" if cell >= 0.0995 else f"{cell * 1e3:.1f} ms"
+            return (
+                f"{cell:.2f} s"
+                if cell >= 9.995
+                else f"{cell * 1e3:,.0f} ms"
+                if cell >= 0.0995
+                else f"{cell * 1e3:.1f} ms"
+            )
     return str(cell)

@@ -46,7 +46,11 @@ def run(settings: Settings) -> Result:
             for engine in engines.values():
                 engine.close()
         for name, root in roots.items():
-            rows.append(_compare(name, depth, root, parts[name](), settings.folder / "torch_save.pt", repetitions))
+            rows.append(
+                _compare(
+                    name, depth, root, parts[name](), settings.folder / "torch_save.pt", repetitions
+                )
+            )
     columns: dict[str, Unit] = {
         "leaves": "text",
         "in memory": "bytes",
@@ -56,13 +60,16 @@ def run(settings: Settings) -> Result:
         "of torch.load": "ratio",
     }
     about = (
-        f"opening a root and restoring its newest step, every byte verified, beside torch.load(weights_only=True); synthetic state, one save a step, "
-        f"files in the page cache for both, median of {repetitions}"
+        "opening a root and restoring its newest step, every byte verified, beside"
+        " torch.load(weights_only=True); synthetic state, one save a step, files in the page cache"
+        f" for both, median of {repetitions}"
     )
     return Result("restoring", about, [Table("restore time", columns, rows)])
 
 
-def _compare(name: str, depth: int, root: Path, state: State, file: Path, repetitions: int) -> list[Cell]:
+def _compare(
+    name: str, depth: int, root: Path, state: State, file: Path, repetitions: int
+) -> list[Cell]:
     peer_save(state, file)
     ours, theirs = [], []
 
@@ -73,4 +80,11 @@ def _compare(name: str, depth: int, root: Path, state: State, file: Path, repeti
     for _ in range(repetitions):
         ours.append(states.timed(restore))
         theirs.append(states.timed(lambda: torch.load(file, weights_only=True)))
-    return [name, states.raw_bytes(state), depth, median(ours), median(theirs), median(ours) / median(theirs)]
+    return [
+        name,
+        states.raw_bytes(state),
+        depth,
+        median(ours),
+        median(theirs),
+        median(ours) / median(theirs),
+    ]

@@ -1,7 +1,9 @@
-"""What `compare` sets beside each other: one class a way of saving, each as its documentation shows it, with its defaults.
+"""What `compare` sets beside each other: one class a way of saving, each as its documentation shows
+it, with its defaults.
 
-``save`` begins a save and returns what waits until it is done; ``unsynced`` says what of it the benchmark must then sync itself. Steps go
-to ``root``, which is empty at first. ``restore`` is what a new program does: nothing that the saves have left in memory helps it.
+``save`` begins a save and returns what waits until it is done; ``unsynced`` says what of it the
+benchmark must then sync itself. Steps go to ``root``, which is empty at first. ``restore`` is what
+a new program does: nothing that the saves have left in memory helps it.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ BOUNDED = f"{POST_TRAINING}, weights bounded"
 
 
 class Rival(ABC):
-    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``: whether a restore gives every bit;
-    ``needs``: an optional package, without which it is left out.
+    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``:
+    whether a
+    restore gives every bit; ``needs``: an optional package, without which it is left out.
     """
 
     name: ClassVar[str]
@@ -42,14 +45,20 @@ class Rival(ABC):
         root.mkdir(parents=True)
 
     @abstractmethod
-    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]: ...
+    def save(
+        self, step: int, state: State, metrics: Mapping[str, float]
+    ) -> Callable[[], object]: ...
 
     @abstractmethod
     def restore(self, step: int, like: State) -> State:
-        """The state of a step; ``like``: a state of the same structure, which may be filled, as a program that resumes has one."""
+        """The state of a step; ``like``: a state of the same structure, which may be filled, as a
+        program that resumes has one.
+        """
 
     def unsynced(self, step: int) -> Path | None:
-        """What the benchmark syncs after the save: files, directories and the entries that name them."""
+        """What the benchmark syncs after the save: files, directories and the entries that name
+        them.
+        """
         return self._at(step)
 
     def stored(self, step: int) -> int:
@@ -146,7 +155,8 @@ class DcpAsync(Dcp):
 class TorchCheckpointing(Rival):
     """Meta's library: stages behind the training, and writes in a process of its own.
 
-    Without direct I/O, its default, which fails on file systems that want it aligned (ext4: "Invalid argument").
+    Without direct I/O, its default, which fails on file systems that want it aligned (ext4:
+    "Invalid argument").
     """
 
     name = "torch_checkpointing"
@@ -170,7 +180,9 @@ class TorchCheckpointing(Rival):
     def restore(self, step: int, like: State) -> State:
         from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
 
-        config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=self._storage())
+        config = CheckpointManager.Config(
+            save=SyncCheckpointSaverConfig(), storage_config=self._storage()
+        )
         return CheckpointManager(config).load(str(self._at(step)), into={"state": like})["state"]
 
     def close(self) -> None:
@@ -204,8 +216,9 @@ class _Ours(Rival):
         return found
 
     def settled(self) -> bool:
-        """Whether the first leaves that change everywhere have been written whole again; under a policy with stages, whether the last save was
-        stable, so that the next does not go over to a new form. A profile with nothing large that is stable gives a policy without stages.
+        """Whether the first leaves that change everywhere have been written whole again; under a
+        policy with stages, whether the last save was stable, so that the next does not go over to a
+        new form. A profile with nothing large that is stable gives a policy without stages.
         """
         import deltacheck
 
@@ -262,7 +275,9 @@ class OursTorchBounded(OursTorch):
 
 class Orbax(Rival):
     name = "Orbax CheckpointManager async"
-    syncs = "arrays"  # TensorStore does; not the names of items and steps, nor Orbax's own small files after their names
+    # TensorStore does; not the names of items and steps, nor Orbax's own small files after their
+    # names
+    syncs = "arrays"
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
         super().__init__(root, run, profile)
@@ -271,7 +286,9 @@ class Orbax(Rival):
     def _opened(self) -> Any:
         from orbax import checkpoint as ocp
 
-        return ocp.CheckpointManager(self.root, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=True))
+        return ocp.CheckpointManager(
+            self.root, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=True)
+        )
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
         from orbax import checkpoint as ocp
@@ -329,7 +346,16 @@ class OursOrbaxBounded(OursOrbax):
 
 
 RIVALS: dict[str, tuple[type[Rival], ...]] = {
-    "torch": (TorchSave, Safetensors, Dcp, DcpAsync, TorchCheckpointing, OursTorch, OursTorchPostTraining, OursTorchBounded),
+    "torch": (
+        TorchSave,
+        Safetensors,
+        Dcp,
+        DcpAsync,
+        TorchCheckpointing,
+        OursTorch,
+        OursTorchPostTraining,
+        OursTorchBounded,
+    ),
     "jax": (Orbax, OursOrbax, OursOrbaxPostTraining, OursOrbaxBounded),
 }
 

@@ -1,4 +1,6 @@
-"""What a step of many ranks costs beside its data: the plan, the reports, the manifest. Metadata only, replayed for every rank of a 70 B model."""
+"""What a step of many ranks costs beside its data: the plan, the reports, the manifest. Metadata
+only, replayed for every rank of a 70 B model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _DEPTH = 8  # saves whose segments a step stands on
 
 
 class Leaf(NamedTuple):
-    """``axis``: that tensor parallelism cuts; ``stage``: of eight in a row, by which a pipeline divides."""
+    """``axis``: that tensor parallelism cuts; ``stage``: of eight in a row, by which a pipeline
+    divides.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,8 +40,12 @@ class Leaf(NamedTuple):
     stage: int
 
 
-def model(leaves: int, layers: int = 80, width: int = 8192, inner: int = 28672, heads_kv: int = 1024) -> dict[str, Leaf]:
-    """A decoder of 70 B parameters with its float32 master weights and Adam's moments, cut down or repeated to ``leaves`` leaves."""
+def model(
+    leaves: int, layers: int = 80, width: int = 8192, inner: int = 28672, heads_kv: int = 1024
+) -> dict[str, Leaf]:
+    """A decoder of 70 B parameters with its float32 master weights and Adam's moments, cut down or
+    repeated to ``leaves`` leaves.
+    """
     blocks = {
         "attention.wq": ((width, width), 0),
         "attention.wk": ((heads_kv, width), 0),
@@ -54,9 +62,20 @@ def model(leaves: int, layers: int = 80, width: int = 8192, inner: int = 28672, 
         "head.weight": ((128256, width), 0, layers - 1),
         "norm.weight": ((width,), None, layers - 1),
     }
-    parameters |= {f"layers.{n}.{name}": (*of, n) for n in range(layers) for name, of in blocks.items()}
-    kinds = {"model": "bfloat16", "master": "float32", "exp_avg": "float32", "exp_avg_sq": "float32"}
-    every = [(f"{kind}/{name}", Leaf(dtype, *of)) for kind, dtype in kinds.items() for name, of in parameters.items()]
+    parameters |= {
+        f"layers.{n}.{name}": (*of, n) for n in range(layers) for name, of in blocks.items()
+    }
+    kinds = {
+        "model": "bfloat16",
+        "master": "float32",
+        "exp_avg": "float32",
+        "exp_avg_sq": "float32",
+    }
+    every = [
+        (f"{kind}/{name}", Leaf(dtype, *of))
+        for kind, dtype in kinds.items()
+        for name, of in parameters.items()
+    ]
     return {path: leaf._replace(stage=leaf.stage * 8 // layers) for path, leaf in every[:leaves]}
 
 
@@ -100,7 +119,9 @@ def _cut(box: Box, axis: int, part: int, parts: int) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one save. Seconds on rank 0 but where it says each. ``bytes_up``, ``bytes_down``: messages to and from rank 0 in a save that plans."""
+    """Of one save. Seconds on rank 0 but where it says each. ``bytes_up``, ``bytes_down``: messages
+    to and from rank 0 in a save that plans.
+    """
 
     layout: str
     ranks: int
@@ -144,7 +165,10 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
 
     sharding._cut.cache_clear()
     clock = _Clock()
-    held = [{path: one for path, leaf in leaves.items() if (one := holds(leaf, rank)).boxes} for rank in range(size)]
+    held = [
+        {path: one for path, leaf in leaves.items() if (one := holds(leaf, rank)).boxes}
+        for rank in range(size)
+    ]
     clock.lap()
     told = [joint.encoded(Told(Holdings.of(one), None)) for one in held]
     each_held = clock.lap() / size
@@ -157,12 +181,17 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     clock.lap()
     again = sharding.plan(holdings, before)
     replanning = clock.lap()
-    assert all(again[path].cuts == one.cuts and (again[path].owners == one.owners).all() for path, one in plan.items())
+    assert all(
+        again[path].cuts == one.cuts and (again[path].owners == one.owners).all()
+        for path, one in plan.items()
+    )
     mine = [joint.decoded(one, Assigned).share.tiles() for one in assigned]
     each_share = clock.lap() / size
     reports = [_encoded_report(rank, tiles_of) for rank, tiles_of in enumerate(mine)]
     clock.lap()
-    manifest = joint.merged(_manifest(leaves), plan, [joint.decoded(one, Report) for one in reports])
+    manifest = joint.merged(
+        _manifest(leaves), plan, [joint.decoded(one, Report) for one in reports]
+    )
     merging = clock.lap()
     content = manifest_content(manifest)
     encoding = clock.lap()
@@ -197,7 +226,10 @@ def _encoded_report(rank: int, mine: Mapping[str, tuple[Any, list[int]]]) -> byt
     """What a rank reports that has changed everything at each of the last saves."""
     count = sum(len(numbers) for _, numbers in mine.values())
     random = np.random.default_rng(rank)
-    refs = tuple(SegmentRef(f"s{seq:010d}-{rank:08x}", random.bytes(16).hex(), 10**9) for seq in range(_DEPTH))
+    refs = tuple(
+        SegmentRef(f"s{seq:010d}-{rank:08x}", random.bytes(16).hex(), 10**9)
+        for seq in range(_DEPTH)
+    )
     return joint.encoded(Report(_DEPTH, refs if count else (), random.bytes(16 * count).hex()))
 
 
@@ -209,16 +241,28 @@ def _manifest(leaves: Mapping[str, Leaf]) -> Manifest:
         groups.setdefault(kind, []).append(name)
     tree = {
         "t": "dict",
-        "k": [[kind, {"t": "dict", "k": [[n, {"t": "array"}] for n in names]}] for kind, names in groups.items()],
+        "k": [
+            [kind, {"t": "dict", "k": [[n, {"t": "array"}] for n in names]}]
+            for kind, names in groups.items()
+        ],
     }
     about = {"nonce": "0" * 16, "time": 0.0, "writer": "benchmark", "contract": "exact"}
     return Manifest(
-        format=layout.FORMAT, version=layout.VERSION, seq=_DEPTH - 1, step=_DEPTH, segments=(), tree=tree, leaves={}, **about
+        format=layout.FORMAT,
+        version=layout.VERSION,
+        seq=_DEPTH - 1,
+        step=_DEPTH,
+        segments=(),
+        tree=tree,
+        leaves={},
+        **about,
     )
 
 
 def _resolve(manifest: Manifest, held: Mapping[str, Held]) -> None:
-    """What one rank does with a manifest before it reads: which tiles it needs, what they are, in which segments."""
+    """What one rank does with a manifest before it reads: which tiles it needs, what they are, in
+    which segments.
+    """
     names = []
     for path, one in held.items():
         cut = manifest.tiles.get(path)
@@ -233,7 +277,8 @@ def _resolve(manifest: Manifest, held: Mapping[str, Held]) -> None:
 def run(settings: Settings) -> Result:
     most = settings.ranks or (128 if settings.quick else RANKS)
     return measure(
-        sorted({max(8, most // 16), max(8, most // 4), max(8, most)}), settings.leaves or (40 if settings.quick else 1000)
+        sorted({max(8, most // 16), max(8, most // 4), max(8, most)}),
+        settings.leaves or (40 if settings.quick else 1000),
     )
 
 
@@ -242,19 +287,38 @@ def measure(sizes: Sequence[int], count: int) -> Result:
     leaves = model(count)
     costs = [simulate(name, leaves, size) for name in LAYOUTS for size in sizes]
     first: dict[str, Unit] = {"layout": "text", "ranks": "count", "tiles": "count"}
-    seconds: dict[str, Unit] = dict.fromkeys(("plan", "plan again", "merge", "encode", "check", "sum"), "seconds")
-    size: dict[str, Unit] = {"manifest": "bytes", "to rank 0, planned": "bytes", "from it": "bytes", "to rank 0, else": "bytes"}
-    each: dict[str, Unit] = {"tell": "seconds", "take its share": "seconds", "find its tiles": "seconds", "most tiles": "count"}
+    seconds: dict[str, Unit] = dict.fromkeys(
+        ("plan", "plan again", "merge", "encode", "check", "sum"), "seconds"
+    )
+    size: dict[str, Unit] = {
+        "manifest": "bytes",
+        "to rank 0, planned": "bytes",
+        "from it": "bytes",
+        "to rank 0, else": "bytes",
+    }
+    each: dict[str, Unit] = {
+        "tell": "seconds",
+        "take its share": "seconds",
+        "find its tiles": "seconds",
+        "most tiles": "count",
+    }
     tables = [
         Table(
             "on rank 0, seconds of one core",
             first | seconds,
-            [(c.layout, c.ranks, c.tiles, c.plan, c.again, c.merge, c.encode, c.check, c.seconds) for c in costs],
+            [
+                (c.layout, c.ranks, c.tiles, c.plan, c.again, c.merge, c.encode, c.check, c.seconds)
+                for c in costs
+            ],
         ),
         Table(
-            "bytes of all ranks together; messages: 2 from each rank where nothing has changed since the save before, 3 where it has",
+            "bytes of all ranks together; messages: 2 from each rank where nothing has changed"
+            " since the save before, 3 where it has",
             {k: first[k] for k in ("layout", "ranks")} | size,
-            [(c.layout, c.ranks, c.manifest_bytes, c.bytes_up, c.bytes_down, c.steady_up) for c in costs],
+            [
+                (c.layout, c.ranks, c.manifest_bytes, c.bytes_up, c.bytes_down, c.steady_up)
+                for c in costs
+            ],
         ),
         Table(
             "on each rank",
@@ -267,7 +331,12 @@ def measure(sizes: Sequence[int], count: int) -> Result:
         ("tiles", "sum", "manifest", "tell", "find its tiles"), "number"
     )
     tables.append(
-        Table(f"growth from {sizes[0]} to {sizes[-1]} ranks: exponent of the number of ranks (1: linear)", units, rows)
+        Table(
+            f"growth from {sizes[0]} to {sizes[-1]} ranks: exponent of the number of ranks (1:"
+            " linear)",
+            units,
+            rows,
+        )
     )
     largest = [c for c in costs if c.ranks == max(sizes)]
     worst = max(largest, key=lambda c: c.seconds)
@@ -275,10 +344,16 @@ def measure(sizes: Sequence[int], count: int) -> Result:
     what = f"of {worst.ranks} ranks and {len(leaves)} leaves"
     return Result(
         "scale",
-        f"the metadata of one save of a 70 B model (its first {len(leaves)} leaves), replayed in one process: no data, no network",
+        f"the metadata of one save of a 70 B model (its first {len(leaves)} leaves), replayed in"
+        " one process: no data, no network",
         tables,
         [
-            Figure(f"planning and manifest {what}, slowest layout", worst.seconds, _LIMIT_SECONDS, "seconds"),
+            Figure(
+                f"planning and manifest {what}, slowest layout",
+                worst.seconds,
+                _LIMIT_SECONDS,
+                "seconds",
+            ),
             Figure(f"manifest {what}, largest", heaviest, _LIMIT_BYTES, "bytes"),
         ],
     )

@@ -1,6 +1,8 @@
-"""Bytes on disk of lossless saves of a real fine-tuning run, class by class, beside torch.save and zstd of the same state.
+"""Bytes on disk of lossless saves of a real fine-tuning run, class by class, beside torch.save and
+zstd of the same state.
 
-Each class is saved into a root of its own as well, so its bytes are those of real files (manifest, tables and all), not a share of something.
+Each class is saved into a root of its own as well, so its bytes are those of real files (manifest,
+tables and all), not a share of something.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ RATES = (1e-6, 2e-5)
 EVERY = (1, 10)  # steps between two saves
 WHOLE = "whole AdamW state"
 WEIGHTS = "bf16 weights"
-_CLASSES = tuple(name for name in CLASSES if name != "other")  # the rest is a few numbers: under 1 % of the bytes
+_CLASSES = tuple(
+    name for name in CLASSES if name != "other"
+)  # the rest is a few numbers: under 1 % of the bytes
 
 LIMITED_RATE = 1e-6
 WEIGHTS_LIMIT, WHOLE_LIMIT = 0.03, 0.65  # of raw, at that rate
@@ -55,20 +59,32 @@ class Root:
 
     def steady(self) -> float:
         """Mean bytes of the saves that hold no keyframe."""
-        return mean(r.stored_bytes for r in self.reports if all(leaf.kind is not LeafKind.KEYFRAME for leaf in r.leaves))
+        return mean(
+            r.stored_bytes
+            for r in self.reports
+            if all(leaf.kind is not LeafKind.KEYFRAME for leaf in r.leaves)
+        )
 
     def mean(self) -> float:
-        """Bytes of all files of the root, over its saves. Keyframes weigh more in it than in the long run, for the root is young."""
+        """Bytes of all files of the root, over its saves. Keyframes weigh more in it than in the
+        long run, for the root is young.
+        """
         return bytes_on_disk(self.engine.root) / len(self.reports)
 
     def long_run(self) -> float:
-        """Mean bytes of a save in a run without end: the first save has every keyframe, and each leaf's comes again at its chain's limit."""
+        """Mean bytes of a save in a run without end: the first save has every keyframe, and each
+        leaf's comes again at its chain's limit.
+        """
         policy = Policy.exact()
         held: dict[str, list[int]] = {}  # what the deltas of each leaf hold
-        for leaf in (leaf for report in self.reports for leaf in report.leaves if leaf.kind is LeafKind.DELTA):
+        for leaf in (
+            leaf for report in self.reports for leaf in report.leaves if leaf.kind is LeafKind.DELTA
+        ):
             held.setdefault(leaf.path, []).append(leaf.encoded_bytes)
         deltas = {
-            leaf: deltas_between(policy, leaf.path, leaf.raw_bytes, round(mean(held.get(leaf.path, [0]))))
+            leaf: deltas_between(
+                policy, leaf.path, leaf.raw_bytes, round(mean(held.get(leaf.path, [0])))
+            )
             for leaf in self.reports[0].leaves
         }
         share = sum(leaf.raw_bytes / (deltas[leaf] + 1) for leaf in deltas) / self.raw
@@ -76,7 +92,9 @@ class Root:
 
     def changed(self) -> float:
         """Changed words of all words, over the deltas (an unchanged leaf is one too)."""
-        leaves = [leaf for r in self.reports for leaf in r.leaves if leaf.kind is not LeafKind.KEYFRAME]
+        leaves = [
+            leaf for r in self.reports for leaf in r.leaves if leaf.kind is not LeafKind.KEYFRAME
+        ]
         return sum(leaf.changed for leaf in leaves) / sum(leaf.words for leaf in leaves)
 
 
@@ -88,16 +106,28 @@ def run(settings: Settings) -> Result:
     context: list[list[Cell]] = []
     parameters = 0
     for rate in RATES[:1] if settings.quick else RATES:
-        training = states.post_trained(plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS)
+        training = states.post_trained(
+            plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+        )
         parameters = sum(p.numel() for p in training.model.parameters())
         for every in EVERY:
-            roots = _train_and_save(training, every, saves[every], settings.folder / f"{rate}-{every}")
-            rows += [[f"{rate:g}", every, saves[every], *_cells(name, root)] for name, root in roots.items()]
+            roots = _train_and_save(
+                training, every, saves[every], settings.folder / f"{rate}-{every}"
+            )
+            rows += [
+                [f"{rate:g}", every, saves[every], *_cells(name, root)]
+                for name, root in roots.items()
+            ]
             if rate == LIMITED_RATE:
                 figures += _figures(roots, every)
         if rate == LIMITED_RATE:
             context = _context(training.state(), settings.folder)
-    roots = _train_and_save(states.Synthetic(4 << 20 if settings.quick else 48 << 20), 1, 4, settings.folder / "synthetic")
+    roots = _train_and_save(
+        states.Synthetic(4 << 20 if settings.quick else 48 << 20),
+        1,
+        4,
+        settings.folder / "synthetic",
+    )
     columns: dict[str, Unit] = {
         "leaves": "text",
         "in memory": "bytes",
@@ -110,10 +140,13 @@ def run(settings: Settings) -> Result:
     }
     return Result(
         "size",
-        f"bytes of all files of lossless saves while post-training {parameters / 1e6:.1f} M parameters, of raw bytes; steady: mean of the saves "
-        "without keyframes; mean of these: all files of the root; long run: keyframes at the pace of Policy.exact()",
+        f"bytes of all files of lossless saves while post-training {parameters / 1e6:.1f} M"
+        " parameters, of raw bytes; steady: mean of the saves without keyframes; mean of these:"
+        " all files of the root; long run: keyframes at the pace of Policy.exact()",
         [
-            Table("deltacheck", {"lr": "text", "every": "count", "saves": "count", **columns}, rows),
+            Table(
+                "deltacheck", {"lr": "text", "every": "count", "saves": "count", **columns}, rows
+            ),
             Table(
                 f"the same state at lr {LIMITED_RATE:g} without deltas",
                 {
@@ -125,7 +158,11 @@ def run(settings: Settings) -> Result:
                 },
                 context,
             ),
-            Table("synthetic states, saved every step", columns, [_cells(name, root) for name, root in roots.items()]),
+            Table(
+                "synthetic states, saved every step",
+                columns,
+                [_cells(name, root) for name, root in roots.items()],
+            ),
         ],
         figures,
     )
@@ -146,9 +183,13 @@ def _figures(roots: Mapping[str, Root], every: int) -> list[Figure]:
     ]
 
 
-def _train_and_save(training: Training | states.Synthetic, every: int, saves: int, folder: Path) -> dict[str, Root]:
+def _train_and_save(
+    training: Training | states.Synthetic, every: int, saves: int, folder: Path
+) -> dict[str, Root]:
     """Save every ``every`` steps: the whole state, and each class alone."""
-    roots = {name: Root(Engine(folder / str(number))) for number, name in enumerate((*_CLASSES, WHOLE))}
+    roots = {
+        name: Root(Engine(folder / str(number))) for number, name in enumerate((*_CLASSES, WHOLE))
+    }
     try:
         for number in range(saves):
             for _ in range(every if number else 0):
@@ -166,16 +207,25 @@ def _train_and_save(training: Training | states.Synthetic, every: int, saves: in
 def _context(state: State, folder: Path) -> list[list[Cell]]:
     """What people do today, and what a general compressor makes of it."""
     rows: list[list[Cell]] = []
-    for name, leaves in {**{name: states.by_class(state)[name] for name in _CLASSES}, WHOLE: state}.items():
+    for name, leaves in {
+        **{name: states.by_class(state)[name] for name in _CLASSES},
+        WHOLE: state,
+    }.items():
         raw = states.raw_bytes(leaves)
         arrays = [_words(tensor) for tensor in states.leaves_of(leaves).values()]
         plain = sum(len(Zstd(level=3).encode(array)) for array in arrays)
-        planes = sum(len(Blosc("zstd", clevel=3, shuffle=Blosc.SHUFFLE).encode(array)) for array in arrays)
-        rows.append([name, raw, peer_save(leaves, folder / "context.pt") / raw, plain / raw, planes / raw])
+        planes = sum(
+            len(Blosc("zstd", clevel=3, shuffle=Blosc.SHUFFLE).encode(array)) for array in arrays
+        )
+        rows.append(
+            [name, raw, peer_save(leaves, folder / "context.pt") / raw, plain / raw, planes / raw]
+        )
     return rows
 
 
 def _words(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes as words of the element's size, which numcodecs needs to know for its byte planes."""
+    """The bytes as words of the element's size, which numcodecs needs to know for its byte
+    planes.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(f"u{tensor.element_size()}")

@@ -1,7 +1,8 @@
-"""Bytes and quality of checkpoints under each policy, on post-training runs in both frameworks: fine-tuning, LoRA, reinforcement learning.
+"""Bytes and quality of checkpoints under each policy, on post-training runs in both frameworks:
+fine-tuning, LoRA, reinforcement learning.
 
-Bytes are those of all files that a save adds, over those of `torch.save` of the same state. Quality is what a run loses that is killed,
-restored and trained on, beside the noise of another data order.
+Bytes are those of all files that a save adds, over those of `torch.save` of the same state. Quality
+is what a run loses that is killed, restored and trained on, beside the noise of another data order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ EXACT_OVER_BOUND = 1.10  # of the order-0 entropy
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One workload at one rate. ``limits``: (policy, steps between saves) -> promised share of `torch.save`, steady."""
+    """One workload at one rate. ``limits``: (policy, steps between saves) -> promised share of
+    `torch.save`, steady.
+    """
 
     framework: str
     recipe: Recipe
@@ -60,7 +63,14 @@ def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
         Configuration(framework, make(task), limits)
         for framework in ("torch", "jax")
         for task, limits in (
-            ("rl", {("v bounded, no m", 10): 0.0075, ("m and v reused", 10): 0.005, ("m and v reused", 1): 0.002}),
+            (
+                "rl",
+                {
+                    ("v bounded, no m", 10): 0.0075,
+                    ("m and v reused", 10): 0.005,
+                    ("m and v reused", 1): 0.002,
+                },
+            ),
             ("sft", {("m and v reused", 10): 0.022, ("weights bounded too", 10): 0.0075}),
             ("lora", {("m and v reused", 10): 0.001}),
         )
@@ -69,7 +79,9 @@ def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
 
 def run(settings: Settings) -> Result:
     sizes, kills = (QUICK, QUICK_KILLS) if settings.quick else (FULL, KILLS)
-    large, little = (configurations(make) for make in ((tiny, tiny) if settings.quick else (recipe, small)))
+    large, little = (
+        configurations(make) for make in ((tiny, tiny) if settings.quick else (recipe, small))
+    )
     if settings.quick:
         large, little = large[:1], little[1:2]  # JAX takes seconds to compile anything
     rows: list[list[Cell]] = []
@@ -83,18 +95,28 @@ def run(settings: Settings) -> Result:
         rows, classes, figures = rows + found, classes + bounds, figures + more
     for number, configuration in enumerate(little):
         name, folder = configuration.name, settings.folder / f"quality-{number}"
-        records = quality.resumed(configuration.framework, configuration.recipe, WAYS, kills, folder)
-        losses += [[name, *quality.loss_row(way, kept, kills.horizon)] for way, kept in records.items()]
+        records = quality.resumed(
+            configuration.framework, configuration.recipe, WAYS, kills, folder
+        )
+        losses += [
+            [name, *quality.loss_row(way, kept, kills.horizon)] for way, kept in records.items()
+        ]
         weights += [[name, *quality.weights_row(way, kept)] for way, kept in records.items()]
         figures += promised_quality(name, records)
         run_on = Run(configuration.framework, configuration.recipe)
-        verdicts += [[name, *row] for row in candidates.judged(run_on, kills.horizon, kills.settle_steps, kills.horizon)]
+        verdicts += [
+            [name, *row]
+            for row in candidates.judged(run_on, kills.horizon, kills.settle_steps, kills.horizon)
+        ]
     about = (
-        f"bytes of all files that a save adds, over torch.save of the same state, {sizes.settle_steps} steps into the run; steady: mean of "
-        "the saves in the policy's steady state, none of which holds keyframes; amortised: with a keyframe of each leaf at the pace of "
-        f"chains of at most {DEPTH} deltas. After a resume: smaller models, {len(kills.seeds)} seeds, {kills.horizon} steps after a restore "
-        "against the uninterrupted run; lost steps: by the loss, and along the way of the weights; error at restore and element change: "
-        "largest of a master weight, in learning rates; first update: its norm over the uninterrupted run's"
+        "bytes of all files that a save adds, over torch.save of the same state,"
+        f" {sizes.settle_steps} steps into the run; steady: mean of the saves in the policy's"
+        " steady state, none of which holds keyframes; amortised: with a keyframe of each leaf at"
+        f" the pace of chains of at most {DEPTH} deltas. After a resume: smaller models,"
+        f" {len(kills.seeds)} seeds, {kills.horizon} steps after a restore against the"
+        " uninterrupted run; lost steps: by the loss, and along the way of the weights; error at"
+        " restore and element change: largest of a master weight, in learning rates; first update:"
+        " its norm over the uninterrupted run's"
     )
     return Result(
         "stability",
@@ -104,7 +126,9 @@ def run(settings: Settings) -> Result:
             Table("lossless, class by class, beside the order-0 entropy", CLASS_COLUMNS, classes),
             Table("after a resume: held-out loss", {"run": "text", **quality.LOSS_COLUMNS}, losses),
             Table("after a resume: weights", {"run": "text", **quality.WEIGHTS_COLUMNS}, weights),
-            Table("one class of the state replaced", {"run": "text", **candidates.COLUMNS}, verdicts),
+            Table(
+                "one class of the state replaced", {"run": "text", **candidates.COLUMNS}, verdicts
+            ),
         ],
         figures,
     )
@@ -135,7 +159,9 @@ CLASS_COLUMNS: dict[str, Unit] = {
 def measured(
     configuration: Configuration, sizes: Sizes, folder: Path
 ) -> tuple[list[list[Cell]], list[list[Cell]], list[Figure]]:
-    """Rows of bytes for each policy, rows of the exact policy for each class, and what was promised of them."""
+    """Rows of bytes for each policy, rows of the exact policy for each class, and what was promised
+    of them.
+    """
     rows: list[list[Cell]] = []
     classes: list[list[Cell]] = []
     figures: list[Figure] = []
@@ -156,23 +182,37 @@ def measured(
                     if part != WHOLE and number >= sizes.few:
                         continue
                     leaves = work.arrays(state) if part in CLASSES else {}
-                    kept = {path: array for path, array in leaves.items() if path in now[part]} if leaves else state
+                    kept = (
+                        {path: array for path, array in leaves.items() if path in now[part]}
+                        if leaves
+                        else state
+                    )
                     chain.save(work.workload.step, kept, work.metrics(loss))
                 if number:
-                    bounds.append({name: entropy.bound_bytes(before[name], now[name]) for name in CLASSES})
+                    bounds.append(
+                        {name: entropy.bound_bytes(before[name], now[name]) for name in CLASSES}
+                    )
                 before = now
         finally:
             for chain in chains.values():
                 chain.close()
-        whole = {name: chain.settled() for (name, part), chain in chains.items() if part == KEYFRAMES}
+        whole = {
+            name: chain.settled() for (name, part), chain in chains.items() if part == KEYFRAMES
+        }
         keyframes |= {name: mean(found) for name, found in whole.items() if found}
         bound = {name: mean(found[name] for found in bounds) for name in CLASSES}
         raw = {name: sum(words.nbytes for words in now[name].values()) for name in CLASSES}
         for way in WAYS:
             settled = chains[way.name, WHOLE].settled()
             steady, whole_bytes = mean(settled) if settled else None, keyframes.get(way.name)
-            depths = _depths(work.arrays(), replace(way.policy(DEPTH), max_restore_ratio=RESTORE_RATIO))
-            long_run = None if steady is None or whole_bytes is None else amortised(steady, whole_bytes, depths)
+            depths = _depths(
+                work.arrays(), replace(way.policy(DEPTH), max_restore_ratio=RESTORE_RATIO)
+            )
+            long_run = (
+                None
+                if steady is None or whole_bytes is None
+                else amortised(steady, whole_bytes, depths)
+            )
             rows.append(
                 [
                     configuration.name,
@@ -188,7 +228,9 @@ def measured(
             limit = configuration.limits.get((way.name, every))
             if limit is not None:
                 value = float("inf") if steady is None else steady / baseline
-                figures.append(Figure(f"{configuration.name}, every {every}, {way.name}, steady", value, limit))
+                figures.append(
+                    Figure(f"{configuration.name}, every {every}, {way.name}, steady", value, limit)
+                )
         stored = {name: mean(chains[EXACT.name, name].settled()) for name in CLASSES}
         stored[WHOLE], bound[WHOLE], raw[WHOLE] = (
             mean(chains[EXACT.name, WHOLE].settled()),
@@ -198,12 +240,26 @@ def measured(
         for name in stored:
             over = stored[name] / bound[name] if bound[name] else None
             classes.append(
-                [configuration.name, every, name, raw[name], bound[name] / raw[name], stored[name] / raw[name], over]
+                [
+                    configuration.name,
+                    every,
+                    name,
+                    raw[name],
+                    bound[name] / raw[name],
+                    stored[name] / raw[name],
+                    over,
+                ]
             )
-        if configuration.recipe.task != "lora":  # so little is trained there that tables and files outweigh it
+        if (
+            configuration.recipe.task != "lora"
+        ):  # so little is trained there that tables and files outweigh it
             over = stored[WHOLE] / bound[WHOLE]
             figures.append(
-                Figure(f"{configuration.name}, every {every}, exact, over the order-0 entropy", over, EXACT_OVER_BOUND)
+                Figure(
+                    f"{configuration.name}, every {every}, exact, over the order-0 entropy",
+                    over,
+                    EXACT_OVER_BOUND,
+                )
             )
     return rows, classes, figures
 
@@ -211,21 +267,28 @@ def measured(
 WHOLE, KEYFRAMES = "whole state", "whole state, keyframes only"
 
 
-def _chains(framework: str, saves: int, keyframes: bool, folder: Path) -> dict[tuple[str, str], Chain]:
-    """(policy, part of the state) -> chain. Chains are longer than the run, so that no save holds keyframes; with ``keyframes``,
-    there is one beside each of which every save does.
+def _chains(
+    framework: str, saves: int, keyframes: bool, folder: Path
+) -> dict[tuple[str, str], Chain]:
+    """(policy, part of the state) -> chain. Chains are longer than the run, so that no save holds
+    keyframes; with ``keyframes``, there is one beside each of which every save does.
     """
     parts: list[tuple[Way, str, Policy]] = []
     for way in WAYS:
-        parts += [(way, WHOLE, way.policy(4 * saves)), *([(way, KEYFRAMES, way.policy(0))] if keyframes else [])]
+        parts += [
+            (way, WHOLE, way.policy(4 * saves)),
+            *([(way, KEYFRAMES, way.policy(0))] if keyframes else []),
+        ]
     parts += [(EXACT, name, EXACT.policy(4 * saves)) for name in CLASSES]
     return {
-        (way.name, part): Chain(framework, folder / str(number), policy) for number, (way, part, policy) in enumerate(parts)
+        (way.name, part): Chain(framework, folder / str(number), policy)
+        for number, (way, part, policy) in enumerate(parts)
     }
 
 
 def amortised(steady: float, keyframes: float, depths: Sequence[tuple[int, int]]) -> float:
-    """Mean bytes of a save in a run without end, from those of a save without keyframes and of one that holds nothing else.
+    """Mean bytes of a save in a run without end, from those of a save without keyframes and of one
+    that holds nothing else.
 
     ``depths``: raw bytes of each leaf, and how many deltas follow its keyframe.
     """
@@ -234,13 +297,22 @@ def amortised(steady: float, keyframes: float, depths: Sequence[tuple[int, int]]
 
 
 def _depths(arrays: Mapping[str, Any], policy: Policy) -> list[tuple[int, int]]:
-    """Where everything is exact, what is 4 bytes wide changes everywhere; all other deltas are taken to be small beside their leaf."""
-    dense = {path: a.nbytes if policy.is_exact and a.itemsize == 4 else 0 for path, a in arrays.items()}
-    return [(a.nbytes, deltas_between(policy, path, a.nbytes, dense[path])) for path, a in arrays.items()]
+    """Where everything is exact, what is 4 bytes wide changes everywhere; all other deltas are
+    taken to be small beside their leaf.
+    """
+    dense = {
+        path: a.nbytes if policy.is_exact and a.itemsize == 4 else 0 for path, a in arrays.items()
+    }
+    return [
+        (a.nbytes, deltas_between(policy, path, a.nbytes, dense[path]))
+        for path, a in arrays.items()
+    ]
 
 
 def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]) -> list[Figure]:
-    """No policy loses more than the noise of another data order; what promises an exact forward pass gives it every time."""
+    """No policy loses more than the noise of another data order; what promises an exact forward
+    pass gives it every time.
+    """
     figures = []
     for way in WAYS:
         found = records[way.name]
@@ -249,7 +321,9 @@ def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]
         figures.append(Figure(f"{name}, {way.name}, loss after a resume", change, limit, "number"))
         if way.forward_exact:
             exact = mean(float(record.forward_exact) for record in found)
-            figures.append(Figure(f"{name}, {way.name}, forward pass bit for bit", exact, 1.0, at_least=True))
+            figures.append(
+                Figure(f"{name}, {way.name}, forward pass bit for bit", exact, 1.0, at_least=True)
+            )
     return figures
 
 

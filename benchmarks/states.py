@@ -1,7 +1,8 @@
 """The states that are saved.
 
-*Real* ones come from post-training the demo's model. *Synthetic* ones have any size: the demo's optimizer, fed random gradients. They change
-at about the real pace (`size` prints it), but what they compress to says little: they are for time and memory only.
+*Real* ones come from post-training the demo's model. *Synthetic* ones have any size: the demo's
+optimizer, fed random gradients. They change at about the real pace (`size` prints it), but what
+they compress to says little: they are for time and memory only.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ from deltacheck.evaluate.workloads.train import Training, be_deterministic, fine
 
 State = dict[str, Any]
 
-# Pre-trained and fine-tuned at rates that make the weights grow to their natural size and leave little but noise in the gradients, as
-# in the models that people post-train: a hardly trained model has small weights and steady gradients, and changes many times faster.
-REAL = Plan(seed=1, threads=1, batch=4, pretrain_steps=300, pretrain_rate=3e-3, steps=150, rate=1e-3)
+# Pre-trained and fine-tuned at rates that make the weights grow to their natural size and leave
+# little but noise in the gradients, as in the models that people post-train: a hardly trained model
+# has small weights and steady gradients, and changes many times faster.
+REAL = Plan(
+    seed=1, threads=1, batch=4, pretrain_steps=300, pretrain_rate=3e-3, steps=150, rate=1e-3
+)
 QUICK = replace(tiny(seed=1), steps=4)
 
-SETTLE_STEPS = (
-    40  # twice the memory of AdamW's second moment (beta 0.95), which begins at zero and makes the first updates too large
-)
+# Twice the memory of AdamW's second moment (beta 0.95), which begins at zero and makes the first
+# updates too large
+SETTLE_STEPS = 40
 
 
 def post_trained(plan: Plan, rate: float, settle_steps: int = SETTLE_STEPS) -> Training:
-    """Post-training of the plan's fine-tuned model at a constant learning rate, past its first steps. Deterministic."""
-    training = _at_constant_rate(finetuning(replace(plan, rate=rate), _finetuning_rows(plan.context), _finetuned(plan)))
+    """Post-training of the plan's fine-tuned model at a constant learning rate, past its first
+    steps. Deterministic.
+    """
+    training = _at_constant_rate(
+        finetuning(replace(plan, rate=rate), _finetuning_rows(plan.context), _finetuned(plan))
+    )
     _train(training, settle_steps)
     return training
 
@@ -43,7 +51,9 @@ def post_trained(plan: Plan, rate: float, settle_steps: int = SETTLE_STEPS) -> T
 def untrained(plan: Plan, rate: float = 1e-6) -> Training:
     """A run from random weights, for models too large to train here: for time only."""
     be_deterministic(plan.threads)
-    return _at_constant_rate(pretraining(replace(plan, pretrain_rate=rate), _finetuning_rows(plan.context)))
+    return _at_constant_rate(
+        pretraining(replace(plan, pretrain_rate=rate), _finetuning_rows(plan.context))
+    )
 
 
 def _at_constant_rate(training: Training) -> Training:
@@ -77,7 +87,9 @@ def _sources() -> list[str]:
 
 
 class Synthetic:
-    """A training state of about ``size`` bytes in matrices of 2 Mi elements, with a bias (a small leaf) for each."""
+    """A training state of about ``size`` bytes in matrices of 2 Mi elements, with a bias (a small
+    leaf) for each.
+    """
 
     def __init__(self, size: int, rate: float = 1e-6, seed: int = 0) -> None:
         self._random = torch.Generator().manual_seed(seed)

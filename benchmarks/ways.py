@@ -1,4 +1,6 @@
-"""The runs and the policies that `stability` compares, and one door to save and restore them in both frameworks."""
+"""The runs and the policies that `stability` compares, and one door to save and restore them in
+both frameworks.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A policy. ``policy(max_chain_depth)`` makes it, with no other limit of chains. ``forward_exact``: whether the forward pass after a restore
-    is, bit for bit, the one before.
+    """A policy. ``policy(max_chain_depth)`` makes it, with no other limit of chains.
+    ``forward_exact``: whether the forward pass after a restore is, bit for bit, the one before.
     """
 
     name: str
@@ -38,15 +40,32 @@ def _weights_bounded(max_chain_depth: int) -> Policy:
     """What ``Policy.post_training`` gives for a profile in which everything is stable."""
     hidden = Policy.model_exact(moments="reused").hidden
     assert hidden is not None
-    return Policy(max_chain_depth, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None)
+    return Policy(
+        max_chain_depth, replace(hidden, weights="bounded"), derive=True, max_restore_ratio=None
+    )
 
 
 EXACT = Way("exact", lambda depth: Policy.exact(depth, max_restore_ratio=None), lossless=True)
 WAYS = (
     EXACT,
-    Way("m and v bounded", lambda depth: Policy.model_exact(moments="bounded", max_chain_depth=depth, max_restore_ratio=None)),
-    Way("v bounded, no m", lambda depth: Policy.model_exact(moments="dropped", max_chain_depth=depth, max_restore_ratio=None)),
-    Way("m and v reused", lambda depth: Policy.model_exact(moments="reused", max_chain_depth=depth, max_restore_ratio=None)),
+    Way(
+        "m and v bounded",
+        lambda depth: Policy.model_exact(
+            moments="bounded", max_chain_depth=depth, max_restore_ratio=None
+        ),
+    ),
+    Way(
+        "v bounded, no m",
+        lambda depth: Policy.model_exact(
+            moments="dropped", max_chain_depth=depth, max_restore_ratio=None
+        ),
+    ),
+    Way(
+        "m and v reused",
+        lambda depth: Policy.model_exact(
+            moments="reused", max_chain_depth=depth, max_restore_ratio=None
+        ),
+    ),
     Way("weights bounded too", _weights_bounded, forward_exact=False),
 )
 
@@ -67,17 +86,22 @@ def class_of(path: str) -> str:
 class Run:
     """A workload of one framework, and how its states are taken apart, saved and put back.
 
-    ``pretrained``: with the weights that post-training starts from; ``False``: its state is loaded before the first step.
+    ``pretrained``: with the weights that post-training starts from; ``False``: its state is loaded
+    before the first step.
     """
 
     def __init__(self, framework: str, recipe: Recipe, *, pretrained: bool = True) -> None:
         self.framework, self.recipe = framework, recipe
         self._module = importlib.import_module(f"deltacheck.demo.workloads.{framework}_workloads")
-        self.workload = self._module.Workload(recipe, self._module.pretrained(recipe) if pretrained else None)
+        self.workload = self._module.Workload(
+            recipe, self._module.pretrained(recipe) if pretrained else None
+        )
         self.rule = AdamRule(*recipe.betas, recipe.eps)
 
     def train(self, steps: int) -> float:
-        """Some steps, and their loss; all of them are done. JAX returns before an update is: a save would seem to wait for it."""
+        """Some steps, and their loss; all of them are done. JAX returns before an update is: a save
+        would seem to wait for it.
+        """
         loss = 0.0
         for _ in range(steps):
             loss = self.workload.train_step()
@@ -91,11 +115,17 @@ class Run:
         """A state (default: the live one) taken apart, nothing copied."""
         leaves = importlib.import_module(f"deltacheck.backends.{_BACKENDS[self.framework]}.leaves")
         expand = (leaves.expand,) if hasattr(leaves, "expand") else ()
-        return tree.flatten(self.workload.state() if state is None else state, leaves.describe, *expand)
+        return tree.flatten(
+            self.workload.state() if state is None else state, leaves.describe, *expand
+        )
 
     def arrays(self, state: State | None = None) -> dict[str, Any]:
         """Path -> array of the four classes, ties once, not copied."""
-        return {path: array for path, array in self.flat(state).arrays.items() if class_of(path) != OTHER}
+        return {
+            path: array
+            for path, array in self.flat(state).arrays.items()
+            if class_of(path) != OTHER
+        }
 
     def words(self) -> dict[str, dict[str, NDArray[Any]]]:
         """Class -> path -> the bits of the live state, copied."""
@@ -106,16 +136,27 @@ class Run:
 
     def masters(self, state: State | None = None) -> dict[str, NDArray[np.float32]]:
         """Path -> float32 master weight, copied."""
-        chosen = ((path, array) for path, array in self.arrays(state).items() if class_of(path) == MASTER)
+        chosen = (
+            (path, array) for path, array in self.arrays(state).items() if class_of(path) == MASTER
+        )
         return {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
 
-    def moments(self, state: State) -> Iterator[tuple[str, NDArray[np.float32], NDArray[np.float32]]]:
+    def moments(
+        self, state: State
+    ) -> Iterator[tuple[str, NDArray[np.float32], NDArray[np.float32]]]:
         """(path of m, m, v) of each parameter."""
-        chosen = ((path, array) for path, array in self.arrays(state).items() if class_of(path) in (FIRST, SECOND))
+        chosen = (
+            (path, array)
+            for path, array in self.arrays(state).items()
+            if class_of(path) in (FIRST, SECOND)
+        )
         arrays = {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
         for path, first in arrays.items():
             if class_of(path) == FIRST:
-                names = [{"exp_avg": "exp_avg_sq", "mu": "nu"}.get(name, name) for name in path.split("/")]
+                names = [
+                    {"exp_avg": "exp_avg_sq", "mu": "nu"}.get(name, name)
+                    for name in path.split("/")
+                ]
                 yield path, first, arrays["/".join(names)]
 
     def logits(self) -> bytes:
@@ -137,7 +178,9 @@ class Run:
         tensors = {}
         for path, array in self.arrays().items():
             words = entropy.words_of(array)
-            tensors[path] = torch.from_numpy(words.view(np.int16 if words.itemsize == 2 else np.float32))
+            tensors[path] = torch.from_numpy(
+                words.view(np.int16 if words.itemsize == 2 else np.float32)
+            )
         return peer_save(tensors, file)
 
 
@@ -182,12 +225,16 @@ class Chain:
         return self._saver.restore(step, args=DeltaRestoreArgs(like))  # type: ignore[no-any-return]
 
     def settled(self) -> list[int]:
-        """Bytes of the saves in the policy's steady state: the stable ones but the first, which goes over to it.
+        """Bytes of the saves in the policy's steady state: the stable ones but the first, which
+        goes
+        over to it.
 
         Of a policy without stages, and of a run that never becomes stable: all but the first.
         """
         stable = [step for step, stage in self.stages.items() if stage == "stable"]
-        return [self.bytes[step] for step in stable[1:]] if stable else list(self.bytes.values())[1:]
+        return (
+            [self.bytes[step] for step in stable[1:]] if stable else list(self.bytes.values())[1:]
+        )
 
     def close(self) -> None:
         self._saver.close()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> module. Resolved on first use: `import deltacheck` alone must stay fast and pull in no framework.
+# Public name -> module. Resolved on first use: `import deltacheck` alone must stay fast and pull in
+# no framework.
 _PUBLIC = {
     "Checkpoints": "deltacheck.reader",
     "Finding": "deltacheck.maintain.verify",

@@ -8,7 +8,11 @@ from numpy.typing import NDArray
 INTERFACE: int
 
 def encode(
-    current: NDArray[np.uint8], base: NDArray[np.uint8] | None, bounds: NDArray[np.uint64], word_bytes: int, method: int = 0
+    current: NDArray[np.uint8],
+    base: NDArray[np.uint8] | None,
+    bounds: NDArray[np.uint64],
+    word_bytes: int,
+    method: int = 0,
 ) -> tuple[NDArray[np.uint32], list[NDArray[np.uint8] | None]]: ...
 def apply(
     rows: NDArray[np.uint32],
@@ -18,16 +22,34 @@ def apply(
     word_bytes: int,
 ) -> str | None: ...
 def check(
-    rows: NDArray[np.uint32], streams: list[NDArray[np.uint8] | None], bytes: int, bounds: NDArray[np.uint64], word_bytes: int
+    rows: NDArray[np.uint32],
+    streams: list[NDArray[np.uint8] | None],
+    bytes: int,
+    bounds: NDArray[np.uint64],
+    word_bytes: int,
 ) -> tuple[str | None, NDArray[np.uint64] | None]: ...
 def statistics(
     current: NDArray[np.uint8], base: NDArray[np.uint8], bounds: NDArray[np.uint64], elements: str
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
+) -> tuple[
+    NDArray[np.uint64],
+    NDArray[np.uint64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+]: ...
 def lattice_codes(
-    values: NDArray[np.float32], weights: NDArray[np.uint16] | None, step: float, seed: int, out: NDArray[np.int32]
+    values: NDArray[np.float32],
+    weights: NDArray[np.uint16] | None,
+    step: float,
+    seed: int,
+    out: NDArray[np.int32],
 ) -> tuple[int, float, float]: ...
 def lattice_values(
-    codes: NDArray[np.int32], weights: NDArray[np.uint16] | None, step: float, seed: int, out: NDArray[np.float32]
+    codes: NDArray[np.int32],
+    weights: NDArray[np.uint16] | None,
+    step: float,
+    seed: int,
+    out: NDArray[np.float32],
 ) -> None: ...
 def octave_codes(
     values: NDArray[np.float32],
@@ -37,7 +59,9 @@ def octave_codes(
     band: int,
     out: NDArray[np.uint8],
 ) -> tuple[int, int, float, int]: ...
-def octave_values(codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]) -> int: ...
+def octave_values(
+    codes: NDArray[np.uint8], fraction_bits: int, signed: bool, out: NDArray[np.float32]
+) -> int: ...
 def write_stream_file(
     descriptor: int,
     pieces: list[NDArray[np.uint8]],

@@ -7,7 +7,7 @@ class DeltacheckError(Exception):
     """Base of every error that deltacheck raises on purpose."""
 
 
-# --- misuse: the call is wrong, nothing on disk is at fault -----------------------------------------------------------------
+# --- misuse: the call is wrong, nothing on disk is at fault ---------------------------------------
 
 
 class UnsupportedLeaf(DeltacheckError, TypeError):
@@ -30,7 +30,7 @@ class StepTagged(DeltacheckError, ValueError):
     """A step that is to be deleted has a tag."""
 
 
-# --- refusal: the environment or another party does not allow it ------------------------------------------------------------
+# --- refusal: the environment or another party does not allow it ----------------------------------
 
 
 class NotACheckpointRoot(DeltacheckError):
@@ -50,7 +50,9 @@ class ForeignMemory(DeltacheckError):
 
 
 class StorageFailed(DeltacheckError, OSError):
-    """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it holds."""
+    """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it
+    holds.
+    """
 
 
 class StorageTimeout(StorageFailed, TimeoutError):
@@ -70,11 +72,15 @@ class SnapshotTorn(SaveFailed):
 
 
 class ContractNotMet(DeltacheckError):
-    """A step cannot give what the restore asks for: some of its leaves were saved under a weaker contract."""
+    """A step cannot give what the restore asks for: some of its leaves were saved under a weaker
+    contract.
+    """
 
 
 class ReplayNeeded(DeltacheckError):
-    """The step is kept as gradients: it is restored by replaying the optimizer, which this reader was not given."""
+    """The step is kept as gradients: it is restored by replaying the optimizer, which this reader
+    was not given.
+    """
 
 
 class ReplayDiffers(DeltacheckError):
@@ -85,13 +91,14 @@ class BudgetExceeded(DeltacheckError, MemoryError):
     """A restore would allocate more than the caller allows."""
 
 
-# --- corruption: what is on disk is not what was written --------------------------------------------------------------------
+# --- corruption: what is on disk is not what was written ------------------------------------------
 
 
 class Damaged(DeltacheckError):
     """Bytes on disk are not those that were committed.
 
-    ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the place that found it knows; else empty.
+    ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the
+    place that found it knows; else empty.
     """
 
     def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:

@@ -25,9 +25,11 @@ Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 
 
 class Checkpoints:
-    """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running training.
+    """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running
+    training.
 
-    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore`` gave, ``None`` before the first.
+    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore``
+    gave, ``None`` before the first.
     """
 
     def __init__(self, root: Root) -> None:
@@ -47,15 +49,21 @@ class Checkpoints:
         return self._root.steps()
 
     def tags(self) -> dict[str, int]:
-        """The tags and their training steps. A tag means one save, also where a later one has the same number: restore it by the tag."""
+        """The tags and their training steps. A tag means one save, also where a later one has the
+        same number: restore it by the tag.
+        """
         return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
 
     def digest(self, step: int | str | None = None) -> str:
-        """What to keep of a step (by default the newest) elsewhere, to ask for it with ``expected_digest``: ``"sha256:..."`` of its manifest."""
+        """What to keep of a step (by default the newest) elsewhere, to ask for it with
+        ``expected_digest``: ``"sha256:..."`` of its manifest.
+        """
         return self._root.digest_of(self._root.manifest(step))
 
     def manifest(self, step: int | str | None = None) -> Manifest:
-        """What a step (a number, or a tag; by default the newest checkpoint) is made of; ``StepNotFound`` where there is none."""
+        """What a step (a number, or a tag; by default the newest checkpoint) is made of;
+        ``StepNotFound`` where there is none.
+        """
         return self._root.manifest(step)
 
     @overload
@@ -97,21 +105,25 @@ class Checkpoints:
     ) -> Any:
         """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
 
-        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype (bfloat16 and the like from
-        ml_dtypes), tied leaves as one array. ``leaves``: only these leaf paths, as ``{path: array}``. ``slices``: ``{path:
-        (slice | int, ...)}``, step-1 boxes, as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is
-        cut. Only the chunks that are needed are read. ``contract``: refuse leaves that were saved under a weaker one than
-        ``"exact"`` or ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
-        ``fallback``: where the step is damaged, take the newest before it that is whole: training goes on, with older values;
-        ``restored_step`` and a warning in the log say which.
-        ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
+        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype
+        (bfloat16 and the like from ml_dtypes), tied leaves as one array. ``leaves``: only these
+        leaf paths, as ``{path: array}``. ``slices``: ``{path: (slice | int, ...)}``, step-1 boxes,
+        as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is cut. Only
+        the chunks that are needed are read. ``contract``: refuse leaves that were saved under a
+        weaker one than ``"exact"`` or ``"bounded"``; by default each comes as it was saved.
+        ``max_bytes``: refuse before allocating more than this. ``fallback``: where the step is
+        damaged, take the newest before it that is whole: training goes on, with older values;
+        ``restored_step`` and a warning in the log say which. ``expected_digest``: refuse a step
+        whose manifest has another digest than this, which the save's report and ``deltacheck show``
+        give.
 
-        A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but for leaves that are stored
-        (``manifest(step).replay.steps`` names those of the gradients, too).
+        A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but
+        for leaves that are stored (``manifest(step).replay.steps`` names those of the gradients,
+        too).
 
-        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-        ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore), ``BudgetExceeded``, ``ValueError``
-        for a wrong slice.
+        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``Damaged`` or
+        ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
+        ``BudgetExceeded``, ``ValueError`` for a wrong slice.
         """
 
         def give(manifest: Manifest) -> Any:
@@ -142,24 +154,38 @@ class Checkpoints:
         leaves = None if leaves is None else list(leaves)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
         restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
-        partly = {owners.get(path, path) for path in slices or {}} - {owners.get(path, path) for path in leaves or ()}
+        partly = {owners.get(path, path) for path in slices or {}} - {
+            owners.get(path, path) for path in leaves or ()
+        }
         names = [owners.get(path, path) for path in wanted]
-        cut = {path: owners.get(path, path) for path in slices or {} if owners.get(path, path) in manifest.tiles}
+        cut = {
+            path: owners.get(path, path)
+            for path in slices or {}
+            if owners.get(path, path) in manifest.tiles
+        }
         alone = {  # of whose tiles not all are needed
             owner: restore.bounded(path, manifest.tiles[owner].shape, (slices or {})[path])
             for path, owner in cut.items()
             if owner in partly and list(cut.values()).count(owner) == 1
         }
-        found = restore.resolve(self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone)
+        found = restore.resolve(
+            self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone
+        )
         loaded: dict[str, NDArray[Any]] = {}
         flat = tree.flat_tags(manifest.tree)
-        owners |= {path: path for path in wanted if path not in owners}  # inputs of a replay, which no tree has
+        owners |= {
+            path: path for path in wanted if path not in owners
+        }  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
-        boxes = {p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()}
+        boxes = {
+            p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()
+        }
         budget = max_bytes
         for path, item in restore.load(whole, max_bytes=budget).items():
             loaded |= {
-                p: _shaped(restore.as_array(item), flat.get(p), path) for p in wanted if owners[p] == path and p not in boxes
+                p: _shaped(restore.as_array(item), flat.get(p), path)
+                for p in wanted
+                if owners[p] == path and p not in boxes
             }
         for path, box in boxes.items():
             leaf = found[owners[path]]
@@ -169,7 +195,9 @@ class Checkpoints:
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
-        loaded = restore.load(restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
+        loaded = restore.load(
+            restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+        )
         arrays = {path: restore.as_array(item) for path, item in loaded.items()}
 
         def place(path: str, owner: str, tag: str | None) -> NDArray[Any]:
@@ -178,11 +206,15 @@ class Checkpoints:
 
         return tree.unflatten(manifest.tree, place)
 
-    def blame(self, step: int | str | None = None, leaves: Iterable[str] | None = None) -> dict[str, Blame]:
-        """Since which step each chunk of the stored leaves of a step (by default the newest) has its content, by leaf path.
+    def blame(
+        self, step: int | str | None = None, leaves: Iterable[str] | None = None
+    ) -> dict[str, Blame]:
+        """Since which step each chunk of the stored leaves of a step (by default the newest) has
+        its
+        content, by leaf path.
 
-        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does not store too, and ``Damaged`` or
-        ``ChainBroken`` where a step on the way is not whole.
+        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does
+        not store too, and ``Damaged`` or ``ChainBroken`` where a step on the way is not whole.
         """
         manifest = self.manifest(step)
         wanted = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
@@ -191,11 +223,15 @@ class Checkpoints:
                 raise StepNotFound(f"step {manifest.step} stores no leaf {path!r}")
         return blame.blame(self._root, manifest, wanted)
 
-    def branch(self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
-        """Make a root of its own at ``to``, new or empty, that begins with a step of this one (``None``: the newest) and goes on by itself.
+    def branch(
+        self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False
+    ) -> Branched:
+        """Make a root of its own at ``to``, new or empty, that begins with a step of this one
+        (``None``: the newest) and goes on by itself.
 
-        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs, but damage to one root's is then none to the
-        other's. Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
+        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs,
+        but damage to one root's is then none to the other's. Raises ``StepNotFound``, ``Damaged``
+        or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
         anything, ``OSError``.
         """
         return branch.branch(self._root, step, to, copy=copy)
@@ -209,23 +245,35 @@ class Checkpoints:
         seed: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> list[verify.Finding]:
-        """Check the steps (by default all) and return what is wrong; an empty list means that nothing is.
+        """Check the steps (by default all) and return what is wrong; an empty list means that
+        nothing
+        is.
 
-        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads, decodes and compares every
-        byte. ``subset``: reads only this share of it, drawn by ``seed``; ``resume``: a file that keeps how far a check has come, from where
-        the next one goes on. Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
+        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads,
+        decodes and compares every byte. ``subset``: reads only this share of it, drawn by ``seed``;
+        ``resume``: a file that keeps how far a check has come, from where the next one goes on.
+        Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
         """
-        return list(verify.check(self._root, step, deep=deep, subset=subset, seed=seed, resume=resume).findings)
+        return list(
+            verify.check(
+                self._root, step, deep=deep, subset=subset, seed=seed, resume=resume
+            ).findings
+        )
 
 
 def open(
-    path: str | os.PathLike[str] | ObjectPath, *, item: str | None = None, storage: ObjectStore | None = None
+    path: str | os.PathLike[str] | ObjectPath,
+    *,
+    item: str | None = None,
+    storage: ObjectStore | None = None,
 ) -> Checkpoints:
-    """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax ``CheckpointManager``.
+    """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax
+    ``CheckpointManager``.
 
-    ``path``: a directory, or ``s3://bucket/prefix`` or ``gs://bucket/prefix``. ``item``: the item of a manager's steps, needed only where
-    they have more than one. ``storage``: how an object store is reached (default: by the environment alone). Raises
-    ``NotACheckpointRoot``, ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer.
+    ``path``: a directory, or ``s3://bucket/prefix`` or ``gs://bucket/prefix``. ``item``: the item
+    of a manager's steps, needed only where they have more than one. ``storage``: how an object
+    store is reached (default: by the environment alone). Raises ``NotACheckpointRoot``,
+    ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer.
     """
     return Checkpoints(open_root(path, item, storage=storage))
 

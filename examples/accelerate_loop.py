@@ -1,4 +1,6 @@
-"""A loop with Hugging Face's Accelerate and delta checkpoints. Stop it, kill it, run it again: it goes on from the newest checkpoint.
+"""A loop with Hugging Face's Accelerate and delta checkpoints. Stop it, kill it, run it again: it
+goes
+on from the newest checkpoint.
 
 python examples/accelerate_loop.py FOLDER --steps 20
 python examples/accelerate_loop.py FOLDER --steps 40    # goes on from step 20
@@ -15,13 +17,17 @@ from accelerate.utils import DataLoaderConfiguration
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.accelerate import load_state, state_of
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 options = arguments.parse_args()
 
 # A sampler whose order follows from the epoch alone, so that a resumed run sees the same.
-accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0))
+accelerator = Accelerator(
+    cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters())

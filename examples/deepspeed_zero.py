@@ -1,4 +1,5 @@
-"""Fine-tune with DeepSpeed and checkpoint every few steps, under any ZeRO stage; started again, it goes on, on as many ranks as you like.
+"""Fine-tune with DeepSpeed and checkpoint every few steps, under any ZeRO stage; started again, it
+goes on, on as many ranks as you like.
 
 torchrun --nproc-per-node 2 examples/deepspeed_zero.py runs/zero --stage 3
 torchrun --nproc-per-node 1 examples/deepspeed_zero.py runs/zero --stage 3 --steps 20
@@ -28,7 +29,9 @@ def main() -> None:
     install(keep_last=5)
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256)
+    )
     config = {
         "train_micro_batch_size_per_gpu": 16,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -36,7 +39,9 @@ def main() -> None:
         "zero_optimization": {"stage": given.stage},
         "steps_per_print": 1000,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
 
     start = 0
     if os.path.exists(os.path.join(given.folder, "latest")):
@@ -52,7 +57,10 @@ def main() -> None:
             engine.save_checkpoint(given.folder)  # returns while the step is written
     engine.checkpoint_engine.wait()
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, steps {start + 1} to {given.steps}; loss {loss.item():.4f}")
+        print(
+            f"{dist.get_world_size()} ranks, steps {start + 1} to {given.steps}; loss"
+            f" {loss.item():.4f}"
+        )
     engine.destroy()
     dist.destroy_process_group()
 

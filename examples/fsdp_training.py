@@ -1,4 +1,6 @@
-"""Fine-tune with FSDP2 and checkpoint every few steps, on any number of ranks; started again, it goes on, on as many ranks as you like.
+"""Fine-tune with FSDP2 and checkpoint every few steps, on any number of ranks; started again, it
+goes
+on, on as many ranks as you like.
 
 torchrun --nproc-per-node 4 examples/fsdp_training.py runs/fsdp
 torchrun --nproc-per-node 2 examples/fsdp_training.py runs/fsdp --steps 20
@@ -30,7 +32,9 @@ def main() -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
 
     torch.manual_seed(0)  # the same weights on every rank before they are sharded
-    model = torch.nn.Sequential(torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256)).to(device)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256)
+    ).to(device)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -41,7 +45,12 @@ def main() -> None:
         if engine.steps():
             weights, moments = get_state_dict(model, optimizer)
             state = engine.restore(into={"model": weights, "optimizer": moments, "step": 0})
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
             start = state["step"] + 1
         for step in range(start, given.steps):
             batch = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)).to(device)
@@ -51,10 +60,17 @@ def main() -> None:
             optimizer.zero_grad()
             if step % 2 == 1 or step == given.steps - 1:
                 weights, moments = get_state_dict(model, optimizer)
-                engine.save(step, {"model": weights, "optimizer": moments, "step": step}, metrics={"loss": loss.item()})
+                engine.save(
+                    step,
+                    {"model": weights, "optimizer": moments, "step": step},
+                    metrics={"loss": loss.item()},
+                )
         engine.wait()
         if dist.get_rank() == 0:
-            print(f"{dist.get_world_size()} ranks, steps {start} to {given.steps - 1}; checkpoints: {engine.steps()}")
+            print(
+                f"{dist.get_world_size()} ranks, steps {start} to {given.steps - 1}; checkpoints:"
+                f" {engine.steps()}"
+            )
     dist.destroy_process_group()
 
 

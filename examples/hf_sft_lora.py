@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer with a PEFT adapter and delta checkpoints. Run it again, and it goes on. Needs trl, peft and datasets.
+"""TRL's SFTTrainer with a PEFT adapter and delta checkpoints. Run it again, and it goes on. Needs
+trl,
+peft and datasets.
 
 python examples/hf_sft_lora.py FOLDER --steps 20
 """
@@ -16,16 +18,29 @@ from trl import SFTConfig, SFTTrainer
 
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 options = arguments.parse_args()
 
-words = ["<pad>", "<eos>", *(str(number) for number in range(30))]  # numbers to count with: nothing is fetched
-tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+words = [
+    "<pad>",
+    "<eos>",
+    *(str(number) for number in range(30)),
+]  # numbers to count with: nothing is fetched
+tokenizer = Tokenizer(
+    models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+)
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 torch.manual_seed(0)
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 trainer = SFTTrainer(
     LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes)),
@@ -39,8 +54,12 @@ trainer = SFTTrainer(
         report_to=[],
         disable_tqdm=True,
     ),
-    train_dataset=Dataset.from_list([{"text": " ".join(map(str, range(first, first + 10)))} for first in range(20)]),
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+    train_dataset=Dataset.from_list(
+        [{"text": " ".join(map(str, range(first, first + 10)))} for first in range(20)]
+    ),
+    processing_class=PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ),
     peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     callbacks=[DeltaCheckCallback()],
 )

@@ -1,8 +1,10 @@
-"""Hugging Face's Trainer with delta checkpoints: one callback. Stop it, kill it, run it again: it goes on from the newest checkpoint.
+"""Hugging Face's Trainer with delta checkpoints: one callback. Stop it, kill it, run it again: it
+goes
+on from the newest checkpoint.
 
-python examples/hf_trainer.py FOLDER --steps 20
-python examples/hf_trainer.py FOLDER --steps 40           # goes on from step 20
-python examples/hf_trainer.py FOLDER-lora --lora          # the same with a PEFT adapter, of which only the adapter is saved
+python examples/hf_trainer.py FOLDER --steps 20 python examples/hf_trainer.py FOLDER --steps 40
+# goes on from step 20 python examples/hf_trainer.py FOLDER-lora --lora          # the same with a
+PEFT adapter, of which only the adapter is saved
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from deltacheck.backends.torch.trainer import DeltaCheckCallback
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 arguments.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
@@ -22,7 +26,12 @@ arguments.add_argument("--lora", action="store_true")
 options = arguments.parse_args()
 
 torch.manual_seed(0)  # a small model of random weights: nothing is fetched
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
 if options.lora:
     from peft import LoraConfig, get_peft_model
@@ -44,7 +53,9 @@ trainer = Trainer(
         disable_tqdm=True,
     ),
     train_dataset=[{"input_ids": text, "labels": text} for text in texts],
-    callbacks=[DeltaCheckCallback()],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
+    callbacks=[
+        DeltaCheckCallback()
+    ],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
 )
 trainer.train()
 print(f"at step {trainer.state.global_step}, from step {trainer._initial_global_step}")

@@ -1,4 +1,6 @@
-"""JAX training with Flax and Optax, with delta checkpoints under Orbax's own CheckpointManager. Run it again and it goes on.
+"""JAX training with Flax and Optax, with delta checkpoints under Orbax's own CheckpointManager. Run
+it
+again and it goes on.
 
 python examples/jax_training_loop.py FOLDER --steps 100
 python examples/jax_training_loop.py FOLDER --steps 200    # goes on from step 100
@@ -18,7 +20,9 @@ from flax.training.train_state import TrainState
 
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder", type=Path)
 arguments.add_argument("--steps", type=int, default=100)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
@@ -51,21 +55,30 @@ def train_step(training: TrainState, key: jax.Array) -> tuple[TrainState, jax.Ar
 
 
 training = TrainState.create(
-    apply_fn=model.apply, params=model.init(jax.random.key(0), jnp.ones((1, 32))), tx=optax.adamw(1e-3)
+    apply_fn=model.apply,
+    params=model.init(jax.random.key(0), jnp.ones((1, 32))),
+    tx=optax.adamw(1e-3),
 )
 key = jax.random.key(2)
 
-with manager(options.folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=5)) as checkpoints:
+with manager(
+    options.folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=5)
+) as checkpoints:
     done = checkpoints.latest_step() or 0
     if done:
-        # The target tells which types to build; without it the tree comes back as dicts, lists and arrays.
-        restored = checkpoints.restore(done, args=DeltaRestoreArgs({"training": training, "key": key}))
+        # The target tells which types to build; without it the tree comes back as dicts, lists and
+        # arrays.
+        restored = checkpoints.restore(
+            done, args=DeltaRestoreArgs({"training": training, "key": key})
+        )
         training, key = restored["training"], restored["key"]
         print(f"resumed from step {done}")
 
     for step in range(done + 1, options.steps + 1):
         training, key, loss = train_step(training, key)
         if step % options.every == 0 or step == options.steps:
-            checkpoints.save(step, args=DeltaSaveArgs({"training": training, "key": key}))  # goes on in the background
+            checkpoints.save(
+                step, args=DeltaSaveArgs({"training": training, "key": key})
+            )  # goes on in the background
             print(f"step {step}: loss {loss:.6f}")
 # Leaving the block waits for the last save.

@@ -1,4 +1,5 @@
-"""Lightning with delta checkpoints: one plugin. Stop it, kill it, run it again: it goes on from the newest checkpoint.
+"""Lightning with delta checkpoints: one plugin. Stop it, kill it, run it again: it goes on from the
+newest checkpoint.
 
 python examples/lightning_trainer.py FOLDER --epochs 2
 python examples/lightning_trainer.py FOLDER --epochs 4    # goes on
@@ -15,7 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from deltacheck.backends.torch.lightning import DeltaCheckIO
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder", type=Path)
 arguments.add_argument("--epochs", type=int, default=2)
 options = arguments.parse_args()
@@ -24,7 +27,9 @@ options = arguments.parse_args()
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)
+        )
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         return self.layers(batch).square().mean()
@@ -44,7 +49,9 @@ trainer = pl.Trainer(
     logger=False,
     enable_progress_bar=False,
     callbacks=[ModelCheckpoint(options.folder, filename="{epoch}", save_top_k=-1, save_last=True)],
-    plugins=[DeltaCheckIO(rng=True)],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
+    plugins=[
+        DeltaCheckIO(rng=True)
+    ],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
 )
 began = last.exists()
 trainer.fit(Net(), ckpt_path=last if began else None)

@@ -1,4 +1,5 @@
-"""Any PyTorch training, with delta checkpoints. Stop it, kill it, run it again: it goes on from the newest checkpoint.
+"""Any PyTorch training, with delta checkpoints. Stop it, kill it, run it again: it goes on from the
+newest checkpoint.
 
 python examples/torch_training_loop.py FOLDER --steps 100
 python examples/torch_training_loop.py FOLDER --steps 200    # goes on from step 100
@@ -15,14 +16,23 @@ from torch.nn import functional as F
 
 from deltacheck.backends.torch import Engine
 
-arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+arguments = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=100)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
 options = arguments.parse_args()
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+model = nn.Sequential(
+    nn.Linear(32, 256),
+    nn.GELU(),
+    nn.Dropout(0.1),
+    nn.Linear(256, 256),
+    nn.GELU(),
+    nn.Linear(256, 8),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 teacher = nn.Linear(32, 8).requires_grad_(False)  # what there is to learn
@@ -39,7 +49,9 @@ def train_step() -> float:
 
 
 def state() -> dict[str, Any]:
-    """Everything that decides how training goes on. Here the data comes from torch's generator; with a data loader, its place too."""
+    """Everything that decides how training goes on. Here the data comes from torch's generator;
+    with a data loader, its place too.
+    """
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -62,6 +74,8 @@ with Engine(options.folder) as engine:
     for step in range(done + 1, options.steps + 1):
         loss = train_step()
         if step % options.every == 0 or step == options.steps:
-            engine.save(step, state(), metrics={"loss": loss})  # returns at once; training goes on while it is written
+            engine.save(
+                step, state(), metrics={"loss": loss}
+            )  # returns at once; training goes on while it is written
             print(f"step {step}: loss {loss:.6f}")
 # Leaving the block waits for the last save and raises what failed it.

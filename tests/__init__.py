@@ -1,1 +1,3 @@
-"""Tests of deltacheck. Each folder mirrors the package of the same name; ``support`` holds helpers, ``suites`` the long campaigns."""
+"""Tests of deltacheck. Each folder mirrors the package of the same name; ``support`` holds helpers,
+``suites`` the long campaigns.
+"""

@@ -1,4 +1,6 @@
-"""What holds for every test: the processor as JAX's platform, few threads, fixed hypothesis profiles, one place that skips GPU tests."""
+"""What holds for every test: the processor as JAX's platform, few threads, fixed hypothesis
+profiles, one place that skips GPU tests.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,26 @@ from hypothesis import HealthCheck, settings
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.support.s3_server import S3
 
-# Read by the frameworks when they are first imported, hence set before anything else can import them. Four host devices are what the
-# sharding tests need. One thread a process: the tests run beside each other, and on two cores threads would only fight.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+# Read by the frameworks when they are first imported, hence set before anything else can import
+# them. Four host devices are what the sharding tests need. One thread a process: the tests run
+# beside each other, and on two cores threads would only fight.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for the GPU tests: JAX_PLATFORMS=cuda,cpu
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-assert "jax" not in sys.modules, "a plugin imported jax before tests/conftest.py could set its flags"
+assert "jax" not in sys.modules, (
+    "a plugin imported jax before tests/conftest.py could set its flags"
+)
 
 # No deadlines: a slow machine is not a failing test. HYPOTHESIS_PROFILE=soak for the long run.
-settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("soak", parent=settings.get_profile("default"), max_examples=20_000)
-settings.register_profile("round", parent=settings.get_profile("default"), max_examples=1000)  # of tests/suites/soak.py
+settings.register_profile(
+    "round", parent=settings.get_profile("default"), max_examples=1000
+)  # of tests/suites/soak.py
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -38,7 +49,11 @@ def _gpu_count() -> int:
     except OSError:
         return 0
     count = ctypes.c_int(0)
-    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    return (
+        count.value
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        else 0
+    )
 
 
 GPUS = _gpu_count()
@@ -84,7 +99,9 @@ def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def encoder_settings_restored() -> Iterator[None]:
-    """The encoder's threads and instruction set are the process's: as they were, once the test has ended."""
+    """The encoder's threads and instruction set are the process's: as they were, once the test has
+    ended.
+    """
     _native = pytest.importorskip("deltacheck._native")
     threads, kernels = _native.threads(), _native.instruction_set()
     yield

@@ -38,13 +38,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return root, states
 
 
-def test_a_whole_step_comes_back_as_numpy_in_its_own_dtypes(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_whole_step_comes_back_as_numpy_in_its_own_dtypes(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, states = saved
     for step, state in enumerate(states):
         back = deltacheck.open(root).restore(step)
         assert back["model"]["embed.weight"].dtype == ml_dtypes.bfloat16
         assert bits(back["model"]["embed.weight"]) == bits(state["model"]["embed.weight"])
-        assert bits(back["optimizer"]["state"][0]["exp_avg"]) == bits(state["optimizer"]["state"][0]["exp_avg"])
+        assert bits(back["optimizer"]["state"][0]["exp_avg"]) == bits(
+            state["optimizer"]["state"][0]["exp_avg"]
+        )
         assert back["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
         assert back["step"] == state["step"]
 
@@ -61,24 +65,37 @@ def test_a_whole_step_comes_back_as_numpy_in_its_own_dtypes(saved: tuple[Path, l
         (slice(261, 525, 1), slice(7)),
     ],
 )
-def test_a_slice_equals_the_slice_of_the_whole(saved: tuple[Path, list[dict[str, Any]]], box: tuple[Any, ...]) -> None:
+def test_a_slice_equals_the_slice_of_the_whole(
+    saved: tuple[Path, list[dict[str, Any]]], box: tuple[Any, ...]
+) -> None:
     root, states = saved
     whole = states[3]["optimizer"]["state"][0]["master"].numpy()
     found = deltacheck.open(root).restore(3, slices={BIG: box})[BIG]
-    kept = tuple(slice(b % whole.shape[k], b % whole.shape[k] + 1) if isinstance(b, int) else b for k, b in enumerate(box))
+    kept = tuple(
+        slice(b % whole.shape[k], b % whole.shape[k] + 1) if isinstance(b, int) else b
+        for k, b in enumerate(box)
+    )
     assert found.shape == whole[kept].shape
     assert bits(found) == bits(whole[kept])
 
 
-@pytest.mark.parametrize(("box", "message"), [((0, 0, 0), "too many"), ((700,), "out of range"), ((slice(0, 9, 2),), "step 1")])
-def test_a_wrong_slice_is_refused(saved: tuple[Path, list[dict[str, Any]]], box: tuple[Any, ...], message: str) -> None:
+@pytest.mark.parametrize(
+    ("box", "message"),
+    [((0, 0, 0), "too many"), ((700,), "out of range"), ((slice(0, 9, 2),), "step 1")],
+)
+def test_a_wrong_slice_is_refused(
+    saved: tuple[Path, list[dict[str, Any]]], box: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         deltacheck.open(saved[0]).restore(slices={BIG: box})
 
 
 def test_leaves_and_slices_go_together(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     found = deltacheck.open(saved[0]).restore(2, leaves=["model/head.bias"], slices={BIG: (0,)})
-    assert {path: array.shape for path, array in found.items()} == {"model/head.bias": (64,), BIG: (1, 1000)}
+    assert {path: array.shape for path, array in found.items()} == {
+        "model/head.bias": (64,),
+        BIG: (1, 1000),
+    }
 
 
 def test_a_slice_reads_only_the_chunks_that_it_needs(
@@ -118,14 +135,28 @@ def test_a_repeated_step_is_the_newest_of_that_number(tmp_path: Path) -> None:
 
 
 def test_reading_pulls_in_no_framework(saved: tuple[Path, list[dict[str, Any]]]) -> None:
-    code = "import sys, deltacheck; deltacheck.open(sys.argv[1]).restore(); print(sorted({'torch', 'jax', 'flax', 'orbax'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code, str(saved[0])], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, deltacheck; deltacheck.open(sys.argv[1]).restore(); print(sorted({'torch',"
+        " 'jax', 'flax', 'orbax'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(saved[0])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_importing_the_package_alone_is_light() -> None:
-    code = "import sys, deltacheck; print(sorted({'numpy', 'tensorstore', 'rich', 'typer', 'torch', 'jax'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, deltacheck; print(sorted({'numpy', 'tensorstore', 'rich', 'typer', 'torch',"
+        " 'jax'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -137,22 +168,28 @@ def test_every_public_name_can_be_imported() -> None:
         _ = deltacheck.nonsense
 
 
-# --- plain zarr -----------------------------------------------------------------------------------------------------------------
+# --- plain zarr -----------------------------------------------------------------------------------
 
 
-def test_plain_zarr_opens_everything_without_a_warning(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_plain_zarr_opens_everything_without_a_warning(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         group = zarr.open_group(saved[0], mode="r")
         shown = str(group.tree())
         assert "params" not in shown
-        arrays_found = [node for _, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
+        arrays_found = [
+            node for _, node in group.members(max_depth=None) if isinstance(node, zarr.Array)
+        ]
         assert len(arrays_found) >= 15
         for array in arrays_found:
             array[...]
 
 
-def test_a_keyframe_is_a_natural_zarr_array_that_says_how_to_view_it(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_keyframe_is_a_natural_zarr_array_that_says_how_to_view_it(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, states = saved
     segment = deltacheck.open(root).manifest(0).segments[0].id
     leaf = zarr.open_array(root / "segments" / segment / "leaves" / "model.embed.weight", mode="r")
@@ -166,7 +203,9 @@ def test_a_keyframe_is_a_natural_zarr_array_that_says_how_to_view_it(saved: tupl
     assert bits(values) == bits(states[0]["model"]["embed.weight"])
 
 
-def test_deltas_are_typed_arrays_that_explain_themselves(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_deltas_are_typed_arrays_that_explain_themselves(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, _ = saved
     segment = deltacheck.open(root).manifest(1).segments[-1].id
     part = zarr.open_group(root / "segments" / segment / "delta" / "0", mode="r")

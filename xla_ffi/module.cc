@@ -1,6 +1,6 @@
-// deltacheck._native: the encoder for NumPy memory, and the XLA handlers for jax.ffi. Thin: arguments are checked in
-// Python (deltacheck/codec/memory.py), once; what would write out of bounds is checked here again. Loads without jax or
-// torch.
+// deltacheck._native: the encoder for NumPy memory, and the XLA handlers for jax.ffi. Thin:
+// arguments are checked in Python (deltacheck/codec/memory.py), once; what would write out of
+// bounds is checked here again. Loads without jax or torch.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -28,8 +28,8 @@ namespace nb = nanobind;
 namespace deltacheck {
 namespace {
 
-// Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that a stale build is
-// noticed.
+// Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that
+// a stale build is noticed.
 constexpr int kInterface = 5;
 
 template <typename T>
@@ -52,16 +52,20 @@ nb::object array_of(Bytes&& bytes) {
 
 nb::object array_of(std::vector<Row>&& rows) {
   auto* kept = new std::vector<Row>(std::move(rows));
-  nb::capsule owner(kept, [](void* memory) noexcept { delete static_cast<std::vector<Row>*>(memory); });
+  nb::capsule owner(kept,
+                    [](void* memory) noexcept { delete static_cast<std::vector<Row>*>(memory); });
   static_assert(sizeof(Row) == kRowWidth * sizeof(uint32_t));
   uint32_t* data = reinterpret_cast<uint32_t*>(kept->data());
-  return nb::cast(nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>(data, {kept->size(), kRowWidth}, owner));
+  return nb::cast(
+      nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>(data, {kept->size(), kRowWidth}, owner));
 }
 
-nb::tuple encode_arrays(const Array<const uint8_t>& current, const std::optional<Array<uint8_t>>& base,
+nb::tuple encode_arrays(const Array<const uint8_t>& current,
+                        const std::optional<Array<uint8_t>>& base,
                         const Array<const uint64_t>& bounds, int word_bytes, uint32_t method) {
   const Run run = run_of(bounds, current.size(), word_bytes);
-  if (base && base->size() != current.size()) throw std::invalid_argument("base and current must have the same size");
+  if (base && base->size() != current.size())
+    throw std::invalid_argument("base and current must have the same size");
   if (method >= kMethods || (!base && method != kUnchanged && method < kPlanes))
     throw std::invalid_argument("method " + std::to_string(method) + " cannot be asked for");
   uint8_t* shadow = base ? base->data() : nullptr;
@@ -79,7 +83,8 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current, const std::optional
 template <typename T>
 nb::object array_of(std::vector<T>&& numbers) {
   auto* kept = new std::vector<T>(std::move(numbers));
-  nb::capsule owner(kept, [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
+  nb::capsule owner(kept,
+                    [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
   return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
@@ -87,7 +92,8 @@ using Rows = nb::ndarray<const uint32_t, nb::shape<-1, kRowWidth>, nb::c_contig,
 using Streams = std::vector<std::optional<Array<const uint8_t>>>;
 
 std::vector<StreamView> views_of(const Streams& streams) {
-  if (streams.size() != kStreams) throw std::invalid_argument("streams must have one entry for each name");
+  if (streams.size() != kStreams)
+    throw std::invalid_argument("streams must have one entry for each name");
   std::vector<StreamView> views;
   for (const auto& given : streams) {
     views.push_back(given ? StreamView{given->data(), given->size()} : StreamView{nullptr, 0});
@@ -95,7 +101,8 @@ std::vector<StreamView> views_of(const Streams& streams) {
   return views;
 }
 
-std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams, const Array<uint8_t>& base,
+std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams,
+                                        const Array<uint8_t>& base,
                                         const Array<const uint64_t>& bounds, int word_bytes) {
   const Run run = run_of(bounds, base.size(), word_bytes);
   const std::vector<StreamView> views = views_of(streams);
@@ -112,8 +119,9 @@ std::optional<std::string> apply_arrays(const Rows& rows, const Streams& streams
 }
 
 #ifdef DELTACHECK_ENTROPY
-int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, uint64_t chunk_bytes,
-               uint64_t chunks_per_file, bool sharded, int level, uint64_t number) {
+int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
+               uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded, int level,
+               uint64_t number) {
   uint64_t length = 0;
   std::vector<StreamView> views;
   views.reserve(pieces.size());
@@ -121,17 +129,20 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces, 
     views.push_back({piece.data(), piece.size()});
     length += piece.size();
   }
-  if (level < 0 || level > 19) throw std::invalid_argument("the level must be from 0 (stored) to 19");
+  if (level < 0 || level > 19)
+    throw std::invalid_argument("the level must be from 0 (stored) to 19");
   if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
       (!sharded && chunks_per_file != 1)) {
-    throw std::invalid_argument("a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
+    throw std::invalid_argument(
+        "a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
   }
   const uint64_t chunks = length / chunk_bytes + (length % chunk_bytes != 0);
   if (chunks == 0 || number > (chunks - 1) / chunks_per_file) {
     throw std::invalid_argument("the stream does not reach into that file");
   }
   nb::gil_scoped_release released;
-  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded}, level, number);
+  return write_stream_file(descriptor, views, {chunk_bytes, chunks_per_file, sharded}, level,
+                           number);
 }
 
 // As deltacheck/store/arrays.py calls them.
@@ -149,26 +160,30 @@ std::vector<std::string> readable_codecs() {
 std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
                       const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
   constexpr uint64_t kMostChunks = uint64_t{1} << 20;
-  if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 || chunks_per_file > kMostChunks ||
-      (!sharded && chunks_per_file != 1)) {
-    throw std::invalid_argument("a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
+  if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
+      chunks_per_file > kMostChunks || (!sharded && chunks_per_file != 1)) {
+    throw std::invalid_argument(
+        "a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
   }
   const uint64_t bytes = chunk_bytes * chunks_per_file;
   if (out.size() == 0 || begin > bytes || out.size() > bytes - begin) {
     throw std::invalid_argument("the file does not hold as many bytes from there on");
   }
-  const auto* known = std::find_if(std::begin(kChunkCodecs), std::end(kChunkCodecs),
-                                   [&codec](const auto& one) { return codec == one.first && can_read(one.second); });
-  if (known == std::end(kChunkCodecs)) throw std::invalid_argument("this build reads no codec '" + codec + "'");
+  const auto* known = std::find_if(
+      std::begin(kChunkCodecs), std::end(kChunkCodecs),
+      [&codec](const auto& one) { return codec == one.first && can_read(one.second); });
+  if (known == std::end(kChunkCodecs))
+    throw std::invalid_argument("this build reads no codec '" + codec + "'");
   uint8_t* to = out.data();
   const uint64_t end = begin + out.size();
   nb::gil_scoped_release released;
-  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, known->second, begin, end, to);
+  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, known->second, begin,
+                         end, to);
 }
 #endif
 
-nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes, const Array<const uint64_t>& bounds,
-                       int word_bytes) {
+nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
+                       const Array<const uint64_t>& bounds, int word_bytes) {
   const Run run = run_of(bounds, bytes, word_bytes);
   const std::vector<StreamView> views = views_of(streams);
   const Row* first = reinterpret_cast<const Row*>(rows.data());
@@ -186,10 +201,12 @@ nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
 nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
                             const Array<const uint64_t>& bounds, const std::string& elements) {
   const auto* found = std::find(kElementNames, kElementNames + kElementTypes, elements);
-  if (found == kElementNames + kElementTypes) throw std::invalid_argument("no elements are called '" + elements + "'");
+  if (found == kElementNames + kElementTypes)
+    throw std::invalid_argument("no elements are called '" + elements + "'");
   const Elements kind = static_cast<Elements>(found - kElementNames);
   const Run run = run_of(bounds, current.size(), word_bytes_of(kind));
-  if (base.size() != current.size()) throw std::invalid_argument("base and current must have the same size");
+  if (base.size() != current.size())
+    throw std::invalid_argument("base and current must have the same size");
   const uint8_t* now = current.data();
   const uint8_t* shadow = base.data();
   std::vector<Statistics> chunks;
@@ -213,12 +230,14 @@ nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<con
 
 const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, uint64_t count) {
   if (!weights) return nullptr;
-  if (weights->size() != count) throw std::invalid_argument("weights must have as many elements as there are codes");
+  if (weights->size() != count)
+    throw std::invalid_argument("weights must have as many elements as there are codes");
   return reinterpret_cast<const uint8_t*>(weights->data());
 }
 
-nb::tuple lattice_codes_arrays(const Array<const float>& values, const std::optional<Array<const uint16_t>>& weights,
-                               double step, uint64_t seed, const Array<int32_t>& out) {
+nb::tuple lattice_codes_arrays(const Array<const float>& values,
+                               const std::optional<Array<const uint16_t>>& weights, double step,
+                               uint64_t seed, const Array<int32_t>& out) {
   const uint64_t count = values.size();
   const uint8_t* cells = weights_of(weights, count);
   if (out.size() != count) throw std::invalid_argument("out must have the size of values");
@@ -232,8 +251,9 @@ nb::tuple lattice_codes_arrays(const Array<const float>& values, const std::opti
   return nb::make_tuple(errors.refused, errors.largest, errors.squared);
 }
 
-void lattice_values_arrays(const Array<const int32_t>& codes, const std::optional<Array<const uint16_t>>& weights,
-                           double step, uint64_t seed, const Array<float>& out) {
+void lattice_values_arrays(const Array<const int32_t>& codes,
+                           const std::optional<Array<const uint16_t>>& weights, double step,
+                           uint64_t seed, const Array<float>& out) {
   const uint64_t count = codes.size();
   const uint8_t* cells = weights_of(weights, count);
   if (out.size() != count) throw std::invalid_argument("out must have the size of codes");
@@ -249,12 +269,16 @@ OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
 }
 
 // Codes come as their bytes.
-nb::tuple octave_codes_arrays(const Array<const float>& values, const std::optional<Array<const uint8_t>>& base,
-                              uint32_t fraction_bits, bool is_signed, uint32_t band, const Array<uint8_t>& out) {
+nb::tuple octave_codes_arrays(const Array<const float>& values,
+                              const std::optional<Array<const uint8_t>>& base,
+                              uint32_t fraction_bits, bool is_signed, uint32_t band,
+                              const Array<uint8_t>& out) {
   const OctaveForm form = form_of(fraction_bits, is_signed);
   const uint64_t count = values.size();
-  if (base && base->size() != count * form.code_bytes) throw std::invalid_argument("base must have a code a value");
-  if (out.size() != count * form.code_bytes) throw std::invalid_argument("out must have a code a value");
+  if (base && base->size() != count * form.code_bytes)
+    throw std::invalid_argument("base must have a code a value");
+  if (out.size() != count * form.code_bytes)
+    throw std::invalid_argument("out must have a code a value");
   if (band > uint32_t{1} << 26) throw std::invalid_argument("band must be at most 2^26");
   const auto* from = reinterpret_cast<const uint8_t*>(values.data());
   const uint8_t* before = base ? base->data() : nullptr;
@@ -267,11 +291,12 @@ nb::tuple octave_codes_arrays(const Array<const float>& values, const std::optio
   return nb::make_tuple(errors.refused, errors.zeroed, errors.largest_ratio, errors.distance);
 }
 
-uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fraction_bits, bool is_signed,
-                              const Array<float>& out) {
+uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fraction_bits,
+                              bool is_signed, const Array<float>& out) {
   const OctaveForm form = form_of(fraction_bits, is_signed);
   const uint64_t count = out.size();
-  if (codes.size() != count * form.code_bytes) throw std::invalid_argument("out must have a value a code");
+  if (codes.size() != count * form.code_bytes)
+    throw std::invalid_argument("out must have a value a code");
   const uint8_t* from = codes.data();
   auto* to = reinterpret_cast<uint8_t*>(out.data());
   nb::gil_scoped_release released;
@@ -285,45 +310,59 @@ NB_MODULE(_native, m) {
   using namespace deltacheck;
   m.attr("INTERFACE") = kInterface;
   m.def("encode", encode_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert().none(),
-        nb::arg("bounds").noconvert(), nb::arg("word_bytes"), nb::arg("method") = static_cast<uint32_t>(kUnchanged),
-        "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes current, in place. "
-        "method: for tests and measurements; 0 chooses.");
-  m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("base").noconvert(),
-        nb::arg("bounds").noconvert(), nb::arg("word_bytes"), "None, or why the first bad chunk was refused.");
-  m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(), nb::arg("bytes"),
         nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
-        "(what apply would refuse, None), or (None, where each row's part of every stream begins: uint64 (rows * "
+        nb::arg("method") = static_cast<uint32_t>(kUnchanged),
+        "(rows, streams): uint32 (stored, 5), and for every stream its bytes or None. base becomes "
+        "current, in place. "
+        "method: for tests and measurements; 0 chooses.");
+  m.def("apply", apply_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
+        nb::arg("base").noconvert(), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
+        "None, or why the first bad chunk was refused.");
+  m.def("check", check_arrays, nb::arg("rows").noconvert(), nb::arg("streams").noconvert(),
+        nb::arg("bytes"), nb::arg("bounds").noconvert(), nb::arg("word_bytes"),
+        "(what apply would refuse, None), or (None, where each row's part of every stream begins: "
+        "uint64 (rows * "
         "streams)).");
-  m.def("statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
-        nb::arg("bounds").noconvert(), nb::arg("elements"),
-        "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
-  m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(), nb::arg("weights").noconvert().none(),
-        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert(),
-        "(refused, largest error, sum of their squares).");
-  m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(), nb::arg("weights").noconvert().none(),
-        nb::arg("step"), nb::arg("seed"), nb::arg("out").noconvert());
-  m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(), nb::arg("base").noconvert().none(),
-        nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("band"), nb::arg("out").noconvert(),
-        "(refused, zeroed, largest ratio, sum of distances on the scale). base, out: bytes of codes.");
-  m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(), nb::arg("fraction_bits"),
-        nb::arg("signed"), nb::arg("out").noconvert(), "How many codes no value has; they become 0.");
+  m.def(
+      "statistics", statistics_arrays, nb::arg("current").noconvert(), nb::arg("base").noconvert(),
+      nb::arg("bounds").noconvert(), nb::arg("elements"),
+      "(changed, nonfinite, squared_difference, squared_base, largest_difference) of every chunk.");
+  m.def("lattice_codes", lattice_codes_arrays, nb::arg("values").noconvert(),
+        nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert(), "(refused, largest error, sum of their squares).");
+  m.def("lattice_values", lattice_values_arrays, nb::arg("codes").noconvert(),
+        nb::arg("weights").noconvert().none(), nb::arg("step"), nb::arg("seed"),
+        nb::arg("out").noconvert());
+  m.def("octave_codes", octave_codes_arrays, nb::arg("values").noconvert(),
+        nb::arg("base").noconvert().none(), nb::arg("fraction_bits"), nb::arg("signed"),
+        nb::arg("band"), nb::arg("out").noconvert(),
+        "(refused, zeroed, largest ratio, sum of distances on the scale). base, out: bytes of "
+        "codes.");
+  m.def("octave_values", octave_values_arrays, nb::arg("codes").noconvert(),
+        nb::arg("fraction_bits"), nb::arg("signed"), nb::arg("out").noconvert(),
+        "How many codes no value has; they become 0.");
 #ifdef DELTACHECK_ENTROPY
-  m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(), nb::arg("chunk_bytes"),
-        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"), nb::arg("number"),
+  m.def("write_stream_file", write_file, nb::arg("descriptor"), nb::arg("pieces").noconvert(),
+        nb::arg("chunk_bytes"), nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("level"),
+        nb::arg("number"),
         "0, or the errno of the write that failed. Only in builds with libzstd.");
-  m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"), nb::arg("chunks_per_file"),
-        nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"), nb::arg("out").noconvert(),
+  m.def("read_array_file", read_file, nb::arg("descriptor"), nb::arg("chunk_bytes"),
+        nb::arg("chunks_per_file"), nb::arg("sharded"), nb::arg("codec"), nb::arg("begin"),
+        nb::arg("out").noconvert(),
         "'', or what is wrong with the file. Only in builds with libzstd.");
-  m.def("readable_codecs", readable_codecs, "Codecs of `read_array_file`. Only in builds with libzstd.");
+  m.def("readable_codecs", readable_codecs,
+        "Codecs of `read_array_file`. Only in builds with libzstd.");
   m.def(
       "crc32c",
       [](const Array<const uint8_t>& data, bool by_table) {
-        return by_table ? crc32c_by_table(data.data(), data.size()) : crc32c(data.data(), data.size());
+        return by_table ? crc32c_by_table(data.data(), data.size())
+                        : crc32c(data.data(), data.size());
       },
       nb::arg("data"), nb::arg("by_table"), "For tests.");
 #endif
   m.def("registrations", registrations,
-        "[(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built without.");
+        "[(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built "
+        "without.");
   m.def("threads", threads);
   m.def("set_threads", set_threads, nb::arg("count"));
   m.def("instruction_sets", instruction_sets);

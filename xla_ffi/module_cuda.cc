@@ -1,6 +1,7 @@
-// deltacheck._native_cuda: the device encoder for memory that a framework owns, given as addresses. Every function only
-// enqueues on the stream; the device is the calling thread's. Loads without a driver. Compiled with DELTACHECK_EMULATOR
-// it is deltacheck._native_emulated, whose device is the processor, for tests.
+// deltacheck._native_cuda: the device encoder for memory that a framework owns, given as addresses.
+// Every function only enqueues on the stream; the device is the calling thread's. Loads without a
+// driver. Compiled with DELTACHECK_EMULATOR it is deltacheck._native_emulated, whose device is the
+// processor, for tests.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -24,7 +25,8 @@ namespace {
 constexpr int kInterface = 1;
 
 void must_succeed(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
 template <typename T>
@@ -40,10 +42,13 @@ std::optional<std::string> problem() {
   return std::nullopt;
 }
 
-uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes) { return device::Workspace(chunks, bytes).all_bytes; }
+uint64_t workspace_bytes(uint32_t chunks, uint64_t bytes) {
+  return device::Workspace(chunks, bytes).all_bytes;
+}
 
-void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t workspace, uint64_t rows, uint64_t head,
-                  uint64_t payload, uint64_t payload_bytes, uint64_t digests, uint64_t stream) {
+void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t workspace,
+                  uint64_t rows, uint64_t head, uint64_t payload, uint64_t payload_bytes,
+                  uint64_t digests, uint64_t stream) {
   device::EncodeArguments call{};
   call.chunks = chunks;
   call.rows = at<Row>(rows);
@@ -59,12 +64,12 @@ void encode_table(uint64_t table, uint32_t chunks, uint64_t bytes, uint64_t work
 
 void digest_table(uint64_t table, uint32_t chunks, uint64_t digests, uint64_t stream) {
   nb::gil_scoped_release released;
-  must_succeed(
-      device::digest(at<device::Chunk>(table), chunks, at<uint64_t>(digests), reinterpret_cast<cudaStream_t>(stream)));
+  must_succeed(device::digest(at<device::Chunk>(table), chunks, at<uint64_t>(digests),
+                              reinterpret_cast<cudaStream_t>(stream)));
 }
 
-void apply_table(uint64_t table, uint64_t rows, uint32_t row_count, uint64_t streams, uint64_t offsets,
-                 uint64_t stream) {
+void apply_table(uint64_t table, uint64_t rows, uint32_t row_count, uint64_t streams,
+                 uint64_t offsets, uint64_t stream) {
   device::ApplyArguments call{};
   call.table = at<device::Chunk>(table);
   call.rows = at<Row>(rows);
@@ -85,12 +90,14 @@ NB_MODULE(DELTACHECK_MODULE, m) {
   m.attr("HEAD_ENTRIES") = static_cast<int>(kHeadEntries);
   m.def("problem", problem, "Why no device can be used; None if one can.");
   m.def("workspace_bytes", workspace_bytes, nb::arg("chunks"), nb::arg("bytes"));
-  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"), nb::arg("workspace"),
-        nb::arg("rows"), nb::arg("head"), nb::arg("payload"), nb::arg("payload_bytes"), nb::arg("digests"),
-        nb::arg("stream"), "As device::encode in cuda/device.h; only `table` is host memory.");
-  m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"), nb::arg("stream"),
-        "As device::digest; everything is device memory.");
-  m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"), nb::arg("streams"),
-        nb::arg("offsets"), nb::arg("stream"), "As device::apply; everything is device memory.");
+  m.def("encode", encode_table, nb::arg("table"), nb::arg("chunks"), nb::arg("bytes"),
+        nb::arg("workspace"), nb::arg("rows"), nb::arg("head"), nb::arg("payload"),
+        nb::arg("payload_bytes"), nb::arg("digests"), nb::arg("stream"),
+        "As device::encode in cuda/device.h; only `table` is host memory.");
+  m.def("digest", digest_table, nb::arg("table"), nb::arg("chunks"), nb::arg("digests"),
+        nb::arg("stream"), "As device::digest; everything is device memory.");
+  m.def("apply", apply_table, nb::arg("table"), nb::arg("rows"), nb::arg("row_count"),
+        nb::arg("streams"), nb::arg("offsets"), nb::arg("stream"),
+        "As device::apply; everything is device memory.");
   m.def("registrations", registrations, "As in deltacheck._native.");
 }

@@ -1,4 +1,6 @@
-"""The profiler: it looks at the states of any framework, and imports none that the states do not come from."""
+"""The profiler: it looks at the states of any framework, and imports none that the states do not
+come from.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
 from deltacheck.profile.sample import Plan
 
-# Package that an array's or a container's type comes from -> the module with ``describe``, ``expand`` and ``take`` for it.
+# Package that an array's or a container's type comes from -> the module with ``describe``,
+# ``expand`` and ``take`` for it.
 _ADAPTERS = {
     "torch": "deltacheck.backends.torch.state.sampling",
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "deltacheck.backends.orbax.state.sampling"),
@@ -24,7 +27,9 @@ _ADAPTERS = {
 
 
 class Adapter(Protocol):
-    """What a framework's arrays need. ``take`` gives the sampled elements of all of them, on the host, in memory of their own."""
+    """What a framework's arrays need. ``take`` gives the sampled elements of all of them, on the
+    host, in memory of their own.
+    """
 
     def describe(self, value: object) -> ArrayLeaf | None: ...
 
@@ -34,14 +39,18 @@ class Adapter(Protocol):
 
 
 class Profiler(Observer):
-    """Looks at a training state every ``interval_steps`` steps, at a few thousand elements of each class; the rest never leaves its device.
+    """Looks at a training state every ``interval_steps`` steps, at a few thousand elements of each
+    class; the rest never leaves its device.
 
-    Call ``observe`` after every step, with the nested state that a checkpoint would hold: torch tensors, JAX or NumPy arrays. Between the
-    intervals it only takes note of loss and gradient norm. ``profile`` says in the end what was stable, from which step.
+    Call ``observe`` after every step, with the nested state that a checkpoint would hold: torch
+    tensors, JAX or NumPy arrays. Between the intervals it only takes note of loss and gradient
+    norm. ``profile`` says in the end what was stable, from which step.
 
-    ``interval_steps``: between two looks; best the interval of the checkpoints. Larger: cheaper, a coarser stable start. ``sample``: blocks of
-    64 elements for each class of leaves (weights, masters, moments). Larger: less noise, more to copy. ``optimizer``: the constants of Adam
-    where the state does not hold them (optax without ``inject_hyperparams``). ``source``: a name for the run, kept in the profile.
+    ``interval_steps``: between two looks; best the interval of the checkpoints. Larger: cheaper, a
+    coarser stable start. ``sample``: blocks of 64 elements for each class of leaves (weights,
+    masters, moments). Larger: less noise, more to copy. ``optimizer``: the constants of Adam where
+    the state does not hold them (optax without ``inject_hyperparams``). ``source``: a name for the
+    run, kept in the profile.
     """
 
     def _flatten(self, state: object) -> Flat:
@@ -55,7 +64,9 @@ class Profiler(Observer):
         for package, some in groups.items():
             adapter = _adapter(package)
             found |= (
-                {p: take_numpy(a, plan.elements(p)) for p, a in some.items()} if adapter is None else adapter.take(some, plan)
+                {p: take_numpy(a, plan.elements(p)) for p, a in some.items()}
+                if adapter is None
+                else adapter.take(some, plan)
             )
         return found
 
@@ -68,7 +79,11 @@ def flatten(state: object) -> Flat:
 def take_numpy(array: object, elements: NDArray[np.int64]) -> NDArray[np.generic]:
     """Elements of a host array by their offsets in C order."""
     host = np.asarray(array)
-    return host.reshape(-1)[elements] if host.flags.c_contiguous else host[np.unravel_index(elements, host.shape)]
+    return (
+        host.reshape(-1)[elements]
+        if host.flags.c_contiguous
+        else host[np.unravel_index(elements, host.shape)]
+    )
 
 
 def _describe(value: object) -> ArrayLeaf | None:

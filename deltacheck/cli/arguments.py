@@ -1,4 +1,6 @@
-"""Which root and which steps a command line means: a number, ``latest`` or ``@TAG`` is a step, anything else is the root."""
+"""Which root and which steps a command line means: a number, ``latest`` or ``@TAG`` is a step,
+anything else is the root.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,31 @@ class Where:
 
 
 def parse(words: list[str] | None, *, least: int = 0, most: int = 0) -> Where:
-    """Split words into at most one root and ``least`` to ``most`` steps; ``typer.BadParameter`` where they are not that."""
+    """Split words into at most one root and ``least`` to ``most`` steps; ``typer.BadParameter``
+    where they are not that.
+    """
     words = words or []
-    steps = [word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)]
+    steps = [
+        word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)
+    ]
     roots = [word for word in words if word not in steps]
     if len(roots) > 1:
         raise typer.BadParameter(
-            f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number, {LATEST!r} or @TAG"
+            f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number, {LATEST!r}"
+            " or @TAG"
         )
     if not least <= len(steps) <= most:
-        wanted = {(0, 0): "no step", (0, 1): "at most one step", (1, 1): "one step", (2, 2): "two steps"}[least, most]
-        way_out = f". A root that is called {steps[0]} is written ./{steps[0]}" if len(steps) > most else ""
+        wanted = {
+            (0, 0): "no step",
+            (0, 1): "at most one step",
+            (1, 1): "one step",
+            (2, 2): "two steps",
+        }[least, most]
+        way_out = (
+            f". A root that is called {steps[0]} is written ./{steps[0]}"
+            if len(steps) > most
+            else ""
+        )
         raise typer.BadParameter(f"this command takes {wanted}, not {len(steps)}{way_out}")
     root = roots[0] if roots else "."
     try:
@@ -53,7 +69,9 @@ def _step(word: str) -> int | str | None:
 
 
 def manifests(where: Where, item: str | None = None) -> tuple[Root, list[Manifest]]:
-    """The root and the manifest of each named step. Raises what ``open_root`` and ``Root.manifest`` raise."""
+    """The root and the manifest of each named step. Raises what ``open_root`` and ``Root.manifest``
+    raise.
+    """
     root = open_root(where.root, item)
     return root, [root.manifest(step) for step in where.steps]
 

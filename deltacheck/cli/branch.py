@@ -15,10 +15,17 @@ from deltacheck.cli.options import Item, Json, RootStep
 def branch(
     words: RootStep = None,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="The new root: a directory that is new or empty.")
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="The new root: a directory that is new or empty."),
     ] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Copy files instead of linking them: damage to one root is then none to the other.")
+        bool,
+        typer.Option(
+            "--copy",
+            help=(
+                "Copy files instead of linking them: damage to one root is then none to the other."
+            ),
+        ),
     ] = False,
     item: Item = None,
     as_json: Json = False,
@@ -37,4 +44,6 @@ def branch(
         return
     shared = f"{output.size(done.linked_bytes)} shared" if done.linked_bytes else "nothing shared"
     copied = f", {output.size(done.copied_bytes)} copied" if done.copied_bytes else ""
-    output.print_line(f"{to} begins with step {done.step}: {done.segments} segments, {shared}{copied}")
+    output.print_line(
+        f"{to} begins with step {done.step}: {done.segments} segments, {shared}{copied}"
+    )

@@ -23,17 +23,28 @@ if TYPE_CHECKING:
 
 def verify(
     words: RootMaybeStep = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Read, decode and compare every byte too.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read, decode and compare every byte too.")
+    ] = False,
     subset: Annotated[
         str | None,
         typer.Option(
-            "--subset", metavar="N%", help="Read only so much of the bytes, drawn at random: less work, damage found later."
+            "--subset",
+            metavar="N%",
+            help="Read only so much of the bytes, drawn at random: less work, damage found later.",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Of --subset; by default another one each time.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Of --subset; by default another one each time."),
+    ] = None,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="FILE", help="Keep in FILE what was read, and go on from there the next time."),
+        typer.Option(
+            "--resume",
+            metavar="FILE",
+            help="Keep in FILE what was read, and go on from there the next time.",
+        ),
     ] = None,
     item: Item = None,
     as_json: Json = False,
@@ -62,13 +73,22 @@ def verify(
     if as_json:
         steps = [manifest.step for manifest in manifests]
         about = {"root": str(root.path), "deep": reads, "steps": steps, "ok": not findings}
-        read = {"checked_bytes": done.checked_bytes, "all_bytes": done.all_bytes, "remaining_bytes": done.remaining_bytes}
+        read = {
+            "checked_bytes": done.checked_bytes,
+            "all_bytes": done.all_bytes,
+            "remaining_bytes": done.remaining_bytes,
+        }
         rows = [asdict(finding) for finding in findings]
-        output.print_json({**about, "findings": rows, "contracts": contracts, **read, "seed": done.seed})
+        output.print_json(
+            {**about, "findings": rows, "contracts": contracts, **read, "seed": done.seed}
+        )
     else:
         for finding in findings:
             leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
-            output.print_line(f"step {'unknown' if finding.step is None else finding.step}{leaf}: {finding.problem}")
+            output.print_line(
+                f"step {'unknown' if finding.step is None else finding.step}{leaf}:"
+                f" {finding.problem}"
+            )
         if contracts and len(manifests) == 1:
             output.print_table(_CONTRACT_COLUMNS, contracts)
         elif contracts:
@@ -76,11 +96,15 @@ def verify(
         replayed = sum(manifest.replay is not None for manifest in manifests)
         if replayed:
             output.print_line(
-                f"{replayed} of them are kept as gradients: what is stored was checked; a restore's replay proves the rest"
+                f"{replayed} of them are kept as gradients: what is stored was checked; a restore's"
+                " replay proves the rest"
             )
         number = f"{len(manifests)} step{'' if len(manifests) == 1 else 's'}"
         depth = _depth(done) if reads else "tables and metadata read; --deep reads every byte"
-        output.print_line(f"{number} checked ({depth}): {f'{len(findings)} findings' if findings else 'no damage found'}")
+        output.print_line(
+            f"{number} checked ({depth}):"
+            f" {f'{len(findings)} findings' if findings else 'no damage found'}"
+        )
     if findings:
         raise typer.Exit(output.FOUND_DAMAGE)
 
@@ -101,7 +125,9 @@ def _share(text: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise typer.BadParameter(f"--subset takes a percentage above 0 and up to 100, such as 5%, not {text!r}")
+        raise typer.BadParameter(
+            f"--subset takes a percentage above 0 and up to 100, such as 5%, not {text!r}"
+        )
     return share
 
 
@@ -130,19 +156,39 @@ def _contracts(manifests: Sequence[Manifest]) -> list[Row]:
     rows: list[Row] = []
     for manifest in manifests:
         for path, promise in manifest.contracts.items():
-            row: Row = {"step": manifest.step, "leaf": path, "contract": name_of(promise.terms), "measured": promise.measured}
-            rows.append(row | {"limit": promise.allowed, "from_step": promise.from_step, "used": promise.used(manifest.step)})
+            row: Row = {
+                "step": manifest.step,
+                "leaf": path,
+                "contract": name_of(promise.terms),
+                "measured": promise.measured,
+            }
+            rows.append(
+                row
+                | {
+                    "limit": promise.allowed,
+                    "from_step": promise.from_step,
+                    "used": promise.used(manifest.step),
+                }
+            )
     return rows
 
 
 def _summed(contracts: list[Row]) -> str:
     steps = {row["step"] for row in contracts}
-    kinds = [f"{sum(row['contract'] == kind for row in contracts)} {kind}" for kind in ("bounded", "reused")]
-    return f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP lists those of one step"
+    kinds = [
+        f"{sum(row['contract'] == kind for row in contracts)} {kind}"
+        for kind in ("bounded", "reused")
+    ]
+    return (
+        f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP"
+        " lists those of one step"
+    )
 
 
 def compact(words: JustRoot = None, as_json: Json = False) -> None:
-    """Rewrite the newest step so that a restore applies no deltas. Refused while a training writes to the root."""
+    """Rewrite the newest step so that a restore applies no deltas. Refused while a training writes
+    to the root.
+    """
     from deltacheck.cli import arguments as where
     from deltacheck.maintain import compact as work
     from deltacheck.store.lock.lease import Lease
@@ -156,29 +202,43 @@ def compact(words: JustRoot = None, as_json: Json = False) -> None:
         root.store.close()
         lease.release()
     if as_json:
-        output.print_json({"root": str(root.path), "compacted": None if done is None else asdict(done)})
+        output.print_json(
+            {"root": str(root.path), "compacted": None if done is None else asdict(done)}
+        )
     elif done is None:
         output.print_line("nothing to do: the newest step has no deltas")
     else:
         output.print_line(
-            f"step {done.step}: {done.leaves} leaves written whole ({output.size(done.stored_bytes)}); "
-            f"a restore applies 0 deltas instead of {done.deltas}. Run gc to remove what no step needs any more"
+            f"step {done.step}: {done.leaves} leaves written whole"
+            f" ({output.size(done.stored_bytes)}); a restore applies 0 deltas instead of"
+            f" {done.deltas}. Run gc to remove what no step needs any more"
         )
 
 
 def repair(
     words: JustRoot = None,
-    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this step; by default all.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Only this step; by default all.")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; say what would be healed and what is lost.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Change nothing; say what would be healed and what is lost."
+        ),
     ] = False,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="Set steps aside that cannot be healed, and manifests that cannot be read.")
+        bool,
+        typer.Option(
+            "--lossy",
+            help="Set steps aside that cannot be healed, and manifests that cannot be read.",
+        ),
     ] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit code 1 where something is lost."""
+    """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit
+    code 1 where something is lost.
+    """
     from contextlib import ExitStack
 
     from deltacheck.cli import arguments as where
@@ -224,12 +284,17 @@ def _say_repaired(done: Repaired, dry_run: bool) -> None:
     for document in done.documents:
         output.print_line(f"{document} {would}written again")
     for healed in done.healed:
-        output.print_line(f"step {healed.step}, leaf {healed.leaf}: {would}healed from {healed.source}")
+        output.print_line(
+            f"step {healed.step}, leaf {healed.leaf}: {would}healed from {healed.source}"
+        )
     for lost in done.lost:
         about = "a step" if lost.step is None else f"step {lost.step}"
         leaf = "" if lost.leaf is None else f", leaf {lost.leaf}"
         chunks = (
-            f", chunks {', '.join(map(str, lost.chunks[:8]))}{', ...' if len(lost.chunks) > 8 else ''}" if lost.chunks else ""
+            ", chunks"
+            f" {', '.join(map(str, lost.chunks[:8]))}{', ...' if len(lost.chunks) > 8 else ''}"
+            if lost.chunks
+            else ""
         )
         output.print_line(f"{about}{leaf}{chunks}: lost: {lost.problem}")
     for removed in done.removed:
@@ -240,27 +305,42 @@ def _say_repaired(done: Repaired, dry_run: bool) -> None:
         output.print_line("nothing to do: no damage found")
     elif done.steps:
         output.print_line(
-            f"{len(done.steps)} steps {would}healed ({', '.join(map(str, done.steps))}), {output.size(done.stored_bytes)} written. Run gc to "
-            "remove what no step needs any more"
+            f"{len(done.steps)} steps {would}healed ({', '.join(map(str, done.steps))}),"
+            f" {output.size(done.stored_bytes)} written. Run gc to remove what no step needs any"
+            " more"
         )
 
 
 def gc(
     words: JustRoot = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; say what would go.")
+    ] = False,
     grace: Annotated[
         float,
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long a segment must have been known as unneeded, for restores that began before.",
+            help=(
+                "How long a segment must have been known as unneeded, for restores that began"
+                " before."
+            ),
         ),
     ] = 60.0,
     compact: Annotated[
-        bool, typer.Option("--compact", help="First rewrite segments that stay for the sake of few leaves.")
+        bool,
+        typer.Option(
+            "--compact", help="First rewrite segments that stay for the sake of few leaves."
+        ),
     ] = False,
     below: Annotated[
-        float, typer.Option(min=0, max=1, metavar="SHARE", help="Rewrite where what is needed takes no more of the segment.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Rewrite where what is needed takes no more of the segment.",
+        ),
     ] = 0.5,
     as_json: Json = False,
 ) -> None:
@@ -277,19 +357,24 @@ def gc(
     try:
         if compact:
             rewritten = reclaim.reclaim(root, below=below, dry_run=dry_run)
-        # A manager root's writer may be another library's: segments that are newer than every step may belong to its save under way.
-        done = collect(root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root)
+        # A manager root's writer may be another library's: segments that are newer than every step
+        # may belong to its save under way.
+        done = collect(
+            root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root
+        )
     finally:
         root.store.close()
         lease.release()
     if as_json:
         about = {"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace}
-        output.print_json({**about, **asdict(done), "rewritten": [asdict(one) for one in rewritten]})
+        output.print_json(
+            {**about, **asdict(done), "rewritten": [asdict(one) for one in rewritten]}
+        )
         return
     for one in rewritten:
         output.print_line(
-            f"{one.old} ({output.size(one.old_bytes)}) {'would be' if dry_run else 'was'} rewritten: "
-            f"{one.leaves} leaves of it are needed ({output.size(one.new_bytes)})"
+            f"{one.old} ({output.size(one.old_bytes)}) {'would be' if dry_run else 'was'}"
+            f" rewritten: {one.leaves} leaves of it are needed ({output.size(one.new_bytes)})"
         )
     removed = "would be removed" if dry_run else "removed"
     for name in done.removed:
@@ -299,6 +384,7 @@ def gc(
     for name in done.in_use:
         output.print_line(f"{name} waits: a reader has it open")
     output.print_line(
-        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed; {len(done.waiting) + len(done.in_use)} unneeded ones wait"
+        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed;"
+        f" {len(done.waiting) + len(done.in_use)} unneeded ones wait"
         + (f", run gc again in {grace:g} s" if done.waiting else "")
     )

@@ -16,15 +16,24 @@ from deltacheck.cli.options import Json
 
 
 def demo(
-    seed: Annotated[int | None, typer.Option(help="Repeat a run: weights, data order, dropout and kill.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeat a run: weights, data order, dropout and kill.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of fine-tuning.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model: the story in seconds, figures without meaning.")
+        bool,
+        typer.Option(
+            "--quick", help="A tiny model: the story in seconds, figures without meaning."
+        ),
     ] = False,
-    keep: Annotated[Path | None, typer.Option(help="Leave checkpoints and logs in this new folder.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Leave checkpoints and logs in this new folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train, kill, resume, compare bit for bit, read back in JAX and zarr. Exit code 1 where a comparison failed."""
+    """Train, kill, resume, compare bit for bit, read back in JAX and zarr. Exit code 1 where a
+    comparison failed.
+    """
     from deltacheck.evaluate.demo import run
 
     if not as_json:

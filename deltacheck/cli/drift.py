@@ -1,4 +1,6 @@
-"""How far a leaf has moved between two steps: counted on bits, measured in float64, a batch of chunks at a time."""
+"""How far a leaf has moved between two steps: counted on bits, measured in float64, a batch of
+chunks at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ Numbers = NDArray[Any]
 class Drift:
     """What happened to one leaf.
 
-    ``changed``: elements whose bits differ. ``relative_l2``: norm of the difference / norm before (infinite where that is 0). ``max_abs``: the
-    largest difference, exact for integers. Both over the elements that are finite before and after, ``None`` where there is none.
+    ``changed``: elements whose bits differ. ``relative_l2``: norm of the difference / norm before
+    (infinite where that is 0). ``max_abs``: the largest difference, exact for integers. Both over
+    the elements that are finite before and after, ``None`` where there is none.
     ``nonfinite_before``, ``nonfinite_after``: elements that are NaN or infinite.
     """
 
@@ -43,7 +46,9 @@ class Drift:
 
 
 def measure(before: Leaf, after: Leaf) -> Drift:
-    """Compare a leaf at two steps. Chunks of stored leaves whose digests are equal are read once, for the norm.
+    """Compare a leaf at two steps. Chunks of stored leaves whose digests are equal are read once,
+    for
+    the norm.
 
     REQUIRES: the same shape and dtype. Raises ``Damaged`` naming the leaf.
     """
@@ -83,7 +88,9 @@ class _Total:
     """The sums over a leaf's batches."""
 
     def __init__(self) -> None:
-        self.elements = self.changed = self.finite = self.nonfinite_before = self.nonfinite_after = 0
+        self.elements = self.changed = self.finite = self.nonfinite_before = (
+            self.nonfinite_after
+        ) = 0
         self.norm_before = self.norm_difference = 0.0
         self.max_abs: float | int = 0
 
@@ -117,11 +124,20 @@ class _Total:
         elif self.finite:
             relative = math.inf if self.norm_difference > 0 else 0.0
         largest = self.max_abs if self.finite else None
-        return Drift(self.elements, self.changed, relative, largest, self.nonfinite_before, self.nonfinite_after)
+        return Drift(
+            self.elements,
+            self.changed,
+            relative,
+            largest,
+            self.nonfinite_before,
+            self.nonfinite_after,
+        )
 
 
 def _wide(data: U8, element: DType) -> Numbers:
-    """The numbers in a type that differences can be taken in: float64, complex128, or 64-bit integers."""
+    """The numbers in a type that differences can be taken in: float64, complex128, or 64-bit
+    integers.
+    """
     values = data.view(element.numpy)
     if element.name.startswith(("int", "bool")):
         return values.astype(np.int64)
@@ -140,7 +156,9 @@ def _difference(before: Numbers, after: Numbers) -> Numbers:
     """``|after - before|``, exact for integers: modulo 2^64 it fits an unsigned number."""
     if before.dtype.kind not in "iu":
         return np.abs(np.subtract(after, before))
-    return np.subtract(np.maximum(before, after).view(np.uint64), np.minimum(before, after).view(np.uint64))
+    return np.subtract(
+        np.maximum(before, after).view(np.uint64), np.minimum(before, after).view(np.uint64)
+    )
 
 
 def _norm(magnitudes: Numbers) -> float:

@@ -31,43 +31,80 @@ _WORKLOADS = {"sft": "sft", "rl_like": "rl_like", "lora": "lora"}
 def evaluate(
     factory: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE.py:FACTORY]", help="Or MODULE:FACTORY: factory(seed) gives a run to evaluate."),
+        typer.Argument(
+            metavar="[FILE.py:FACTORY]",
+            help="Or MODULE:FACTORY: factory(seed) gives a run to evaluate.",
+        ),
     ] = None,
     workload: Annotated[
-        str, typer.Option(metavar="sft|rl_like|lora", help="Without a factory: which of the runs that are built in (PyTorch).")
+        str,
+        typer.Option(
+            metavar="sft|rl_like|lora",
+            help="Without a factory: which of the runs that are built in (PyTorch).",
+        ),
     ] = "sft",
     policy: Annotated[
-        str, typer.Option(metavar="exact|model_exact|post_training", help="What the checkpoints promise.")
+        str,
+        typer.Option(
+            metavar="exact|model_exact|post_training", help="What the checkpoints promise."
+        ),
     ] = "exact",
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="For post_training; by default the first unkilled run is profiled.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="For post_training; by default the first unkilled run is profiled."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             min=3,
             metavar="N",
-            help="Of each run; default 40, where the policy is not exact 100, since it is until the run is stable.",
+            help=(
+                "Of each run; default 40, where the policy is not exact 100, since it is until the"
+                " run is stable."
+            ),
         ),
     ] = None,
-    every: Annotated[int, typer.Option(min=1, metavar="K", help="Steps between two checkpoints.")] = 5,
-    kills: Annotated[int, typer.Option(min=1, metavar="N", help="Of each killed seed. More: a rarer fault is found.")] = 2,
+    every: Annotated[
+        int, typer.Option(min=1, metavar="K", help="Steps between two checkpoints.")
+    ] = 5,
+    kills: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Of each killed seed. More: a rarer fault is found."),
+    ] = 2,
     seeds: Annotated[
-        int, typer.Option(min=1, metavar="S", help="That are killed. More: differences of quality can be told.")
+        int,
+        typer.Option(
+            min=1, metavar="S", help="That are killed. More: differences of quality can be told."
+        ),
     ] = 2,
     noise_seeds: Annotated[
         int,
         typer.Option(
-            min=1, metavar="S", help="That run unkilled, for the noise floor: below 5 it can tell nothing, 12 are good."
+            min=1,
+            metavar="S",
+            help=(
+                "That run unkilled, for the noise floor: below 5 it can tell nothing, 12 are good."
+            ),
         ),
     ] = 6,
     first_seed: Annotated[int, typer.Option(min=0, metavar="N", help="The others follow it.")] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny run and a single kill: the way in seconds, figures without meaning.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="A tiny run and a single kill: the way in seconds, figures without meaning.",
+        ),
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures, too.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with figures, too.")
+    ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Work in this new or empty folder, and leave all there.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Work in this new or empty folder, and leave all there."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +136,8 @@ def evaluate(
     plan = replace(plan, steps=12, every=3, kills=1, seeds=1, noise_seeds=2) if quick else plan
     if len(plan.checkpoints()) < 3:
         raise typer.BadParameter(
-            f"--steps {plan.steps} leaves {len(plan.checkpoints())} checkpoints; give at least {3 * plan.every + 1}"
+            f"--steps {plan.steps} leaves {len(plan.checkpoints())} checkpoints; give at least"
+            f" {3 * plan.every + 1}"
         )
     began = time.time()
     with _folder(keep) as folder, _progress() as progress:
@@ -114,18 +152,27 @@ def evaluate(
         output.print_json(document(evidence, judgement, about, command, seconds))
     else:
         output.print_line(
-            f"deltacheck {__version__}, {about['date']}, {about['processor']}, {about['cores']} cores, {about['file_system']}"
+            f"deltacheck {__version__}, {about['date']}, {about['processor']}, {about['cores']}"
+            f" cores, {about['file_system']}"
         )
         _print(evidence, judgement, about, seconds)
     if not judgement.holds:
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
-def document(evidence: Evidence, judgement: Judgement, machine: dict[str, Any], command: str, seconds: float) -> Row:
-    """Everything as one JSON object. Digests are left out: they are many, and what they say is in the judgement."""
+def document(
+    evidence: Evidence, judgement: Judgement, machine: dict[str, Any], command: str, seconds: float
+) -> Row:
+    """Everything as one JSON object. Digests are left out: they are many, and what they say is in
+    the judgement.
+    """
 
     def ending(found: Any) -> Row | None:
-        return None if found is None else {name: value for name, value in found.items() if name != "digests"}
+        return (
+            None
+            if found is None
+            else {name: value for name, value in found.items() if name != "digests"}
+        )
 
     whole = asdict(evidence)
     verdict = asdict(judgement)
@@ -133,8 +180,13 @@ def document(evidence: Evidence, judgement: Judgement, machine: dict[str, Any], 
         "command": command,
         "seconds": seconds,
         "machine": machine,
-        "plan": whole["plan"]
-        | {"killed_seeds": evidence.plan.killed_seeds(), "unkilled_seeds": evidence.plan.unkilled_seeds()},
+        "plan": (
+            whole["plan"]
+            | {
+                "killed_seeds": evidence.plan.killed_seeds(),
+                "unkilled_seeds": evidence.plan.unkilled_seeds(),
+            }
+        ),
         "framework": evidence.framework,
         "peer": evidence.peer,
         "holds": verdict["holds"],
@@ -143,20 +195,23 @@ def document(evidence: Evidence, judgement: Judgement, machine: dict[str, Any], 
         "latency": verdict["latency"],
         "saves": whole["saves"],
         "recovery": verdict["correctness"],
-        "recoveries": [recovery | {"ending": ending(recovery["ending"])} for recovery in whole["recoveries"]],
+        "recoveries": [
+            recovery | {"ending": ending(recovery["ending"])} for recovery in whole["recoveries"]
+        ],
         "quality": verdict["quality"],
         "unkilled": [ending(found) for found in whole["unkilled"]],
     }
 
 
-# --- for people ---------------------------------------------------------------------------------------------------------------
+# --- for people -----------------------------------------------------------------------------------
 
 
 def _print(evidence: Evidence, judgement: Judgement, about: dict[str, Any], seconds: float) -> None:
     plan = evidence.plan
     output.print_line(
-        f"{plan.factory}, policy {plan.policy}: {plan.steps} steps, a checkpoint every {plan.every}; "
-        f"seeds killed: {len(plan.killed_seeds())}, kills of each: {plan.kills}, seeds unkilled: {len(evidence.unkilled)}, from {plan.first_seed} on"
+        f"{plan.factory}, policy {plan.policy}: {plan.steps} steps, a checkpoint every"
+        f" {plan.every}; seeds killed: {len(plan.killed_seeds())}, kills of each: {plan.kills},"
+        f" seeds unkilled: {len(evidence.unkilled)}, from {plan.first_seed} on"
     )
     for title, columns, rows, words in tables(evidence, judgement):
         output.print_line("")
@@ -166,7 +221,8 @@ def _print(evidence: Evidence, judgement: Judgement, about: dict[str, Any], seco
             output.print_line(line)
     if about["file_system"] == "tmpfs":
         output.warn(
-            "the folder lies in memory (tmpfs): fsync costs nothing there, and no time to durable means anything; see --keep"
+            "the folder lies in memory (tmpfs): fsync costs nothing there, and no time to durable"
+            " means anything; see --keep"
         )
     output.print_line("")
     for reason in judgement.reasons:
@@ -199,13 +255,22 @@ def _size(evidence: Evidence, judgement: Judgement) -> Table:
         Column("OF RAW", "share", output.share),
     )
     rows: list[Row] = [
-        asdict(group) | {"share": group.save_bytes / group.raw_bytes if group.raw_bytes else None} for group in evidence.groups
+        asdict(group) | {"share": group.save_bytes / group.raw_bytes if group.raw_bytes else None}
+        for group in evidence.groups
     ]
     words = [
-        f"the state: {output.size(found.raw_bytes)}; {evidence.peer}: {output.size(found.peer_bytes)}",
-        f"the first save: {output.size(found.first_bytes)}, {output.share(found.first)} of the peer's file",
-        f"each of {found.later.count} later ones, all files: {_bytes(found.later_bytes)}; of the peer's file {_shares(found.later)}, "
-        f"of raw {_shares(found.of_raw)}",
+        (
+            f"the state: {output.size(found.raw_bytes)}; {evidence.peer}:"
+            f" {output.size(found.peer_bytes)}"
+        ),
+        (
+            f"the first save: {output.size(found.first_bytes)}, {output.share(found.first)} of the"
+            " peer's file"
+        ),
+        (
+            f"each of {found.later.count} later ones, all files: {_bytes(found.later_bytes)}; of"
+            f" the peer's file {_shares(found.later)}, of raw {_shares(found.of_raw)}"
+        ),
     ]
     return "1. Size of a checkpoint", columns, rows, words
 
@@ -217,7 +282,11 @@ def _latency(evidence: Evidence, judgement: Judgement) -> Table:
         Column("MEDIAN", "median", _time),
         Column("LEAST", "least", _time),
         Column("MOST", "most", _time),
-        Column("OVER THE PEER'S", "ratio", lambda ratio: f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})"),
+        Column(
+            "OVER THE PEER'S",
+            "ratio",
+            lambda ratio: f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})",
+        ),
     )
     rows: list[Row] = [
         {"name": "training waits", **asdict(found.blocking_seconds), "ratio": found.blocking},
@@ -225,18 +294,24 @@ def _latency(evidence: Evidence, judgement: Judgement) -> Table:
         {"name": evidence.peer, **asdict(found.peer_seconds)},
     ]
     words = [
-        f"{found.blocking.count} saves after the first, which makes training wait {_time(found.first_blocking_seconds)}; ratios of pairs: "
-        "the same state, one after the other",
+        (
+            f"{found.blocking.count} saves after the first, which makes training wait"
+            f" {_time(found.first_blocking_seconds)}; ratios of pairs: the same state, one after"
+            " the other"
+        ),
     ]
     if judgement.size.raw_bytes < _SMALL:
         size = output.size(judgement.size.raw_bytes)
         words.append(
-            f"a state of {size} is too small to say anything of time: most of it is what a save costs apart from its bytes"
+            f"a state of {size} is too small to say anything of time: most of it is what a save"
+            " costs apart from its bytes"
         )
     return "2. Latency", columns, rows, words
 
 
-_SMALL = 32 << 20  # the fixed costs of a save, some 20 to 60 ms of files and syncs, are as much as writing that
+_SMALL = (
+    32 << 20
+)  # the fixed costs of a save, some 20 to 60 ms of files and syncs, are as much as writing that
 
 
 def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
@@ -254,7 +329,10 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
     )
     rows: list[Row] = []
     for one in evidence.recoveries:
-        row: Row = {"name": one.kill.name, "at": f"{one.kill.saving_step}, {'during' if one.kill.mid_save else 'after'}"}
+        row: Row = {
+            "name": one.kill.name,
+            "at": f"{one.kill.saving_step}, {'during' if one.kill.mid_save else 'after'}",
+        }
         if one.ending is not None:
             row |= {
                 "lost": one.lost_steps,
@@ -262,22 +340,39 @@ def _recovery(evidence: Evidence, judgement: Judgement) -> Table:
                 "seconds": one.restore_seconds,
                 "stage": one.stage or "exact",
             }
-            row |= {"leaves": one.leaves, "inexact": len(one.inexact), "wrong": len(one.failed) + len(one.not_put_back)}
+            row |= {
+                "leaves": one.leaves,
+                "inexact": len(one.inexact),
+                "wrong": len(one.failed) + len(one.not_put_back),
+            }
         rows.append(row)
     words = [
-        f"{found.held} of {found.trials} recoveries are correct: a rate of at least {100 * found.least_rate:.1f} % at 95 % confidence",
+        (
+            f"{found.held} of {found.trials} recoveries are correct: a rate of at least"
+            f" {100 * found.least_rate:.1f} % at 95 % confidence"
+        ),
     ]
     if found.deterministic:
         words.append(
-            f"{found.equal_endings} of {found.trials} went on with every loss and ended with every bit of the unkilled run"
+            f"{found.equal_endings} of {found.trials} went on with every loss and ended with every"
+            " bit of the unkilled run"
         )
     else:
         words.append(
-            f"the run does not repeat itself (an unkilled repeat ends {found.repeat_gap:.3g} apart): the way after a restore is not compared in bits"
+            f"the run does not repeat itself (an unkilled repeat ends {found.repeat_gap:.3g}"
+            " apart): the way after a restore is not compared in bits"
         )
     if evidence.plan.policy != "exact" and not found.inexact_leaves:
-        words.append("every leaf was still exact at every kill: the policy had nothing to be judged by; give more --steps")
-    return "3. Recovery: killed, restored in a fresh process, compared leaf by leaf", columns, rows, words
+        words.append(
+            "every leaf was still exact at every kill: the policy had nothing to be judged by; give"
+            " more --steps"
+        )
+    return (
+        "3. Recovery: killed, restored in a fresh process, compared leaf by leaf",
+        columns,
+        rows,
+        words,
+    )
 
 
 def _quality(evidence: Evidence, judgement: Judgement) -> Table:
@@ -301,12 +396,16 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
         if one.ending is not None
     ]
     words = [
-        f"noise floor: the final loss of {final.noise_seeds} unkilled seeds has a standard deviation of {final.noise_sd:.3g}"
+        f"noise floor: the final loss of {final.noise_seeds} unkilled seeds has a standard"
+        f" deviation of {final.noise_sd:.3g}"
     ]
     verdict = {
         "equal": "equal: no final loss differs in any bit",
-        "within": f"within the noise: the mean difference is {final.mean:+.3g}, 90 % interval {final.low:+.3g} to {final.high:+.3g}, "
-        f"the margin {final.margin:.3g} (two one-sided t-tests, paired by seed)",
+        "within": (
+            f"within the noise: the mean difference is {final.mean:+.3g}, 90 % interval"
+            f" {final.low:+.3g} to {final.high:+.3g}, the margin {final.margin:.3g} (two one-sided"
+            " t-tests, paired by seed)"
+        ),
     }
     words.append(verdict.get(final.verdict, found.reason))
     return "4. Quality of the model", columns, rows, words
@@ -314,7 +413,11 @@ def _quality(evidence: Evidence, judgement: Judgement) -> Table:
 
 def _time(seconds: float) -> str:
     return (
-        f"{seconds:.2f} s" if seconds >= 9.995 else f"{seconds * 1e3:.1f} ms" if seconds < 0.0995 else f"{seconds * 1e3:.0f} ms"
+        f"{seconds:.2f} s"
+        if seconds >= 9.995
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds < 0.0995
+        else f"{seconds * 1e3:.0f} ms"
     )
 
 
@@ -323,14 +426,20 @@ def _loss(value: float) -> str:
 
 
 def _bytes(spread: Spread) -> str:
-    return f"{output.size(round(spread.median))} ({output.size(round(spread.least))} to {output.size(round(spread.most))})"
+    return (
+        f"{output.size(round(spread.median))} ({output.size(round(spread.least))} to"
+        f" {output.size(round(spread.most))})"
+    )
 
 
 def _shares(spread: Spread) -> str:
-    return f"{output.share(spread.median)} ({output.share(spread.least)} to {output.share(spread.most)})"
+    return (
+        f"{output.share(spread.median)} ({output.share(spread.least)} to"
+        f" {output.share(spread.most)})"
+    )
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -355,7 +464,12 @@ def _progress() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         acts: dict[str, TaskID] = {}
 
@@ -367,13 +481,16 @@ def _progress() -> Iterator[Progress]:
         yield show
 
 
-def _write_page(file: Path, evidence: Evidence, judgement: Judgement, about: dict[str, Any], command: str) -> None:
+def _write_page(
+    file: Path, evidence: Evidence, judgement: Judgement, about: dict[str, Any], command: str
+) -> None:
     try:
         from deltacheck.evaluate import drawings
         from deltacheck.report import page
     except ImportError as error:
         raise ImportError(
-            f"a page is drawn by matplotlib, which cannot be imported ({error}): pip install deltacheck[report]"
+            f"a page is drawn by matplotlib, which cannot be imported ({error}): pip install"
+            " deltacheck[report]"
         ) from error
     final = judgement.quality.final
     facts = {
@@ -384,7 +501,10 @@ def _write_page(file: Path, evidence: Evidence, judgement: Judgement, about: dic
         "quality": final.verdict,
         "policy": evidence.plan.policy,
         "command": command,
-        "machine": f"{about['processor']}, {about['cores']} cores, {about['file_system']}, load {about['load_average']:.1f}",
+        "machine": (
+            f"{about['processor']}, {about['cores']} cores, {about['file_system']}, load"
+            f" {about['load_average']:.1f}"
+        ),
         "versions": ", ".join(f"{name} {number}" for name, number in about["versions"].items()),
         "date": about["date"],
     }

@@ -31,7 +31,12 @@ _CHANGE = (
     Column("DENSITY", "density", output.share),
 )
 _REPLAYS = Column("REPLAYS", "replayed_steps")
-_SURVIVES = Column("SURVIVES", "durability", lambda word: f"end of {word}" if word == "process" else f"{word} cut", left=True)
+_SURVIVES = Column(
+    "SURVIVES",
+    "durability",
+    lambda word: f"end of {word}" if word == "process" else f"{word} cut",
+    left=True,
+)
 
 
 def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
@@ -45,11 +50,22 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
     unreadable: list[str] = []
     known = _tags(root, unreadable)
     for step in history.steps(root, history.committed(root, unreadable)):
-        depth = None if step.states is None else max((state.depth for state in step.states.values()), default=0)
+        depth = (
+            None
+            if step.states is None
+            else max((state.depth for state in step.states.values()), default=0)
+        )
         sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        replayed = {"replayed_steps": _replayed_steps(step.manifest), "durability": step.manifest.durability}
+        replayed = {
+            "replayed_steps": _replayed_steps(step.manifest),
+            "durability": step.manifest.durability,
+        }
         rows.append(
-            _row(root, step, known) | sizes | {"chain_depth": depth} | replayed | {"metrics": dict(step.manifest.metrics)}
+            _row(root, step, known)
+            | sizes
+            | {"chain_depth": depth}
+            | replayed
+            | {"metrics": dict(step.manifest.metrics)}
         )
     more = (
         Column("STORED", "stored_bytes", output.size),
@@ -64,9 +80,14 @@ def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None
 def log(
     words: JustRoot = None,
     by_class: Annotated[
-        bool, typer.Option("--by-class", help="One line for each leaf class: the start of the path, and the type.")
+        bool,
+        typer.Option(
+            "--by-class", help="One line for each leaf class: the start of the path, and the type."
+        ),
     ] = False,
-    levels: Annotated[int, typer.Option(min=1, metavar="N", help="Path components that make a class.")] = 1,
+    levels: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Path components that make a class.")
+    ] = 1,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
@@ -91,7 +112,11 @@ def log(
             "written_bytes": step.stored_bytes + step.manifest_bytes,
         }
         try:
-            row |= _change(history.summed(step.states.values())) if step.states is not None else _change(None)
+            row |= (
+                _change(history.summed(step.states.values()))
+                if step.states is not None
+                else _change(None)
+            )
             if by_class:
                 row["classes"] = _classes(history.by_class(step.states or {}, levels))
         except DeltacheckError as error:
@@ -101,12 +126,20 @@ def log(
     if by_class:
         columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
     else:
-        columns = (*_STEP, since_column, _RAW, Column("WRITTEN", "written_bytes", output.size), *_CHANGE)
+        columns = (
+            *_STEP,
+            since_column,
+            _RAW,
+            Column("WRITTEN", "written_bytes", output.size),
+            *_CHANGE,
+        )
     _print_steps(root, rows, columns, as_json, unreadable)
 
 
 def _tags(root: Root, unreadable: list[str]) -> dict[str, Tag]:
-    """The tags of a root. What is wrong with those that cannot be read is added to ``unreadable``."""
+    """The tags of a root. What is wrong with those that cannot be read is added to
+    ``unreadable``.
+    """
     from deltacheck.store import tags
 
     found, damaged = tags.read_all(root.store.path)
@@ -134,8 +167,12 @@ def _row(root: Root, step: Step, known: dict[str, Tag]) -> Row:
 
 def _change(change: Change | None) -> Row:
     if change is None:
-        return dict.fromkeys(("keyframes", "deltas", "unchanged", "words", "changed_words", "density"))
-    return {name: value for name, value in asdict(change).items() if name != "raw_bytes"} | {"density": change.density}
+        return dict.fromkeys(
+            ("keyframes", "deltas", "unchanged", "words", "changed_words", "density")
+        )
+    return {name: value for name, value in asdict(change).items() if name != "raw_bytes"} | {
+        "density": change.density
+    }
 
 
 def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
@@ -144,13 +181,21 @@ def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
     rows: list[Row] = []
     for (prefix, dtype), states in groups.items():
         change = history.summed(states)
-        rows.append({"prefix": prefix, "dtype": dtype, "raw_bytes": change.raw_bytes, **_change(change)})
+        rows.append(
+            {"prefix": prefix, "dtype": dtype, "raw_bytes": change.raw_bytes, **_change(change)}
+        )
     return rows
 
 
-def _print_steps(root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool, unreadable: list[str]) -> None:
-    """Print the steps. Damage, also that of a manifest which no longer says its step, is warned of and decides the exit code."""
-    damaged = [f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None] + unreadable
+def _print_steps(
+    root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool, unreadable: list[str]
+) -> None:
+    """Print the steps. Damage, also that of a manifest which no longer says its step, is warned of
+    and decides the exit code.
+    """
+    damaged = [
+        f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None
+    ] + unreadable
     for problem in damaged:
         output.warn(problem)
     if as_json:
@@ -174,7 +219,9 @@ def _one_a_class(rows: list[Row]) -> list[Row]:
     return lines
 
 
-def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False) -> None:
+def show(
+    words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
+) -> None:
     """Show what a step is made of: leaves, numbers and texts, segments."""
     from deltacheck.cli import arguments as where
     from deltacheck.leaf import tree
@@ -187,8 +234,13 @@ def show(words: RootStep = None, leaves: Leaves = None, item: Item = None, as_js
     states = history.leaf_states(manifest, open_segments(root, manifest))
     scalars = {} if leaves else tree.scalars(manifest.tree)
     tables: dict[str, list[Row]] = {
-        "leaves": [_leaf_row(path, owner, states.get(owner), manifest) for path, owner in chosen.items()],
-        "scalars": [{"path": path, "type": type(value).__name__, "value": value} for path, value in scalars.items()],
+        "leaves": [
+            _leaf_row(path, owner, states.get(owner), manifest) for path, owner in chosen.items()
+        ],
+        "scalars": [
+            {"path": path, "type": type(value).__name__, "value": value}
+            for path, value in scalars.items()
+        ],
         "segments": [{"id": ref.id, "stored_bytes": ref.stored_bytes} for ref in manifest.segments],
     }
     if not as_json:
@@ -227,7 +279,11 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
     """``state``: of what is stored under the leaf's path, if anything is."""
     from deltacheck.leaf.contracts import name_of
 
-    spec, derived, promise = manifest.spec(owner), manifest.derived.get(owner), manifest.contracts.get(owner)
+    spec, derived, promise = (
+        manifest.spec(owner),
+        manifest.derived.get(owner),
+        manifest.contracts.get(owner),
+    )
     cut = manifest.tiles.get(owner)
     replayed = manifest.replay is not None and owner in manifest.replay.digests
     changed = None if state is None or replayed else state.changed_words()
@@ -254,7 +310,9 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
 
 
 def _ranks(manifest: Manifest, path: str) -> list[int] | None:
-    """The ranks that wrote a leaf; ``None`` where one process wrote the step, or another has written it again."""
+    """The ranks that wrote a leaf; ``None`` where one process wrote the step, or another has
+    written it again.
+    """
     cut, record = manifest.tiles.get(path), manifest.leaves.get(path)
     lanes = set(cut.lanes if cut is not None else () if record is None else (record.lane,))
     return sorted(lanes) if lanes and -1 not in lanes else None
@@ -279,13 +337,15 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
     output.print_line(f"digest {digest}")
     output.print_line(
-        f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored "
-        f"{output.size(history.stored_bytes(manifest))}, a restore reads from {output.size(closure)}"
+        f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored"
+        f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
+        f" {output.size(closure)}"
     )
     if manifest.replay is not None:
         output.print_line(
-            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of {manifest.replay.update} "
-            f"from step {manifest.replay.base_step}, and proves each leaf by its digest"
+            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of"
+            f" {manifest.replay.update} from step {manifest.replay.base_step}, and proves each leaf"
+            " by its digest"
         )
     output.print_line("")
     columns = (
@@ -306,7 +366,14 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         Column("RANKS", "ranks", _ranges),
     )
     seldom = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
-    output.print_table([c for c in columns if c.key not in seldom or any(row[c.key] is not None for row in leaves)], leaves)
+    output.print_table(
+        [
+            c
+            for c in columns
+            if c.key not in seldom or any(row[c.key] is not None for row in leaves)
+        ],
+        leaves,
+    )
     if scalars:
         output.print_line("")
         values = (
@@ -316,4 +383,7 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         )
         output.print_table(values, [row | {"value": output.short(row["value"])} for row in scalars])
     output.print_line("")
-    output.print_table((Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)), segments)
+    output.print_table(
+        (Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)),
+        segments,
+    )

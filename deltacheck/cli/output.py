@@ -1,4 +1,6 @@
-"""What the command says and how it ends: tables or JSON on stdout, one line an error or warning on stderr, and the exit codes."""
+"""What the command says and how it ends: tables or JSON on stdout, one line an error or warning on
+stderr, and the exit codes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,19 @@ from typing import NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
 
-# Exit codes: permanent, documented in docs/reference/cli.md. 2 is also what Typer and argparse give for misuse.
-OK, FOUND_DAMAGE, MISUSE, NOT_FOUND, DAMAGED, REFUSED, DEFECT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
+# Exit codes: permanent, documented in docs/reference/cli.md. 2 is also what Typer and argparse give
+# for misuse.
+OK, FOUND_DAMAGE, MISUSE, NOT_FOUND, DAMAGED, REFUSED, DEFECT, INTERRUPTED, BROKEN_PIPE = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    70,
+    130,
+    141,
+)
 
 JSON_SCHEMA = 1  # of every JSON document: keys may be added under it, never changed or taken away
 
@@ -33,7 +46,9 @@ Row: TypeAlias = dict[str, object]
 
 
 class Column(NamedTuple):
-    """A column of a table: which key of a row it shows, and how. Numbers stand right, ``left`` is for the rest."""
+    """A column of a table: which key of a row it shows, and how. Numbers stand right, ``left`` is
+    for the rest.
+    """
 
     title: str
     key: str
@@ -56,7 +71,9 @@ def says_json() -> bool:
 
 
 def prepare_streams() -> None:
-    """Streams that any text can be written to: closed ones lead nowhere, what their encoding lacks is escaped."""
+    """Streams that any text can be written to: closed ones lead nowhere, what their encoding lacks
+    is escaped.
+    """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
@@ -65,16 +82,20 @@ def prepare_streams() -> None:
             reconfigure(errors="backslashreplace")
 
 
-# --- results ----------------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 def print_json(document: Mapping[str, object]) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(plain({"schema": JSON_SCHEMA, **document}), indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(
+        json.dumps(plain({"schema": JSON_SCHEMA, **document}), indent=2, allow_nan=False) + "\n"
+    )
 
 
 def plain(value: object) -> object:
-    """``value`` as strict JSON: numbers that JSON lacks as ``"NaN"``, ``"Infinity"``, ``"-Infinity"``; bytes in base64; complex as two numbers."""
+    """``value`` as strict JSON: numbers that JSON lacks as ``"NaN"``, ``"Infinity"``,
+    ``"-Infinity"``; bytes in base64; complex as two numbers.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,10 +110,16 @@ def plain(value: object) -> object:
 
 
 def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
-    """Rows as a table; a value that is ``None`` is a dash. Where no terminal is, lines are as long as they are."""
+    """Rows as a table; a value that is ``None`` is a dash. Where no terminal is, lines are as long
+    as they are.
+    """
     columns = list(columns)
     cells = [
-        ["-" if row.get(column.key) is None else clean(column.cell(row[column.key])) for column in columns] for row in rows
+        [
+            "-" if row.get(column.key) is None else clean(column.cell(row[column.key]))
+            for column in columns
+        ]
+        for row in rows
     ]
     if sys.stdout.isatty():
         _print_rich_table(columns, cells)
@@ -101,7 +128,10 @@ def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         padded = zip(columns, line, widths, strict=True)
-        text = "  ".join(cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in padded)
+        text = "  ".join(
+            cell.ljust(width) if column.left else cell.rjust(width)
+            for column, cell, width in padded
+        )
         sys.stdout.write(text.rstrip() + "\n")
 
 
@@ -115,7 +145,9 @@ def _print_rich_table(columns: Sequence[Column], cells: Iterable[Sequence[str]])
         table.add_column(column.title, justify="left" if column.left else "right", overflow="fold")
     for row in cells:
         table.add_row(*row)
-    Console(markup=False, emoji=False, highlight=False).print(table)  # text from disk is never taken for markup
+    Console(markup=False, emoji=False, highlight=False).print(
+        table
+    )  # text from disk is never taken for markup
 
 
 def print_line(text: str) -> None:
@@ -125,7 +157,9 @@ def print_line(text: str) -> None:
 
 def clean(text: str) -> str:
     """``text`` without what a terminal would obey: control characters are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 # Cells for people.
@@ -171,7 +205,11 @@ def short(value: object) -> str:
 def utc(moment: float) -> str | None:
     """Seconds since the epoch as ISO 8601 in UTC; ``None`` for what is no date."""
     try:
-        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return (
+            datetime.fromtimestamp(moment, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
     except (ValueError, OverflowError, OSError):
         return None
 
@@ -182,20 +220,27 @@ def local_time(iso: str) -> str:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes on stderr, where that is a terminal and nobody asked for JSON. Yields what to call with every advance."""
+    """A progress bar in bytes on stderr, where that is a terminal and nobody asked for JSON. Yields
+    what to call with every advance.
+    """
     if _json or total == 0 or not sys.stderr.isatty():
         yield lambda advance: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda advance: bar.advance(task, advance)
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def warn(message: str) -> None:
@@ -209,7 +254,14 @@ def warn(message: str) -> None:
 def report(kind: str, message: str, code: int) -> None:
     """Say on stderr what ended the run, in one line."""
     if _json:
-        _say(json.dumps({"schema": JSON_SCHEMA, "error": {"kind": kind, "message": message, "exit_code": code}}))
+        _say(
+            json.dumps(
+                {
+                    "schema": JSON_SCHEMA,
+                    "error": {"kind": kind, "message": message, "exit_code": code},
+                }
+            )
+        )
     else:
         _say(f"deltacheck: {clean(_one_line(message))}")
 
@@ -233,12 +285,17 @@ def report_usage(error: Exception) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Report an expected failure in its own words, anything else as a defect; return the exit code."""
+    """Report an expected failure in its own words, anything else as a defect; return the exit
+    code.
+    """
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     if code is None:
         if os.environ.get("DELTACHECK_TRACEBACK"):
             raise error
-        message = f"{type(error).__name__}: {error}. This is a defect, please report it; DELTACHECK_TRACEBACK=1 shows where"
+        message = (
+            f"{type(error).__name__}: {error}. This is a defect, please report it;"
+            " DELTACHECK_TRACEBACK=1 shows where"
+        )
         report("Defect", message, DEFECT)
         return DEFECT
     report(type(error).__name__, _words_of(error), code)

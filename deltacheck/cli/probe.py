@@ -1,4 +1,6 @@
-"""How fast this machine is at what a checkpoint does: a few hundred MB written, read, copied and encoded, in a few seconds."""
+"""How fast this machine is at what a checkpoint does: a few hundred MB written, read, copied and
+encoded, in a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ ROUNDS = 3  # the best of them: others use the machine too
 def measure(folder: Path) -> Machine:
     """Measure in ``folder``, on its file system, and remove what was written. Raises ``OSError``.
 
-    What is encoded is float32 of which every word changed by a part in a thousand: the most work that there is. Reading follows after the
-    system was asked to forget the file; where it does not (``tmpfs``), the figure is that of memory.
+    What is encoded is float32 of which every word changed by a part in a thousand: the most work
+    that there is. Reading follows after the system was asked to forget the file; where it does not
+    (``tmpfs``), the figure is that of memory.
     """
     with tempfile.TemporaryDirectory(prefix="deltacheck-probe-", dir=folder) as name:
         place = Path(name)
@@ -65,7 +68,9 @@ def _read(path: Path) -> None:
 
 
 def _codec_rates(root: Path, write: float) -> tuple[float, float]:
-    """Bytes of state per second that are encoded, the entropy stage included, and that deltas are applied to."""
+    """Bytes of state per second that are encoded, the entropy stage included, and that deltas are
+    applied to.
+    """
     codec = default_codec()
     random = np.random.default_rng(1)
     before = random.standard_normal(STATE_BYTES // 4, np.float32)
@@ -103,7 +108,10 @@ def _index(encoded: Encoded, bounds: U64) -> np.ndarray[tuple[int, ...], np.dtyp
 
 
 def _apply_seconds(
-    codec: Codec[U8], encoded: Encoded, before: np.ndarray[tuple[int, ...], np.dtype[np.float32]], bounds: U64
+    codec: Codec[U8],
+    encoded: Encoded,
+    before: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+    bounds: U64,
 ) -> float:
     target = before.copy().view(np.uint8)
     begin = time.perf_counter()

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from deltacheck.profile import LeafProfile, Profile
     from deltacheck.profile.record import AdamRule
 
-# Names under which runs report their loss and the norm of their gradients, in the metrics of a save.
-_LOSS, _NORM = ("loss", "train_loss", "train/loss"), ("gradient_norm", "grad_norm", "train/grad_norm")
+# Names under which runs report their loss and the norm of their gradients, in the metrics of a
+# save.
+_LOSS, _NORM = (
+    ("loss", "train_loss", "train/loss"),
+    ("gradient_norm", "grad_norm", "train/grad_norm"),
+)
 
 
 class _Step(NamedTuple):
@@ -31,42 +35,75 @@ class _Step(NamedTuple):
 
 def profile(
     source: Annotated[
-        str, typer.Argument(metavar="RUN", help="A root, a folder of torch.save files, or a plain Orbax CheckpointManager's.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A root, a folder of torch.save files, or a plain Orbax CheckpointManager's.",
+        ),
     ] = ".",
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes.")] = Path("profile.json"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes.")
+    ] = Path("profile.json"),
     betas: Annotated[
-        str | None, typer.Option(metavar="B1,B2", help="Adam's betas, where the state does not hold them (most of optax).")
+        str | None,
+        typer.Option(
+            metavar="B1,B2",
+            help="Adam's betas, where the state does not hold them (most of optax).",
+        ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0.001, help="Octaves that a stable second moment may drift. Larger: earlier, more reuse.")
+        float,
+        typer.Option(
+            min=0.001,
+            help="Octaves that a stable second moment may drift. Larger: earlier, more reuse.",
+        ),
     ] = 0.1,
-    sample: Annotated[int, typer.Option(min=1, help="Blocks of 64 elements to look at, for each class of leaves.")] = 64,
+    sample: Annotated[
+        int, typer.Option(min=1, help="Blocks of 64 elements to look at, for each class of leaves.")
+    ] = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Tell which leaves of a run are frozen, sparse, derived or stable, and write it to a profile."""
+    """Tell which leaves of a run are frozen, sparse, derived or stable, and write it to a
+    profile.
+    """
     from deltacheck import Profiler
     from deltacheck.errors import StepNotFound
 
     if out.exists() and not force:
-        raise FileExistsError(errno.EEXIST, "is there; replace it with --force, or name another with --out", str(out))
-    profiler = Profiler(interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name)
+        raise FileExistsError(
+            errno.EEXIST, "is there; replace it with --force, or name another with --out", str(out)
+        )
+    profiler = Profiler(
+        interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
+    )
     steps = 0
     for seen in _steps(source, item):
         profiler.observe(seen.step, seen.state, loss=seen.loss, gradient_norm=seen.gradient_norm)
         steps += 1
     if steps < 2:
-        raise StepNotFound(f"{source} has {steps} step; a profile compares steps, and needs at least two, better ten and more")
+        raise StepNotFound(
+            f"{source} has {steps} step; a profile compares steps, and needs at least two, better"
+            " ten and more"
+        )
     found = profiler.profile(tolerance)
     found.write(out)
     rows = _rows(found)
-    about: Row = {"source": str(source), "file": str(out), "steps": steps, "interval_steps": found.interval_steps}
+    about: Row = {
+        "source": str(source),
+        "file": str(out),
+        "steps": steps,
+        "interval_steps": found.interval_steps,
+    }
     if as_json:
         rule = found.optimizer
         about |= {"stable_start": found.stable_start, "confidence": found.confidence}
         about |= {"betas": None if rule is None else [rule.beta1, rule.beta2]}
-        about |= {"events": [{"step": e.step, "what": e.what, "size": e.size} for e in found.events], "classes": rows}
+        about |= {
+            "events": [{"step": e.step, "what": e.what, "size": e.size} for e in found.events],
+            "classes": rows,
+        }
         output.print_json(about)
     else:
         _print(found, about, rows)
@@ -84,7 +121,9 @@ def _rule(betas: str | None) -> AdamRule | None:
             f"--betas takes two numbers with a comma between them, such as 0.9,0.999, not {betas!r}"
         ) from None
     if not (0 <= one < 1 and one * one < other < 1):
-        raise typer.BadParameter(f"--betas {betas} are not those of an Adam: B1 * B1 < B2 < 1 must hold")
+        raise typer.BadParameter(
+            f"--betas {betas} are not those of an Adam: B1 * B1 < B2 < 1 must hold"
+        )
     return AdamRule(one, other)
 
 
@@ -100,7 +139,9 @@ def _steps(source: str, item: str | None) -> Iterator[_Step]:
         return
     for step in checkpoints.steps():
         metrics = checkpoints.manifest(step).metrics
-        state = checkpoints.restore(step, contract="exact")  # a reused moment would prove itself stable
+        state = checkpoints.restore(
+            step, contract="exact"
+        )  # a reused moment would prove itself stable
         yield _Step(step, state, _metric(metrics, _LOSS), _metric(metrics, _NORM))
 
 
@@ -164,13 +205,20 @@ def _print(found: Profile, about: Row, rows: list[Row]) -> None:
         Column("EXACT B/ELEMENT", "exact_bytes", output.number),
         Column("STABLE FROM", "stable_from"),
     )
-    output.print_line(f"{about['steps']} steps, {found.interval_steps} apart; written to {about['file']}")
+    output.print_line(
+        f"{about['steps']} steps, {found.interval_steps} apart; written to {about['file']}"
+    )
     if found.optimizer is None:
-        output.print_line("the optimizer is not known to be Adam with one pair of betas: all leaves stay exact (see --betas)")
+        output.print_line(
+            "the optimizer is not known to be Adam with one pair of betas: all leaves stay exact"
+            " (see --betas)"
+        )
     elif found.stable_start is None:
         output.print_line("no second moment is stable yet")
     else:
-        output.print_line(f"stable from step {found.stable_start}, confidence {found.confidence:.2f}")
+        output.print_line(
+            f"stable from step {found.stable_start}, confidence {found.confidence:.2f}"
+        )
     for event in found.events:
         output.print_line(f"event at step {event.step}: {event.what} {event.size:.3g}")
     output.print_line("")

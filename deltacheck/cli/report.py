@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 
 def report(
     words: JustRoot = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
-    png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write each figure as a PNG image too.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
+    ] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write each figure as a PNG image too.")
+    ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Profile of the run; by default profile.json of the root, where it is there."),
+        typer.Option(
+            metavar="FILE",
+            help="Profile of the run; by default profile.json of the root, where it is there.",
+        ),
     ] = None,
     item: Item = None,
     as_json: Json = False,
@@ -34,7 +41,8 @@ def report(
         from deltacheck.report import figures, page
     except ImportError as error:
         raise ImportError(
-            f"a report is drawn by matplotlib, which cannot be imported ({error}): pip install deltacheck[report]"
+            f"a report is drawn by matplotlib, which cannot be imported ({error}): pip install"
+            " deltacheck[report]"
         ) from error
     record = collect(where.parse(words).root, item, profile)
     drawings = figures.draw(record)
@@ -51,10 +59,17 @@ def report(
             "images": [str(image) for image in images],
         }
         output.print_json(
-            about | {"figures": [drawing.name for drawing in drawings], "steps": [step.step for step in record.steps]}
+            about
+            | {
+                "figures": [drawing.name for drawing in drawings],
+                "steps": [step.step for step in record.steps],
+            }
         )
     else:
-        output.print_line(f"{out}: {len(drawings)} figures of {len(record.steps)} steps, {output.size(out.stat().st_size)}")
+        output.print_line(
+            f"{out}: {len(drawings)} figures of {len(record.steps)} steps,"
+            f" {output.size(out.stat().st_size)}"
+        )
         for image in images:
             output.print_line(str(image))
     if record.problems:
@@ -79,10 +94,15 @@ def _facts(record: Record) -> dict[str, str]:
         facts |= {
             "training steps": f"{first.step} to {last.step}",
             "saved": " to ".join(
-                output.local_time(moment) for s in (first, last) if (moment := output.utc(s.time)) is not None
+                output.local_time(moment)
+                for s in (first, last)
+                if (moment := output.utc(s.time)) is not None
             ),
             "state": f"{output.size(last.raw_bytes)} in {last.leaves} leaves",
-            "written by these saves": f"{output.size(written)}, {output.share(written / whole) if whole else '-'} of whole checkpoints",
+            "written by these saves": (
+                f"{output.size(written)}, {output.share(written / whole) if whole else '-'} of"
+                " whole checkpoints"
+            ),
             "stored for these steps": output.size(record.total_bytes),
         }
     made = output.utc(time.time())

@@ -32,18 +32,27 @@ def _writing(root: Root) -> Iterator[None]:
 
 def prune(
     words: JustRoot = None,
-    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep steps that N divides.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep steps that N divides.")
+    ] = None,
     keep_best: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="METRIC[:MODE[:COUNT]]", help="Keep the COUNT (1) best by a metric; MODE is min or max. May be repeated."
+            metavar="METRIC[:MODE[:COUNT]]",
+            help="Keep the COUNT (1) best by a metric; MODE is min or max. May be repeated.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; say what would go.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule and no tag keeps. Refused while a training writes to the root."""
+    """Delete the steps that no rule and no tag keeps. Refused while a training writes to the
+    root.
+    """
     from deltacheck.cli import arguments as where
     from deltacheck.maintain import retain
     from deltacheck.policy.retention import Retention
@@ -52,7 +61,8 @@ def prune(
     retention = Retention(keep_last, keep_every, tuple(map(_best, keep_best or ())))
     if retention.keeps_all:
         raise typer.BadParameter(
-            "say what to keep: --keep-last, --keep-every or --keep-best; what none of them keeps is deleted"
+            "say what to keep: --keep-last, --keep-every or --keep-best; what none of them keeps is"
+            " deleted"
         )
     root = open_root(where.parse(words).root)
     with _writing(root):
@@ -64,7 +74,8 @@ def prune(
     for one in done.deleted:
         output.print_line(f"step {one.step} (seq {one.seq}) {deleted}")
     output.print_line(
-        f"{len(done.deleted)} of {len(done.deleted) + len(done.kept)} checkpoints {deleted}" + ("" if dry_run else f"; {_NEXT}")
+        f"{len(done.deleted)} of {len(done.deleted) + len(done.kept)} checkpoints {deleted}"
+        + ("" if dry_run else f"; {_NEXT}")
     )
 
 
@@ -76,11 +87,15 @@ def _best(words: str) -> KeepBest:
     try:
         return KeepBest(metric, int(count or 1), mode or "min")
     except ValueError:
-        raise typer.BadParameter(f"{words!r} is not METRIC[:MODE[:COUNT]], such as loss:min:3") from None
+        raise typer.BadParameter(
+            f"{words!r} is not METRIC[:MODE[:COUNT]], such as loss:min:3"
+        ) from None
 
 
 def delete(words: RootStep = None, as_json: Json = False) -> None:
-    """Delete a step; others stay whole. Refused where it has a tag, and while a training writes to the root."""
+    """Delete a step; others stay whole. Refused where it has a tag, and while a training writes to
+    the root.
+    """
     from deltacheck.cli import arguments as where
     from deltacheck.maintain import retain
     from deltacheck.store.root import open_root
@@ -99,11 +114,18 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
 
 
 def tag(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[ROOT] STEP NAME", help="The last word is the tag.")] = None,
-    move: Annotated[bool, typer.Option("--move", help="Also where another step has the tag.")] = False,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ROOT] STEP NAME", help="The last word is the tag."),
+    ] = None,
+    move: Annotated[
+        bool, typer.Option("--move", help="Also where another step has the tag.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Give a step a name, under which it can be restored; it stays until the name is taken away. May run beside a training."""
+    """Give a step a name, under which it can be restored; it stays until the name is taken away.
+    May run beside a training.
+    """
     from deltacheck.cli import arguments as where
     from deltacheck.store import tags
     from deltacheck.store.root import open_root
@@ -117,13 +139,17 @@ def tag(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
-        output.print_json({"root": str(root.path), "tag": made.name, "step": made.step, "seq": made.seq})
+        output.print_json(
+            {"root": str(root.path), "tag": made.name, "step": made.step, "seq": made.seq}
+        )
     else:
         output.print_line(f"step {made.step} (seq {made.seq}) is @{made.name}")
 
 
 def untag(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[ROOT] NAME", help="The last word is the tag.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROOT] NAME", help="The last word is the tag.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take a tag away; its step stays until it is deleted."""

@@ -1,4 +1,6 @@
-"""From (current, base) to rows and streams, and back. ``default_codec()`` is what everything on the host uses."""
+"""From (current, base) to rows and streams, and back. ``default_codec()`` is what everything on the
+host uses.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,15 @@ __all__ = [
 
 @cache
 def default_codec() -> Codec[Any]:
-    """The native codec, or the reference where the extension is missing or of another version: the same bytes, many times slower."""
+    """The native codec, or the reference where the extension is missing or of another version: the
+    same bytes, many times slower.
+    """
     try:
         from deltacheck.codec.native import NativeCodec
     except ImportError as error:
-        logging.getLogger("deltacheck").warning("The NumPy codec is in use, which is many times slower: %s", error)
+        logging.getLogger("deltacheck").warning(
+            "The NumPy codec is in use, which is many times slower: %s", error
+        )
         return ReferenceCodec()
     return NativeCodec()
 

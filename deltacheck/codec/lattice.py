@@ -1,4 +1,6 @@
-"""Master weights as integers on a lattice: the bounded contract, in which values are kept to within half a step."""
+"""Master weights as integers on a lattice: the bounded contract, in which values are kept to within
+half a step.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ LEAST_STEP, MOST_STEP = 2.0**-149, float(np.finfo(np.float32).max)
 
 
 class LatticeCoded(NamedTuple):
-    """``codes``: int32, in the shape of the values. ``refused``: values without a code, because they are infinite or NaN or too many
-    steps from zero; where there is one, the codes are not enough to restore the tensor. ``largest_error``, ``sum_squared_error``: of
-    ``|x' - x|`` of the others, ``x'`` being what ``values`` gives; float64.
+    """``codes``: int32, in the shape of the values. ``refused``: values without a code, because
+    they
+    are infinite or NaN or too many steps from zero; where there is one, the codes are not enough to
+    restore the tensor. ``largest_error``, ``sum_squared_error``: of ``|x' - x|`` of the others,
+    ``x'`` being what ``values`` gives; float64.
     """
 
     codes: I32
@@ -29,23 +33,34 @@ class LatticeCoded(NamedTuple):
 
 
 def codes(
-    values: F32, step: float, seed: int, *, weights: NDArray[np.generic] | None = None, out: I32 | None = None, start: int = 0
+    values: F32,
+    step: float,
+    seed: int,
+    *,
+    weights: NDArray[np.generic] | None = None,
+    out: I32 | None = None,
+    start: int = 0,
 ) -> LatticeCoded:
-    """The cells of a lattice of spacing ``step`` that float32 ``values`` lie in; its phase is drawn for each element by a hash.
+    """The cells of a lattice of spacing ``step`` that float32 ``values`` lie in; its phase is drawn
+    for each element by a hash.
 
-    Element ``i`` in C order has the phase ``u = (mix64(seed + start + i) >> 40) * 2^-24`` (splitmix64's finaliser, modulo 2^64) and the
-    code ``q = floor(x / step + u)``, in float64. An element that is not finite, or whose ``q`` is no int32, is refused: its code is 0.
-    The bits are the same on every processor, those of the sum of squares too.
+    Element ``i`` in C order has the phase ``u = (mix64(seed + start + i) >> 40) * 2^-24``
+    (splitmix64's finaliser, modulo 2^64) and the code ``q = floor(x / step + u)``, in float64. An
+    element that is not finite, or whose ``q`` is no int32, is refused: its code is 0. The bits are
+    the same on every processor, those of the sum of squares too.
 
-    ``step``: in the unit of the values, from 2^-149 to the largest float32. Larger: fewer codes change from one checkpoint to the next,
-    a larger error. ``seed``: 0 to 2^64 - 1, one for each tensor. ``weights``: bfloat16, or its bits as uint16, in the shape of
-    ``values``: those that ``values`` below will be given; they change the errors, not the codes. ``out``: where to write, int32 in the
-    shape of ``values``; else a new array. ``start``: the number in its tensor of the first element, where ``values`` are a part.
+    ``step``: in the unit of the values, from 2^-149 to the largest float32. Larger: fewer codes
+    change from one checkpoint to the next, a larger error. ``seed``: 0 to 2^64 - 1, one for each
+    tensor. ``weights``: bfloat16, or its bits as uint16, in the shape of ``values``: those that
+    ``values`` below will be given; they change the errors, not the codes. ``out``: where to write,
+    int32 in the shape of ``values``; else a new array. ``start``: the number in its tensor of the
+    first element, where ``values`` are a part.
 
-    What holds: ``|x' - x| <= step / 2 + ulp(x') / 2`` up to the rounding of the float64 operations, ``2^-50 (|x| + step)``, where no
-    weights are given or each is ``x`` rounded. Without weights the error is as good as independent of ``x`` and uniform (subtractive
-    dither: L. Schuchman, "Dither signals and their effect on quantization noise", 1964), provided that ``x`` was not chosen by the
-    hash; a weight that is given, and a step near ``ulp(x)``, take that away.
+    What holds: ``|x' - x| <= step / 2 + ulp(x') / 2`` up to the rounding of the float64 operations,
+    ``2^-50 (|x| + step)``, where no weights are given or each is ``x`` rounded. Without weights the
+    error is as good as independent of ``x`` and uniform (subtractive dither: L. Schuchman, "Dither
+    signals and their effect on quantization noise", 1964), provided that ``x`` was not chosen by
+    the hash; a weight that is given, and a step near ``ulp(x)``, take that away.
 
     Raises ``ValueError`` where arguments do not fit.
     """
@@ -55,20 +70,33 @@ def codes(
     cells = None if weights is None else _cells(weights, values.shape)
     native = extension()
     if native is not None:
-        return LatticeCoded(out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1)))
-    made, refused, largest, squared = reference_codes.lattice_codes(values.reshape(-1), cells, step, first)
+        return LatticeCoded(
+            out, *native.lattice_codes(values.reshape(-1), cells, step, first, out.reshape(-1))
+        )
+    made, refused, largest, squared = reference_codes.lattice_codes(
+        values.reshape(-1), cells, step, first
+    )
     out.reshape(-1)[:] = made
     return LatticeCoded(out, refused, largest, squared)
 
 
 def values(
-    codes: I32, step: float, seed: int, *, weights: NDArray[np.generic] | None = None, out: F32 | None = None, start: int = 0
+    codes: I32,
+    step: float,
+    seed: int,
+    *,
+    weights: NDArray[np.generic] | None = None,
+    out: F32 | None = None,
+    start: int = 0,
 ) -> F32:
-    """What ``codes`` stand for: ``x' = (q - u + 0.5) * step`` in float64, at most the largest float32, rounded to float32.
+    """What ``codes`` stand for: ``x' = (q - u + 0.5) * step`` in float64, at most the largest
+    float32,
+    rounded to float32.
 
-    ``step``, ``seed``, ``start``: as they were given to ``codes``. ``weights``: ``x'`` is then moved to the nearest value that rounds (to
-    nearest, ties to even) to the weight. ``out``: where to write, float32 in the shape of ``codes``, whose memory it may be; else a
-    new array. Raises ``ValueError`` where arguments do not fit.
+    ``step``, ``seed``, ``start``: as they were given to ``codes``. ``weights``: ``x'`` is then
+    moved to the nearest value that rounds (to nearest, ties to even) to the weight. ``out``: where
+    to write, float32 in the shape of ``codes``, whose memory it may be; else a new array. Raises
+    ``ValueError`` where arguments do not fit.
     """
     memory.checked_array("codes", codes, np.int32)
     first = _first(step, seed, start)
@@ -94,6 +122,13 @@ def _first(step: float, seed: int, start: int) -> int:
 
 
 def _cells(weights: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    if weights.dtype.name not in ("bfloat16", "uint16") or weights.shape != shape or not weights.flags.c_contiguous:
-        raise ValueError("weights must be a C-contiguous numpy array of bfloat16 or uint16 in the shape of values")
+    if (
+        weights.dtype.name not in ("bfloat16", "uint16")
+        or weights.shape != shape
+        or not weights.flags.c_contiguous
+    ):
+        raise ValueError(
+            "weights must be a C-contiguous numpy array of bfloat16 or uint16 in the shape of"
+            " values"
+        )
     return weights.reshape(-1).view(np.uint16)

@@ -14,22 +14,34 @@ _MOST_WORDS = (1 << 32) - 1  # a row counts words in uint32
 
 
 def as_bytes(name: str, array: NDArray[np.generic]) -> U8:
-    """The bytes of a C-contiguous array, uint8 1-D, never a copy; ``ValueError`` naming the argument where there are none to view."""
+    """The bytes of a C-contiguous array, uint8 1-D, never a copy; ``ValueError`` naming the
+    argument where there are none to view.
+    """
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         raise ValueError(f"{name} must be a C-contiguous numpy array, not {_described(array)}")
     return array.reshape(-1).view(np.uint8)
 
 
 def checked_bounds(bounds: U64, total_bytes: int, word_bytes: int) -> U64:
-    """``bounds`` as it came, once it is known to cut ``total_bytes`` into chunks of whole words; else ``ValueError``."""
+    """``bounds`` as it came, once it is known to cut ``total_bytes`` into chunks of whole words;
+    else ``ValueError``.
+    """
     if word_bytes not in WORD_BYTES:
         raise ValueError(f"word_bytes must be one of {WORD_BYTES}, not {word_bytes!r}")
-    if not isinstance(bounds, np.ndarray) or bounds.dtype != np.uint64 or bounds.ndim != 1 or bounds.size == 0:
+    if (
+        not isinstance(bounds, np.ndarray)
+        or bounds.dtype != np.uint64
+        or bounds.ndim != 1
+        or bounds.size == 0
+    ):
         raise ValueError(f"bounds must be uint64 of shape (chunks + 1,), not {_described(bounds)}")
     if bounds[0] != 0 or np.any(bounds[1:] < bounds[:-1]):
         raise ValueError("bounds must ascend from 0")
     if int(bounds[-1]) * word_bytes != total_bytes:
-        raise ValueError(f"bounds end at {int(bounds[-1])} words of {word_bytes} bytes, but there are {total_bytes} bytes")
+        raise ValueError(
+            f"bounds end at {int(bounds[-1])} words of {word_bytes} bytes, but there are"
+            f" {total_bytes} bytes"
+        )
     if np.any(bounds[1:] - bounds[:-1] > _MOST_WORDS):
         raise ValueError("a chunk must have fewer than 2^32 words")
     return np.ascontiguousarray(bounds)
@@ -48,7 +60,12 @@ def checked_base(base: NDArray[np.generic], total_bytes: int) -> U8:
 def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
     """A base that holds ``current``, in ``out`` where that has the same number of bytes."""
     source = as_bytes("current", current)
-    if out is None or out.nbytes != source.size or not out.flags.writeable or not out.flags.c_contiguous:
+    if (
+        out is None
+        or out.nbytes != source.size
+        or not out.flags.writeable
+        or not out.flags.c_contiguous
+    ):
         return source.copy()
     target = as_bytes("out", out)
     np.copyto(target, source)
@@ -58,16 +75,29 @@ def copied(current: NDArray[np.generic], out: NDArray[np.generic] | None) -> U8:
 def checked_array(name: str, array: NDArray[np.generic], dtype: type[np.generic]) -> None:
     """``ValueError`` naming the argument where it is not C-contiguous or of another dtype."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{name} must be a C-contiguous numpy array of {np.dtype(dtype).name}, not {_described(array)}")
+        raise ValueError(
+            f"{name} must be a C-contiguous numpy array of {np.dtype(dtype).name}, not"
+            f" {_described(array)}"
+        )
 
 
-def checked_out(out: NDArray[Any] | None, like: NDArray[np.generic], dtype: type[np.generic]) -> NDArray[Any]:
-    """Where results of ``dtype`` in the shape of ``like`` go: ``out`` where it fits, else ``ValueError``; where it is None, a new array."""
+def checked_out(
+    out: NDArray[Any] | None, like: NDArray[np.generic], dtype: type[np.generic]
+) -> NDArray[Any]:
+    """Where results of ``dtype`` in the shape of ``like`` go: ``out`` where it fits, else
+    ``ValueError``; where it is None, a new array.
+    """
     if out is None:
         return np.empty(like.shape, dtype)
-    if not isinstance(out, np.ndarray) or out.dtype != dtype or out.shape != like.shape or not out.flags.c_contiguous:
+    if (
+        not isinstance(out, np.ndarray)
+        or out.dtype != dtype
+        or out.shape != like.shape
+        or not out.flags.c_contiguous
+    ):
         raise ValueError(
-            f"out must be a C-contiguous numpy array of {np.dtype(dtype).name}, shape {like.shape}, not {_described(out)}"
+            f"out must be a C-contiguous numpy array of {np.dtype(dtype).name}, shape {like.shape},"
+            f" not {_described(out)}"
         )
     if not out.flags.writeable:
         raise ValueError("out must be writable")

@@ -1,4 +1,6 @@
-"""The codec of the native extension: the bytes of the reference at memory speed, with the GIL released."""
+"""The codec of the native extension: the bytes of the reference at memory speed, with the GIL
+released.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _native = required()
 
 
 class NativeCodec:
-    """Bases are NumPy arrays. Work is shared by ``threads()`` threads, the caller among them; bytes do not depend on their number."""
+    """Bases are NumPy arrays. Work is shared by ``threads()`` threads, the caller among them; bytes
+    do not depend on their number.
+    """
 
     name = "native"
     # Larger: fewer calls. Smaller: less memory, since a call's output may be as large as its input.
@@ -35,7 +39,14 @@ class NativeCodec:
         bounds = memory.checked_bounds(bounds, now.size, word_bytes)
         shadow = None if base is None else memory.checked_base(base, now.size)
         rows, streams = _native.encode(now, shadow, bounds, word_bytes)
-        return Encoded(rows, {name: stream for name, stream in zip(STREAMS, streams, strict=True) if stream is not None}), base
+        return Encoded(
+            rows,
+            {
+                name: stream
+                for name, stream in zip(STREAMS, streams, strict=True)
+                if stream is not None
+            },
+        ), base
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         shadow = memory.checked_base(base, base.nbytes)
@@ -44,14 +55,19 @@ class NativeCodec:
             if name not in STREAMS:
                 raise DamagedStream(f"there is no stream {name!r}")
         rows = np.ascontiguousarray(encoded.rows, np.uint32)
-        streams = [memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None for name in STREAMS]
+        streams = [
+            memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None
+            for name in STREAMS
+        ]
         refusal = _native.apply(rows, streams, shadow, bounds, word_bytes)
         if refusal is not None:
             raise DamagedStream(refusal)
 
 
 def threads() -> int:
-    """Threads that one call may use, its caller among them. At first: the processors this process may run on, at most 8."""
+    """Threads that one call may use, its caller among them. At first: the processors this process
+    may run on, at most 8.
+    """
     count: int = _native.threads()
     return count
 
@@ -62,6 +78,8 @@ def set_threads(count: int) -> None:
 
 
 def instruction_set() -> str:
-    """The kernels in use, for example ``"x86-64-v3"``; the environment variable ``DELTACHECK_ISA`` chooses others at first use."""
+    """The kernels in use, for example ``"x86-64-v3"``; the environment variable ``DELTACHECK_ISA``
+    chooses others at first use.
+    """
     name: str = _native.instruction_set()
     return name

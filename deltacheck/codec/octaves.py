@@ -1,4 +1,6 @@
-"""Moments as places on a logarithmic scale: the bounded contract, in which a value is kept to within a part of an octave."""
+"""Moments as places on a logarithmic scale: the bounded contract, in which a value is kept to
+within a part of an octave.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ MOST_DEAD_BAND = 8.0
 
 
 class OctaveCoded(NamedTuple):
-    """``codes``: in the shape of the values. ``refused``: values without a code, because they are infinite, NaN, too large, or
-    negative in the unsigned form; where there is one, the codes are not enough to restore the tensor. ``zeroed``: values other than zero
-    that are restored as zero, in the signed form with no fraction bits only. ``largest_error_octaves``: of ``|log2(x' / x)|`` of the
-    others, ``x'`` being what ``values`` gives: the logarithm of the largest quotient, a float32, so right to within 2^-23.
-    ``sum_error_octaves``: of the distances of ``x'`` and ``x`` on the scale of ``codes`` below, of the others; exact.
+    """``codes``: in the shape of the values. ``refused``: values without a code, because they are
+    infinite, NaN, too large, or negative in the unsigned form; where there is one, the codes are
+    not enough to restore the tensor. ``zeroed``: values other than zero that are restored as zero,
+    in the signed form with no fraction bits only. ``largest_error_octaves``: of ``|log2(x' / x)|``
+    of the others, ``x'`` being what ``values`` gives: the logarithm of the largest quotient, a
+    float32, so right to within 2^-23. ``sum_error_octaves``: of the distances of ``x'`` and ``x``
+    on the scale of ``codes`` below, of the others; exact.
     """
 
     codes: Codes
@@ -47,21 +51,29 @@ def codes(
     dead_band: float = 0.5,
     out: Codes | None = None,
 ) -> OctaveCoded:
-    """The cells of a logarithmic scale that float32 ``values`` lie in, ``2^fraction_bits`` of them an octave.
+    """The cells of a logarithmic scale that float32 ``values`` lie in, ``2^fraction_bits`` of them
+    an
+    octave.
 
-    The scale is the pattern of bits: ``log2 x`` at powers of two and straight between them, over all positive float32, subnormals
-    included. All of it is integer arithmetic, so the bits are the same on every processor. A cell is restored as its middle,
-    so that it is within half a cell of the value on this scale, which is ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``: 0.585 octaves
-    with no fraction bits, 0.17 with two. Zero of either sign has code 0 and no other value has, but for what is said of the signed form.
+    The scale is the pattern of bits: ``log2 x`` at powers of two and straight between them, over
+    all positive float32, subnormals included. All of it is integer arithmetic, so the bits are the
+    same on every processor. A cell is restored as its middle, so that it is within half a cell of
+    the value on this scale, which is ``|log2(x' / x)| <= log2(1 + 2^-(fraction_bits + 1))``: 0.585
+    octaves with no fraction bits, 0.17 with two. Zero of either sign has code 0 and no other value
+    has, but for what is said of the signed form.
 
-    ``fraction_bits``: 0 to 7. Larger: a smaller error, more codes that change. ``signed``: for first moments. False: a negative value is
-    refused, and a value that is not zero is never restored as zero. True: with no fraction bits a code is a sign and seven bits, and
-    values below 2^-100 are zeroed, 2^27 and above refused. Codes are uint8 where ``fraction_bits`` is 0, else uint16.
+    ``fraction_bits``: 0 to 7. Larger: a smaller error, more codes that change. ``signed``: for
+    first moments. False: a negative value is refused, and a value that is not zero is never
+    restored as zero. True: with no fraction bits a code is a sign and seven bits, and values below
+    2^-100 are zeroed, 2^27 and above refused. Codes are uint8 where ``fraction_bits`` is 0, else
+    uint16.
 
-    ``base``: the codes of an earlier step, in the shape of ``values``. A code of it is taken again where its sign is right and what it is
-    restored as is within ``dead_band`` octaves of the value on this scale; from half a cell, ``2^-(fraction_bits + 1)``, to 8. Larger:
-    values that drift change their codes less often, and the error may be as large as the dead band, which is less than ``dead_band +
-    0.087`` true octaves. Without a base it does not count. ``out``: where to write, which may be ``base``; else a new array.
+    ``base``: the codes of an earlier step, in the shape of ``values``. A code of it is taken again
+    where its sign is right and what it is restored as is within ``dead_band`` octaves of the value
+    on this scale; from half a cell, ``2^-(fraction_bits + 1)``, to 8. Larger: values that drift
+    change their codes less often, and the error may be as large as the dead band, which is less
+    than ``dead_band + 0.087`` true octaves. Without a base it does not count. ``out``: where to
+    write, which may be ``base``; else a new array.
 
     Raises ``ValueError`` where arguments do not fit.
     """
@@ -72,10 +84,14 @@ def codes(
     if base is not None:
         memory.checked_array("base", base, dtype)
         if base.shape != values.shape:
-            raise ValueError(f"base must have the shape of values, {values.shape}, not {base.shape}")
+            raise ValueError(
+                f"base must have the shape of values, {values.shape}, not {base.shape}"
+            )
         half = 2.0 ** -(fraction_bits + 1)
         if not half <= dead_band <= MOST_DEAD_BAND:
-            raise ValueError(f"dead_band must be from half a cell, {half}, to {MOST_DEAD_BAND}, not {dead_band}")
+            raise ValueError(
+                f"dead_band must be from half a cell, {half}, to {MOST_DEAD_BAND}, not {dead_band}"
+            )
         band = math.floor(dead_band * 2**23)
     native = extension()
     if native is not None:
@@ -86,32 +102,48 @@ def codes(
     else:
         form = reference_codes.octave_form(fraction_bits, signed)
         were = None if base is None else base.reshape(-1)
-        made, refused, zeroed, ratio, away = reference_codes.octave_codes(values.reshape(-1), form, were, band)
+        made, refused, zeroed, ratio, away = reference_codes.octave_codes(
+            values.reshape(-1), form, were, band
+        )
         out.reshape(-1)[:] = made
     return OctaveCoded(out, refused, zeroed, math.log2(ratio), away * 2.0**-23)
 
 
-def values(codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F32 | None = None) -> F32:
-    """What ``codes`` stand for: the middles of their cells, float32, in the shape of ``codes``; zero for code 0.
+def values(
+    codes: Codes, *, fraction_bits: int = 0, signed: bool = False, out: F32 | None = None
+) -> F32:
+    """What ``codes`` stand for: the middles of their cells, float32, in the shape of ``codes``;
+    zero
+    for code 0.
 
-    ``fraction_bits``, ``signed``: as they were given to ``codes``. ``out``: where to write; else a new array. Raises ``ValueError``
-    where arguments do not fit, and where there is a code that no value has.
+    ``fraction_bits``, ``signed``: as they were given to ``codes``. ``out``: where to write; else a
+    new array. Raises ``ValueError`` where arguments do not fit, and where there is a code that no
+    value has.
     """
     memory.checked_array("codes", codes, _dtype(fraction_bits))
     out = memory.checked_out(out, codes, np.float32)
     native = extension()
     if native is not None:
-        bad = native.octave_values(memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1))
+        bad = native.octave_values(
+            memory.as_bytes("codes", codes), fraction_bits, signed, out.reshape(-1)
+        )
     else:
-        made = reference_codes.octave_values(codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed))
+        made = reference_codes.octave_values(
+            codes.reshape(-1), reference_codes.octave_form(fraction_bits, signed)
+        )
         bad = int(np.count_nonzero((codes.reshape(-1) != 0) & (made == 0)))
         out.reshape(-1)[:] = made
     if bad:
-        raise ValueError(f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits, signed={signed}")
+        raise ValueError(
+            f"{bad} of {codes.size} codes are no octave codes with {fraction_bits} fraction bits,"
+            f" signed={signed}"
+        )
     return out
 
 
 def _dtype(fraction_bits: int) -> type[np.uint8] | type[np.uint16]:
     if fraction_bits not in range(MOST_FRACTION_BITS + 1):
-        raise ValueError(f"fraction_bits must be from 0 to {MOST_FRACTION_BITS}, not {fraction_bits!r}")
+        raise ValueError(
+            f"fraction_bits must be from 0 to {MOST_FRACTION_BITS}, not {fraction_bits!r}"
+        )
     return np.uint8 if fraction_bits == 0 else np.uint16

@@ -1,7 +1,7 @@
 """The codec in NumPy: format.md, section 4, told a second time.
 
-Meant to be read beside that document and to be checked against: names and order are the document's, nothing is shared with the native
-encoder, and nothing is clever for the sake of speed.
+Meant to be read beside that document and to be checked against: names and order are the document's,
+nothing is shared with the native encoder, and nothing is clever for the sake of speed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class ReferenceCodec:
         streams: dict[str, list[U8]] = {name: [] for name in STREAMS}
         for chunk, part in enumerate(_chunks(bounds, word_bytes)):
             words = _words(now[part], word_bytes)
-            row, made = _encode_chunk(chunk, words, None if shadow is None else _words(shadow[part], word_bytes))
+            row, made = _encode_chunk(
+                chunk, words, None if shadow is None else _words(shadow[part], word_bytes)
+            )
             if row.method == UNCHANGED:
                 continue
             rows.append(row)
@@ -70,7 +72,11 @@ class ReferenceCodec:
                 streams[name].append(content)
             if shadow is not None:
                 shadow[part] = now[part]
-        joined = {name: np.concatenate(parts) for name, parts in streams.items() if sum(p.size for p in parts)}
+        joined = {
+            name: np.concatenate(parts)
+            for name, parts in streams.items()
+            if sum(p.size for p in parts)
+        }
         return Encoded(np.array(rows, np.uint32).reshape(-1, ROW_WIDTH), joined), base
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
@@ -98,7 +104,7 @@ class Row(NamedTuple):
     wide_count: int
 
 
-# --- 4: words, tiles, difference -----------------------------------------------------------------------------------------------
+# --- 4: words, tiles, difference ------------------------------------------------------------------
 
 
 def _chunks(bounds: U64, word_bytes: int) -> Iterator[slice]:
@@ -150,7 +156,7 @@ def rotate_right(words: Words) -> Words:
     return rotated
 
 
-# --- 4.2: streams --------------------------------------------------------------------------------------------------------------
+# --- 4.2: streams ---------------------------------------------------------------------------------
 
 
 def byte_planes(words: Words) -> list[U8]:
@@ -177,7 +183,9 @@ def values_code(z: Words) -> U8:
     """The values of the changed words of any number of tiles. ``z``: of all words."""
     changed = z[z != 0]
     small = changed <= 255
-    code: U8 = np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(np.uint8)
+    code: U8 = np.where(small, changed - changed.dtype.type(1), changed.dtype.type(ESCAPE)).astype(
+        np.uint8
+    )
     return code
 
 
@@ -187,7 +195,9 @@ def wide_words(z: Words) -> Words:
 
 def tiles_table(tiles: list[Words], gaps: list[U8]) -> U8:
     """``gaps``: one array a tile, empty ones under bitmap."""
-    table = [(np.count_nonzero(z), g.size, wide_words(z).size) for z, g in zip(tiles, gaps, strict=True)]
+    table = [
+        (np.count_nonzero(z), g.size, wide_words(z).size) for z, g in zip(tiles, gaps, strict=True)
+    ]
     return np.array(table, "<u2").reshape(-1).view(np.uint8)
 
 
@@ -195,7 +205,7 @@ def bitmap_code(z: Words) -> U8:
     return np.packbits(z != 0, bitorder="little")
 
 
-# --- 4.4: how the method is chosen ------------------------------------------------------------------------------------------
+# --- 4.4: how the method is chosen ----------------------------------------------------------------
 
 
 def log2_256(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -232,7 +242,10 @@ def choose(current: Words, base: Words | None) -> int:
     sample = _tiles(current, word_bytes)[::SAMPLE_EVERY]
     costs: dict[int, int] = {}  # in the document's order: the first of equals wins
     if base is not None:
-        z = [zigzag(c, b) for c, b in zip(sample, _tiles(base, word_bytes)[::SAMPLE_EVERY], strict=True)]
+        z = [
+            zigzag(c, b)
+            for c, b in zip(sample, _tiles(base, word_bytes)[::SAMPLE_EVERY], strict=True)
+        ]
         every = np.concatenate(z)
         if not every.any():
             return SPARSE
@@ -246,7 +259,7 @@ def choose(current: Words, base: Words | None) -> int:
     return min(costs, key=lambda method: costs[method])
 
 
-# --- encode ----------------------------------------------------------------------------------------------------------------
+# --- encode ---------------------------------------------------------------------------------------
 
 
 def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, dict[str, U8]]:
@@ -261,8 +274,15 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
         tiles = _tiles(z, word_bytes)
         gaps = [gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles]
         wide = wide_words(z)
-        positions = {"gaps": np.concatenate(gaps)} if method == SPARSE else {"bitmap": bitmap_code(z)}
-        streams = {"tiles": tiles_table(tiles, gaps), **positions, "values": values_code(z), "wide": wide.view(np.uint8)}
+        positions = (
+            {"gaps": np.concatenate(gaps)} if method == SPARSE else {"bitmap": bitmap_code(z)}
+        )
+        streams = {
+            "tiles": tiles_table(tiles, gaps),
+            **positions,
+            "values": values_code(z),
+            "wide": wide.view(np.uint8),
+        }
         if sum(content.size for content in streams.values()) < current.nbytes:
             return Row(chunk, method, changed, sum(g.size for g in gaps), wide.size), streams
         method = RAW
@@ -276,15 +296,19 @@ def _encode_chunk(chunk: int, current: Words, base: Words | None) -> tuple[Row, 
     return Row(chunk, method, changed, 0, 0), streams
 
 
-# --- decode: every check of 4.3 before a word of the chunk is written --------------------------------------------------------
+# --- decode: every check of 4.3 before a word of the chunk is written -----------------------------
 
 
 def _refuse(chunk: int, why: str, tile: int | None = None) -> DamagedStream:
-    return DamagedStream(f"chunk {chunk}: {why}" if tile is None else f"chunk {chunk}, tile {tile}: {why}")
+    return DamagedStream(
+        f"chunk {chunk}: {why}" if tile is None else f"chunk {chunk}, tile {tile}: {why}"
+    )
 
 
 def _checked_rows(table: U32, words: U64) -> list[Row]:
-    """The rows, once they are known to describe chunks of a run with ``words[c]`` words in chunk ``c``."""
+    """The rows, once they are known to describe chunks of a run with ``words[c]`` words in chunk
+    ``c``.
+    """
     rows = [Row(*(int(v) for v in line)) for line in table.reshape(-1, ROW_WIDTH)]
     before = -1
     for row in rows:
@@ -296,7 +320,10 @@ def _checked_rows(table: U32, words: U64) -> list[Row]:
         if row.method not in (SPARSE, BITMAP, DIFF, PLANES, RAW):
             raise _refuse(row.chunk, f"method {row.method} is not known")
         if row.changed > words[row.chunk]:
-            raise _refuse(row.chunk, f"{row.changed} words are said to have changed, there are only {words[row.chunk]}")
+            raise _refuse(
+                row.chunk,
+                f"{row.changed} words are said to have changed, there are only {words[row.chunk]}",
+            )
         if row.gap_bytes and row.method != SPARSE:
             raise _refuse(row.chunk, f"gap_bytes must be 0 under {METHOD_NAMES[row.method]}")
         if row.wide_count and row.method not in (SPARSE, BITMAP):
@@ -309,13 +336,20 @@ def _sizes(row: Row, words: int, word_bytes: int) -> dict[str, int]:
     if row.method in (SPARSE, BITMAP):
         positions = {"gaps": row.gap_bytes} if row.method == SPARSE else {"bitmap": -(-words // 8)}
         tiles = -(-words * word_bytes // TILE_BYTES)
-        return {"tiles": 6 * tiles, **positions, "values": row.changed, "wide": row.wide_count * word_bytes}
+        return {
+            "tiles": 6 * tiles,
+            **positions,
+            "values": row.changed,
+            "wide": row.wide_count * word_bytes,
+        }
     if row.method == RAW:
         return {"raw": words * word_bytes}
     return {f"{'diff' if row.method == DIFF else 'plane'}{k}": words for k in range(word_bytes)}
 
 
-def _cut(streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int) -> list[dict[str, U8]]:
+def _cut(
+    streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int
+) -> list[dict[str, U8]]:
     """Each chunk's own part of every stream."""
     taken = dict.fromkeys(STREAMS, 0)
     nothing = np.empty(0, np.uint8)
@@ -331,7 +365,9 @@ def _cut(streams: Mapping[str, U8], rows: list[Row], words: U64, word_bytes: int
         pieces.append(piece)
     for name, whole in streams.items():
         if whole.size != taken[name]:
-            raise DamagedStream(f"stream {name} has {whole.size - taken[name]} bytes that belong to no chunk")
+            raise DamagedStream(
+                f"stream {name} has {whole.size - taken[name]} bytes that belong to no chunk"
+            )
     return pieces
 
 
@@ -351,8 +387,16 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
     table = streams["tiles"].view("<u2").reshape(-1, 3).astype(np.int64)
     for column, said in ((0, row.changed), (1, row.gap_bytes), (2, row.wide_count)):
         if table[:, column].sum() != said:
-            raise _refuse(row.chunk, f"its tiles own {table[:, column].sum()} {_TILE_COLUMNS[column]}, its row says {said}")
-    bits = np.unpackbits(streams["bitmap"], bitorder="little") if row.method == BITMAP else np.empty(0, np.uint8)
+            raise _refuse(
+                row.chunk,
+                f"its tiles own {table[:, column].sum()} {_TILE_COLUMNS[column]}, its row says"
+                f" {said}",
+            )
+    bits = (
+        np.unpackbits(streams["bitmap"], bitorder="little")
+        if row.method == BITMAP
+        else np.empty(0, np.uint8)
+    )
     if bits[words:].any():
         raise _refuse(row.chunk, "an unused bit of the bitmap is set")
     wide = np.frombuffer(streams["wide"].tobytes(), f"<u{word_bytes}")
@@ -362,15 +406,23 @@ def _sparse_differences(row: Row, streams: dict[str, U8], words: int, word_bytes
     for tile, (count, gap_bytes, wide_count) in enumerate(table.tolist()):
         room = min(size, words - tile * size)
         if row.method == SPARSE:
-            positions = _gap_positions(row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, room)
+            positions = _gap_positions(
+                row, tile, streams["gaps"][gap_at : gap_at + gap_bytes], count, room
+            )
         else:
             positions = np.flatnonzero(bits[tile * size : tile * size + room])
             if positions.size != count:
-                raise _refuse(row.chunk, f"its bitmap has {positions.size} bits, its entry says {count}", tile)
+                raise _refuse(
+                    row.chunk, f"its bitmap has {positions.size} bits, its entry says {count}", tile
+                )
         values = streams["values"][value_at : value_at + count].astype(z.dtype)
         escaped = values == ESCAPE
         if np.count_nonzero(escaped) != wide_count:
-            raise _refuse(row.chunk, f"{np.count_nonzero(escaped)} of its values are wide, its entry says {wide_count}", tile)
+            raise _refuse(
+                row.chunk,
+                f"{np.count_nonzero(escaped)} of its values are wide, its entry says {wide_count}",
+                tile,
+            )
         mine = wide[wide_at : wide_at + wide_count]
         if np.any(mine <= 255):
             raise _refuse(row.chunk, "a wide difference fits a value", tile)

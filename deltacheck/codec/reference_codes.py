@@ -1,7 +1,7 @@
 """The codes of derived leaves in NumPy: format.md, section 4.5, told a second time.
 
-As in reference.py: to be read beside that document and to be checked against, and nothing is clever for the sake of speed. Arguments
-are one-dimensional and fit.
+As in reference.py: to be read beside that document and to be checked against, and nothing is clever
+for the sake of speed. Arguments are one-dimensional and fit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ Codes = NDArray[Any]  # uint8 or uint16
 
 MOST = float(np.finfo(np.float32).max)
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-LANES, PART = 32, 65536  # the order in which squared errors are added: as in statistics, but of parts of 65536 elements
+LANES, PART = (
+    32,
+    65536,
+)  # the order in which squared errors are added: as in statistics, but of parts of 65536 elements
 
 
-# --- 4.5.1: lattice codes ------------------------------------------------------------------------------------------------------
+# --- 4.5.1: lattice codes -------------------------------------------------------------------------
 
 
 def phase(seed: int, count: int) -> F64:
@@ -36,7 +39,9 @@ def phase(seed: int, count: int) -> F64:
 
 
 def in_cell(values: F32, weights: U16) -> F32:
-    """The values nearest to ``values`` that round, to nearest and ties to even, to the bfloat16 ``weights``."""
+    """The values nearest to ``values`` that round, to nearest and ties to even, to the bfloat16
+    ``weights``.
+    """
     bits, whole = values.view(np.uint32), weights.astype(np.uint32) << np.uint32(16)
     center, odd = whole & np.uint32(MAGNITUDE), (whole >> np.uint32(16)) & np.uint32(1)
     nan = center > INFINITY
@@ -54,7 +59,9 @@ def lattice_values(codes: I32, weights: U16 | None, step: float, seed: int) -> F
     return values if weights is None else in_cell(values, weights)
 
 
-def lattice_codes(values: F32, weights: U16 | None, step: float, seed: int) -> tuple[I32, int, float, float]:
+def lattice_codes(
+    values: F32, weights: U16 | None, step: float, seed: int
+) -> tuple[I32, int, float, float]:
     """Codes, refused elements, largest error, sum of squared errors."""
     finite = np.isfinite(values)
     with np.errstate(over="ignore", under="ignore"):
@@ -62,8 +69,15 @@ def lattice_codes(values: F32, weights: U16 | None, step: float, seed: int) -> t
         q = np.floor(x / step + phase(seed, values.size))
         kept = finite & (q >= -(2.0**31)) & (q < 2.0**31)
         codes = np.where(kept, q, 0).astype(np.int32)
-        error = np.where(kept, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0)
-        return codes, int(np.count_nonzero(~kept)), float(error.max(initial=0.0)), added(error * error)
+        error = np.where(
+            kept, np.abs(lattice_values(codes, weights, step, seed).astype(np.float64) - x), 0.0
+        )
+        return (
+            codes,
+            int(np.count_nonzero(~kept)),
+            float(error.max(initial=0.0)),
+            added(error * error),
+        )
 
 
 def added(squares: F64) -> float:
@@ -80,14 +94,16 @@ def added(squares: F64) -> float:
     return whole
 
 
-# --- 4.5.2: octave codes -------------------------------------------------------------------------------------------------------
+# --- 4.5.2: octave codes --------------------------------------------------------------------------
 
 
 LEAST_OCTAVE, END = -149, 128  # positive finite float32 are from 2^-149 to below 2^128
 
 
 class OctaveForm(NamedTuple):
-    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first cell that has a code. ``most``: code, without its sign."""
+    """What ``fraction_bits`` and ``signed`` say together. ``lowest``: the first cell that has a
+    code. ``most``: code, without its sign.
+    """
 
     dtype: type[np.uint8] | type[np.uint16]
     shift: int
@@ -101,19 +117,27 @@ def octave_form(fraction_bits: int, signed: bool) -> OctaveForm:
     lowest = -100 if signed and fraction_bits == 0 else LEAST_OCTAVE
     most = min((1 << bits) - 1, (END - lowest) << fraction_bits)
     dtype = np.uint8 if fraction_bits == 0 else np.uint16
-    return OctaveForm(dtype, 23 - fraction_bits, lowest << fraction_bits, most, 1 << bits if signed else 0)
+    return OctaveForm(
+        dtype, 23 - fraction_bits, lowest << fraction_bits, most, 1 << bits if signed else 0
+    )
 
 
 def octave(magnitude: U32) -> I64:
     """``L`` of the bits of positive finite floats."""
-    whole = magnitude.astype(np.float32).view(np.uint32).astype(np.int64)  # a subnormal is a whole number of 2^-149
-    return np.where(magnitude < 1 << 23, whole - (276 << 23), magnitude.astype(np.int64) - (127 << 23))
+    whole = (
+        magnitude.astype(np.float32).view(np.uint32).astype(np.int64)
+    )  # a subnormal is a whole number of 2^-149
+    return np.where(
+        magnitude < 1 << 23, whole - (276 << 23), magnitude.astype(np.int64) - (127 << 23)
+    )
 
 
 def magnitude_of(places: I64) -> U32:
     """The bits of the largest floats whose ``L`` is not above ``places``."""
     low = places < -126 << 23
-    whole = np.where(low, places + (276 << 23), 0).astype(np.uint32).view(np.float32).astype(np.uint32)
+    whole = (
+        np.where(low, places + (276 << 23), 0).astype(np.uint32).view(np.float32).astype(np.uint32)
+    )
     return np.where(low, whole, places + (127 << 23)).astype(np.uint32)
 
 
@@ -128,8 +152,12 @@ def octave_values(codes: Codes, form: OctaveForm) -> F32:
     return np.where(valid, magnitude | sign, np.uint32(0)).view(np.float32)
 
 
-def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -> tuple[Codes, int, int, float, int]:
-    """Codes, refused, zeroed, the largest ratio between what is restored and what was, and the sum of ``|L(x') - L(x)|``.
+def octave_codes(
+    values: F32, form: OctaveForm, base: Codes | None, band: int
+) -> tuple[Codes, int, int, float, int]:
+    """Codes, refused, zeroed, the largest ratio between what is restored and what was, and the sum
+    of
+    ``|L(x') - L(x)|``.
 
     ``band``: the dead band, in units of ``L``.
     """
@@ -139,8 +167,12 @@ def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -
     wrong = minus & (form.sign == 0)
     cell = octave(magnitude) >> form.shift
     zeroed = ~zero & ~wrong & (cell < form.lowest)
-    coded = ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)  # infinities and NaN have no cell of any form
-    codes = np.where(coded, (cell - form.lowest + 1) | np.where(minus, form.sign, 0), 0).astype(form.dtype)
+    coded = (
+        ~zero & ~wrong & ~zeroed & (cell < form.lowest + form.most)
+    )  # infinities and NaN have no cell of any form
+    codes = np.where(coded, (cell - form.lowest + 1) | np.where(minus, form.sign, 0), 0).astype(
+        form.dtype
+    )
     if base is not None:
         were = octave_values(base, form).view(np.uint32)
         near = (were != 0) & ((were > MAGNITUDE) == minus)
@@ -149,4 +181,10 @@ def octave_codes(values: F32, form: OctaveForm, base: Codes | None, band: int) -
     x, y = np.abs(values[coded]), np.abs(octave_values(codes[coded], form))
     ratio = float((np.maximum(x, y) / np.minimum(x, y)).max(initial=np.float32(1)))
     away = np.abs(octave(y.view(np.uint32)) - octave(x.view(np.uint32)))
-    return codes, int(np.count_nonzero(~zero & ~zeroed & ~coded)), int(np.count_nonzero(zeroed)), ratio, int(away.sum())
+    return (
+        codes,
+        int(np.count_nonzero(~zero & ~zeroed & ~coded)),
+        int(np.count_nonzero(zeroed)),
+        ratio,
+        int(away.sum()),
+    )

@@ -1,4 +1,6 @@
-"""One part of an evaluation in a process of its own: `python -m deltacheck.evaluate.child FOLDER`, and the part on its standard input.
+"""One part of an evaluation in a process of its own: `python -m deltacheck.evaluate.child FOLDER`,
+and
+the part on its standard input.
 
 See ``run.py`` for the story.
 """
@@ -27,7 +29,9 @@ from deltacheck.policy import Policy
 from deltacheck.profile import Profile
 
 PLAN, PROFILE, ROOTS = "plan.json", "profile.json", "roots"
-LIVE_KEPT = 3  # snapshots of live states: the newest checkpoint after a kill is of the save under way, or of the one before
+# Snapshots of live states: the newest checkpoint after a kill is of the save under way, or of the
+# one before
+LIVE_KEPT = 3
 _NO_ONE_KILLS_SECONDS = 120.0
 
 
@@ -38,7 +42,9 @@ class Run:
         self.workload: Workload = made(factory, seed)
         self.step, self.losses = 0, dict[int, float]()
         self.framework = _framework(self.workload.state())
-        self.door: Any = import_module(f"deltacheck.backends.{_BACKENDS[self.framework]}.evaluation")
+        self.door: Any = import_module(
+            f"deltacheck.backends.{_BACKENDS[self.framework]}.evaluation"
+        )
 
     def train_until(self, step: int) -> float:
         """Train up to a step; the last loss."""
@@ -76,7 +82,9 @@ _BACKENDS = {"torch": "torch", "jax": "orbax"}
 
 
 def observe(plan: Plan, folder: Path, factory: Factory) -> None:
-    """All unkilled runs, one after the other: of every seed, of the first one again, and once more with checkpoints and peers."""
+    """All unkilled runs, one after the other: of every seed, of the first one again, and once more
+    with checkpoints and peers.
+    """
     first = plan.first_seed
     for seed in plan.unkilled_seeds():
         run = Run(factory, seed)
@@ -93,7 +101,9 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
     saver = saving.door.Saver(folder / ROOTS / "observed", _policy(plan, folder))
     file = folder / "peer"
     state = saving.workload.state()
-    saving.door.peer_save(state, file)  # the first one of a process is slower: imports, and a file system that wakes up
+    saving.door.peer_save(
+        state, file
+    )  # the first one of a process is slower: imports, and a file system that wakes up
     waiting: dict[str, Any] | None = None
     for step in plan.checkpoints():
         loss = saving.train_until(step)
@@ -112,7 +122,9 @@ def observe(plan: Plan, folder: Path, factory: Factory) -> None:
 
 
 def killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
-    """A run with checkpoints, whose live states are written down as they are saved. It ends by being killed."""
+    """A run with checkpoints, whose live states are written down as they are saved. It ends by
+    being killed.
+    """
     run, own = Run(factory, kill.seed), own_folder(folder, kill)
     (own / "live").mkdir(parents=True)
     saver = run.door.Saver(own / "root", _policy(plan, folder))
@@ -125,7 +137,9 @@ def killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
         state = run.workload.state()
         kept.append(_live(own, step))
         run.write(state, kept[-1])
-        for old in kept[:-LIVE_KEPT] if plan.policy == "exact" else ():  # else a leaf may have the values of any earlier save
+        for old in (
+            kept[:-LIVE_KEPT] if plan.policy == "exact" else ()
+        ):  # else a leaf may have the values of any earlier save
             old.unlink(missing_ok=True)
         tell("saving", step=step)
         saver.save(step, state, run.metrics(loss))
@@ -134,7 +148,9 @@ def killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
 
 
 def resumed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
-    """What comes after a kill: restore the newest step, compare it with what was live, and go on, with checkpoints, to the end."""
+    """What comes after a kill: restore the newest step, compare it with what was live, and go on,
+    with checkpoints, to the end.
+    """
     run, own = Run(factory, kill.seed), own_folder(folder, kill)
     root = own / "root"
     saver = run.door.Saver(root, _policy(plan, folder))
@@ -183,7 +199,12 @@ def _profile(run: Run, plan: Plan) -> Profile:
     watched = deltacheck.Profiler(interval_steps=plan.every, source="deltacheck eval")
     for step in range(1, plan.steps + 1):
         loss = run.train_until(step)
-        watched.observe(step, run.workload.state, loss=loss, learning_rate=run.metrics(loss).get("learning_rate"))
+        watched.observe(
+            step,
+            run.workload.state,
+            loss=loss,
+            learning_rate=run.metrics(loss).get("learning_rate"),
+        )
     return watched.profile()
 
 
@@ -205,7 +226,14 @@ def _framework(state: Any) -> str:
 def _tell_saved(done: tuple[int, float, float, int] | None, peer: dict[str, Any] | None) -> None:
     if done is not None and peer is not None:
         step, blocking, durable, stored = done
-        tell("saved", step=step, blocking_seconds=blocking, durable_seconds=durable, stored_bytes=stored, **peer)
+        tell(
+            "saved",
+            step=step,
+            blocking_seconds=blocking,
+            durable_seconds=durable,
+            stored_bytes=stored,
+            **peer,
+        )
 
 
 def main(folder: Path) -> None:
@@ -213,14 +241,21 @@ def main(folder: Path) -> None:
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     try:
         factory = find(plan.factory)
-        part, *about = sys.stdin.readline().split(maxsplit=1) or [""]  # nothing: the evaluation has ended without it
+        part, *about = sys.stdin.readline().split(maxsplit=1) or [
+            ""
+        ]  # nothing: the evaluation has ended without it
         if part == "observe":
             observe(plan, folder, factory)
         elif part:
             kill = msgspec.json.decode(about[0], type=Kill)
             {"killed": killed, "resumed": resumed}[part](plan, folder, factory, kill)
     except Exception as error:
-        tell("failed", problem=str(error) if isinstance(error, DeltacheckError) else f"{type(error).__name__}: {error}")
+        tell(
+            "failed",
+            problem=str(error)
+            if isinstance(error, DeltacheckError)
+            else f"{type(error).__name__}: {error}",
+        )
         raise  # the log has the rest
 
 

@@ -1,4 +1,6 @@
-"""Parts that are played in processes of their own, which may be killed: starting them, hearing what they tell, killing them."""
+"""Parts that are played in processes of their own, which may be killed: starting them, hearing what
+they tell, killing them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Event: TypeAlias = dict[str, Any]
 def child(
     module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """``python -m module words`` in ``folder``, its stderr appended to ``log.txt`` there; it never outlives the block."""
+    """``python -m module words`` in ``folder``, its stderr appended to ``log.txt`` there; it never
+    outlives the block.
+    """
     process = started(module, words, folder, environment)
     with process:  # waits for it at the end
         try:
@@ -35,10 +39,15 @@ def started(
     environment: Mapping[str, str] | None = None,
     at: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """The same, but that the caller must see to its end. It can be written to. ``at``: where it works, by default in ``folder``."""
-    found_at = str(Path(__file__).parents[2])  # so that the child imports the deltacheck that runs here
+    """The same, but that the caller must see to its end. It can be written to. ``at``: where it
+    works, by default in ``folder``.
+    """
+    found_at = str(
+        Path(__file__).parents[2]
+    )  # so that the child imports the deltacheck that runs here
     surroundings = {
-        "OMP_WAIT_POLICY": "passive",  # threads that wait spinning take the cores from each other when the machine is busy
+        # Threads that wait spinning take the cores from each other when the machine is busy
+        "OMP_WAIT_POLICY": "passive",
         **os.environ,
         **(environment or {}),
         "PYTHONPATH": os.pathsep.join(filter(None, [found_at, os.environ.get("PYTHONPATH")])),
@@ -56,13 +65,21 @@ def started(
 
 
 class Cast:
-    """Children of one module, each for one part. The next one is started when one gets its part, so that its imports take no time of the story.
+    """Children of one module, each for one part. The next one is started when one gets its part, so
+    that its imports take no time of the story.
 
-    A child waits for its part as one line on its standard input, and must have imported by then what it needs. It works where we do.
-    ``parts``: how many will be played; more can be.
+    A child waits for its part as one line on its standard input, and must have imported by then
+    what it needs. It works where we do. ``parts``: how many will be played; more can be.
     """
 
-    def __init__(self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], parts: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        parts: int,
+    ) -> None:
         self._about = (module, words, folder, environment, Path.cwd())
         self._left = parts
         self._next: subprocess.Popen[str] | None = None
@@ -109,7 +126,9 @@ _parent: TextIO | None = None
 
 
 def speak_alone() -> None:
-    """In a child, before it runs foreign code: from here on only ``tell`` reaches the parent, and what others print goes to stderr."""
+    """In a child, before it runs foreign code: from here on only ``tell`` reaches the parent, and
+    what others print goes to stderr.
+    """
     global _parent
     sys.stdout.flush()
     _parent = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,6 @@
-"""Whether a restored state is what was promised of it: leaf by leaf, measured anew from both sides, not taken from the manifest."""
+"""Whether a restored state is what was promised of it: leaf by leaf, measured anew from both sides,
+not taken from the manifest.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ _ONE_SIDE = {True: "did not come back", False: "was not there when the step was 
 
 
 def check(
-    live: Snapshot, restored: Snapshot, promises: Mapping[str, Promise], step: int, live_at: Callable[[int], Snapshot]
+    live: Snapshot,
+    restored: Snapshot,
+    promises: Mapping[str, Promise],
+    step: int,
+    live_at: Callable[[int], Snapshot],
 ) -> tuple[LeafCheck, ...]:
     """Compare every leaf and every Python value of a restored state with what was live at ``step``.
 
-    ``promises``: of the leaves that are not exact, from the manifest; nothing else of it is believed. ``live_at``: what was live at an earlier
-    save, whose values a reused leaf has; called for ages that are allowed only.
+    ``promises``: of the leaves that are not exact, from the manifest; nothing else of it is
+    believed. ``live_at``: what was live at an earlier save, whose values a reused leaf has; called
+    for ages that are allowed only.
     """
     rates = learning_rates(live)
     found = []
@@ -43,26 +50,37 @@ def check(
             promise, values = promises[owner], restored.arrays[other]
             checked = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
             if promise.from_step is not None and not checked.problem:
-                checked = replace(checked, problem=_earlier(live_at(promise.from_step).arrays.get(owner), values, promise))
+                checked = replace(
+                    checked,
+                    problem=_earlier(live_at(promise.from_step).arrays.get(owner), values, promise),
+                )
             found.append(checked)
         else:
-            found.append(LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[other])))
+            found.append(
+                LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[other]))
+            )
     for path in sorted(live.values.keys() | restored.values.keys()):
         if path not in restored.values or path not in live.values:
             found.append(LeafCheck(path, "exact", _ONE_SIDE[path in live.values]))
             continue
         one, again = live.values[path], restored.values[path]
-        found.append(LeafCheck(path, "exact", "" if one == again else f"was {one}, came back as {again}"))
+        found.append(
+            LeafCheck(path, "exact", "" if one == again else f"was {one}, came back as {again}")
+        )
     return tuple(found)
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
     """The paths whose digests differ, or that one side lacks, ascending."""
-    return tuple(sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path)))
+    return tuple(
+        sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
+    )
 
 
 def learning_rates(live: Snapshot) -> dict[str, float]:
-    """The learning rate that each master weight is trained with: as the state tells it, else as the run does."""
+    """The learning rate that each master weight is trained with: as the state tells it, else as the
+    run does.
+    """
     found = roles.find(live.specs, live.numbers)
     told = roles.hyperparameters(found, live.numbers)
     rates = {}
@@ -82,15 +100,23 @@ def _bits(live: Array, restored: Array) -> str:
     if not wrong.size:
         return ""
     first = int(wrong[0])
-    return f"{wrong.size} of {live.size} elements differ in bits, first element {first}: was {live[first]!s}, came back as {restored[first]!s}"
+    return (
+        f"{wrong.size} of {live.size} elements differ in bits, first element {first}: was"
+        f" {live[first]!s}, came back as {restored[first]!s}"
+    )
 
 
-def _promised(path: str, promise: Promise, live: Array, restored: Array, step: int, rate: float | None) -> LeafCheck:
+def _promised(
+    path: str, promise: Promise, live: Array, restored: Array, step: int, rate: float | None
+) -> LeafCheck:
     terms, name = promise.terms, name_of(promise.terms)
     if isinstance(terms, Bounded):
         if terms.norm == "lr" and not rate:
             return LeafCheck(
-                path, name, "its error is promised in learning rates, and neither the state nor the run tells the rate"
+                path,
+                name,
+                "its error is promised in learning rates, and neither the state nor the run tells"
+                " the rate",
             )
         measured = _error(terms.norm, live, restored, rate or 0.0)
         problem = (
@@ -102,14 +128,22 @@ def _promised(path: str, promise: Promise, live: Array, restored: Array, step: i
     return _reused(path, terms, promise.from_step, live, restored, step)
 
 
-def _reused(path: str, terms: Reused, from_step: int | None, live: Array, restored: Array, step: int) -> LeafCheck:
+def _reused(
+    path: str, terms: Reused, from_step: int | None, live: Array, restored: Array, step: int
+) -> LeafCheck:
     age = step - (step if from_step is None else from_step)
     if not 0 <= age <= terms.max_age_steps:
         return LeafCheck(
-            path, "reused", f"it is {age} steps old, promised were {terms.max_age_steps}", age, terms.max_age_steps
+            path,
+            "reused",
+            f"it is {age} steps old, promised were {terms.max_age_steps}",
+            age,
+            terms.max_age_steps,
         )
     if not np.isfinite(restored).all():
-        return LeafCheck(path, "reused", "it has elements that are not finite", age, terms.max_age_steps)
+        return LeafCheck(
+            path, "reused", "it has elements that are not finite", age, terms.max_age_steps
+        )
     if terms.max_drift is None:
         return LeafCheck(path, "reused", "", age, terms.max_age_steps)
     drift = octaves_apart(sample(live), sample(restored)) or 0.0
@@ -122,17 +156,25 @@ def _reused(path: str, terms: Reused, from_step: int | None, live: Array, restor
 
 
 def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
-    """Whether a reused first moment has the values of its earlier step; a second one is rescaled to now, and so is held to its drift instead."""
+    """Whether a reused first moment has the values of its earlier step; a second one is rescaled to
+    now, and so is held to its drift instead.
+    """
     if then is None or then.shape != restored.shape:
         return f"it was not there at step {promise.from_step}, whose values it should have"
     if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
         return ""
     apart = _error("octaves", then, restored, 0.0)
-    return "" if apart <= _REUSED_MEAN_OCTAVES else f"it is {apart:.4g} octaves from its values of step {promise.from_step}"
+    return (
+        ""
+        if apart <= _REUSED_MEAN_OCTAVES
+        else f"it is {apart:.4g} octaves from its values of step {promise.from_step}"
+    )
 
 
 def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
-    """The error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``, in float64; infinite where there is no comparing."""
+    """The error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``, in float64;
+    infinite where there is no comparing.
+    """
     one, other = live.astype(np.float64), restored.astype(np.float64)
     if norm == "l2":
         relative = RelativeError()
@@ -140,7 +182,11 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
         return relative.l2
     if norm == "octaves":
         sizes = [np.maximum(np.abs(values), _ZERO_MOMENT) for values in (one, other)]
-        turned = (np.sign(one) * np.sign(other) < 0) & (sizes[0] > _ZERO_MOMENT) & (sizes[1] > _ZERO_MOMENT)
+        turned = (
+            (np.sign(one) * np.sign(other) < 0)
+            & (sizes[0] > _ZERO_MOMENT)
+            & (sizes[1] > _ZERO_MOMENT)
+        )
         return math.inf if turned.any() else _largest(np.abs(np.log2(sizes[1] / sizes[0])))
     error = _largest(np.abs(other - one))
     if norm == "lr":

@@ -1,4 +1,6 @@
-"""Where and when something was measured, as far as it matters for the figures; nothing that names a host or a path."""
+"""Where and when something was measured, as far as it matters for the figures; nothing that names a
+host or a path.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ def describe(folder: Path) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],  # at the start: how much others use the machine
         "kernel": platform.release(),
         "codec": codec(),
-        "versions": {"python": platform.python_version(), "deltacheck": deltacheck.__version__, **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "deltacheck": deltacheck.__version__,
+            **_versions(),
+        },
     }
 
 
 def codec() -> str:
-    """The encoder in use and, if it is the native one, its kernels. ``reference`` is NumPy: its times say nothing."""
+    """The encoder in use and, if it is the native one, its kernels. ``reference`` is NumPy: its
+    times say nothing.
+    """
     name = default_codec().name
     if name != "native":
         return name
@@ -50,7 +58,9 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Its type, for example ``ext4``; ``tmpfs`` means that fsync costs nothing and that no time to durable has a meaning."""
+    """Its type, for example ``ext4``; ``tmpfs`` means that fsync costs nothing and that no time to
+    durable has a meaning.
+    """
     mounts = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
     found = [(Path(line.split()[1]), line.split()[2]) for line in mounts]
     holding = [(len(at.parts), kind) for at, kind in found if folder.resolve().is_relative_to(at)]

@@ -1,4 +1,6 @@
-"""What an evaluation found, as frozen records: the processes bring them back, the judges read them, the report shows them."""
+"""What an evaluation found, as frozen records: the processes bring them back, the judges read them,
+the report shows them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ POLICIES = ("exact", "model_exact", "post_training")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. ``factory``: of workloads, as ``workload.find`` takes it. ``steps``: of every run, a checkpoint after every ``every``-th.
+    """What is run. ``factory``: of workloads, as ``workload.find`` takes it. ``steps``: of every
+    run,
+    a checkpoint after every ``every``-th.
 
-    ``seeds`` runs are killed ``kills`` times each, one kill a process; ``noise_seeds`` (at least as many) run unkilled, and how far apart they
-    end is the noise floor. ``policy``: of ``POLICIES``. ``profile``: a file for ``post_training``; empty: of the first unkilled run.
+    ``seeds`` runs are killed ``kills`` times each, one kill a process; ``noise_seeds`` (at least as
+    many) run unkilled, and how far apart they end is the noise floor. ``policy``: of ``POLICIES``.
+    ``profile``: a file for ``post_training``; empty: of the first unkilled run.
     """
 
     factory: str
@@ -27,7 +32,9 @@ class Plan:
     profile: str = ""
 
     def checkpoints(self) -> tuple[int, ...]:
-        """The steps that are saved. Not the last one: what is restored must have something left to do."""
+        """The steps that are saved. Not the last one: what is restored must have something left to
+        do.
+        """
         return tuple(range(self.every, self.steps, self.every))
 
     def killed_seeds(self) -> tuple[int, ...]:
@@ -39,8 +46,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When a process is to die: at the save of ``saving_step``, within ``share`` of the time that this save takes (``mid_save``), or of the time
-    until the next one.
+    """When a process is to die: at the save of ``saving_step``, within ``share`` of the time that
+    this
+    save takes (``mid_save``), or of the time until the next one.
     """
 
     seed: int
@@ -54,15 +62,18 @@ class Kill:
         return f"seed {self.seed}, kill {self.number + 1}"
 
 
-# --- what saves cost ----------------------------------------------------------------------------------------------------------
+# --- what saves cost ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One save and its peer's, of the same state, in the same process, on the same disk, one after the other.
+    """One save and its peer's, of the same state, in the same process, on the same disk, one after
+    the
+    other.
 
-    ``stored_bytes``: of all files that the save added. ``blocking_seconds``: that training waits, the wait for the save before included.
-    ``durable_seconds``: from the call until it survives a power cut. ``peer_seconds``: the peer's file written and synced; it blocks as long.
+    ``stored_bytes``: of all files that the save added. ``blocking_seconds``: that training waits,
+    the wait for the save before included. ``durable_seconds``: from the call until it survives a
+    power cut. ``peer_seconds``: the peer's file written and synced; it blocks as long.
     """
 
     step: int
@@ -76,7 +87,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Leaves that differ in numbers alone. ``key_bytes``: of their newest keyframes as stored; ``save_bytes``: mean of a save after the first."""
+    """Leaves that differ in numbers alone. ``key_bytes``: of their newest keyframes as stored;
+    ``save_bytes``: mean of a save after the first.
+    """
 
     name: str
     leaves: int
@@ -85,14 +98,16 @@ class Group:
     save_bytes: float
 
 
-# --- whether a run comes back -------------------------------------------------------------------------------------------------
+# --- whether a run comes back ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LeafCheck:
-    """One leaf (or Python value) after a restore, against what was live when it was saved. ``problem``: empty where what was promised holds.
+    """One leaf (or Python value) after a restore, against what was live when it was saved.
+    ``problem``: empty where what was promised holds.
 
-    ``contract``: ``exact``, ``bounded`` or ``reused``. ``measured`` of ``limit``: in the contract's norm, ``None`` where bits are compared.
+    ``contract``: ``exact``, ``bounded`` or ``reused``. ``measured`` of ``limit``: in the contract's
+    norm, ``None`` where bits are compared.
     """
 
     path: str
@@ -104,8 +119,9 @@ class LeafCheck:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one run ended. ``losses``: step -> loss of each step that it trained. ``evaluation``: at the end. ``digests``: of its last state, by leaf,
-    places of a tie and Python values included.
+    """How one run ended. ``losses``: step -> loss of each step that it trained. ``evaluation``: at
+    the
+    end. ``digests``: of its last state, by leaf, places of a tie and Python values included.
     """
 
     seed: int
@@ -118,11 +134,13 @@ class Ending:
 class Recovery:
     """One killed run and what became of it in a fresh process.
 
-    ``last_step``: the last one it told of before it died. ``acknowledged_step``: the newest save that was reported durable by then, 0: none.
-    ``restored_step``: where the fresh process went on. ``leaves``: how many were compared; ``failed``: those that do not hold;
-    ``inexact``: those whose contract is not exact, whether they hold or not. ``not_put_back``: what the run's own ``load`` left otherwise than
-    the restore gave it. ``stage``: of the policy at the restored step, empty under the exact one.
-    ``error``: why the run did not come back at all; then there is no ``ending``, and what follows the acknowledged step means nothing.
+    ``last_step``: the last one it told of before it died. ``acknowledged_step``: the newest save
+    that was reported durable by then, 0: none. ``restored_step``: where the fresh process went on.
+    ``leaves``: how many were compared; ``failed``: those that do not hold; ``inexact``: those whose
+    contract is not exact, whether they hold or not. ``not_put_back``: what the run's own ``load``
+    left otherwise than the restore gave it. ``stage``: of the policy at the restored step, empty
+    under the exact one. ``error``: why the run did not come back at all; then there is no
+    ``ending``, and what follows the acknowledged step means nothing.
     """
 
     kill: Kill
@@ -145,7 +163,8 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that was measured. ``unkilled``: one run a seed. ``repeat``: the first seed once more. ``saving``: once more, with checkpoints and peers.
+    """All that was measured. ``unkilled``: one run a seed. ``repeat``: the first seed once more.
+    ``saving``: once more, with checkpoints and peers.
 
     ``framework``: that the state comes from. ``peer``: what our saves are compared with.
     """

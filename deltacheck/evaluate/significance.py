@@ -1,4 +1,6 @@
-"""The statistics of an evaluation: spreads, bounds on rates, and a test of equivalence that may say that it cannot tell."""
+"""The statistics of an evaluation: spreads, bounds on rates, and a test of equivalence that may say
+that it cannot tell.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 ALPHA = 0.05
-# The margin of equivalence: what is smaller than both is no difference that anybody could see in a model.
+# The margin of equivalence: what is smaller than both is no difference that anybody could see in a
+# model.
 MARGIN_SD, MARGIN_SHARE = 0.5, 0.001  # of the sd between seeds, of the loss
-LEAST_NOISE_SEEDS = 5  # of a noise floor that can be judged by: the sd of fewer is known to within a factor of three at best
+# Of a noise floor that can be judged by: the sd of fewer is known to within a factor of three at
+# best
+LEAST_NOISE_SEEDS = 5
 SPIKE_SD = 5.0
 
 
@@ -30,7 +35,8 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def least_rate(held: int, trials: int, alpha: float = ALPHA) -> float:
-    """The lower end of Clopper and Pearson's interval (1934), one-sided: the rate is at least this with a confidence of ``1 - alpha``.
+    """The lower end of Clopper and Pearson's interval (1934), one-sided: the rate is at least this
+    with a confidence of ``1 - alpha``.
 
     300 of 300 gives 0.990; 4 of 4 gives 0.47. 0 where nothing held.
     """
@@ -40,23 +46,36 @@ def least_rate(held: int, trials: int, alpha: float = ALPHA) -> float:
         return 0.0
 
     def as_many(rate: float) -> float:  # chance of so many or more
-        return sum(math.comb(trials, n) * rate**n * (1 - rate) ** (trials - n) for n in range(held, trials + 1))
+        return sum(
+            math.comb(trials, n) * rate**n * (1 - rate) ** (trials - n)
+            for n in range(held, trials + 1)
+        )
 
     return _root(lambda rate: as_many(rate) - alpha, 0.0, 1.0)
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """The value that Student's t with ``freedom`` degrees of freedom (at least 1) stays below with this probability, at least one half."""
+    """The value that Student's t with ``freedom`` degrees of freedom (at least 1) stays below with
+    this probability, at least one half.
+    """
     if freedom < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"no quantile of {confidence} with {freedom} degrees of freedom")
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 
-    def inside(angle: float) -> float:  # t = sqrt(freedom) tan(angle) makes the density a power of a cosine; Simpson's rule
+    def inside(
+        angle: float,
+    ) -> (
+        float
+    ):  # t = sqrt(freedom) tan(angle) makes the density a power of a cosine; Simpson's rule
         width = angle / 400
         weights = (1 if n in (0, 400) else 4 if n % 2 else 2 for n in range(401))
-        return 0.5 + scale * width / 3 * sum(weight * math.cos(n * width) ** (freedom - 1) for n, weight in enumerate(weights))
+        return 0.5 + scale * width / 3 * sum(
+            weight * math.cos(n * width) ** (freedom - 1) for n, weight in enumerate(weights)
+        )
 
-    return math.sqrt(freedom) * math.tan(_root(lambda angle: inside(angle) - confidence, 0.0, math.pi / 2))
+    return math.sqrt(freedom) * math.tan(
+        _root(lambda angle: inside(angle) - confidence, 0.0, math.pi / 2)
+    )
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
@@ -66,19 +85,23 @@ def _root(rising: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-# --- equivalence --------------------------------------------------------------------------------------------------------------
+# --- equivalence ----------------------------------------------------------------------------------
 
 EQUAL, WITHIN, OUTSIDE, TOO_FEW = "equal", "within", "outside", "too few"  # permanent, in JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """Whether resumed runs end where unkilled ones do, by two one-sided t-tests (Schuirmann, 1987) on differences paired by seed.
+    """Whether resumed runs end where unkilled ones do, by two one-sided t-tests (Schuirmann, 1987)
+    on
+    differences paired by seed.
 
-    ``verdict``: ``equal``: every difference is 0. ``within``: the 90 % interval of the mean lies within the margin: equivalent at the 5 % level.
-    ``outside``: it lies outside altogether. ``too few``: neither, or no noise floor to judge by; then ``needed`` seeds would tell with a power
-    of 0.9, if the mean is 0 (``None`` where that cannot be estimated). ``mean``: resumed minus unkilled, above 0 is worse. ``low``, ``high``: the
-    interval, infinite where one seed is all there is. ``noise_sd``: over ``noise_seeds`` unkilled seeds.
+    ``verdict``: ``equal``: every difference is 0. ``within``: the 90 % interval of the mean lies
+    within the margin: equivalent at the 5 % level. ``outside``: it lies outside altogether. ``too
+    few``: neither, or no noise floor to judge by; then ``needed`` seeds would tell with a power of
+    0.9, if the mean is 0 (``None`` where that cannot be estimated). ``mean``: resumed minus
+    unkilled, above 0 is worse. ``low``, ``high``: the interval, infinite where one seed is all
+    there is. ``noise_sd``: over ``noise_seeds`` unkilled seeds.
     """
 
     verdict: str
@@ -92,11 +115,14 @@ class Equivalence:
     needed: int | None
 
 
-def equivalence(differences: Mapping[int, Sequence[float]], unkilled: Sequence[float]) -> Equivalence:
+def equivalence(
+    differences: Mapping[int, Sequence[float]], unkilled: Sequence[float]
+) -> Equivalence:
     """Judge final losses.
 
-    ``differences``: seed -> resumed minus unkilled of each of its kills; the kills of a seed share its run, so their mean is one observation.
-    ``unkilled``: final losses of unkilled runs, one a seed, at least one.
+    ``differences``: seed -> resumed minus unkilled of each of its kills; the kills of a seed share
+    its run, so their mean is one observation. ``unkilled``: final losses of unkilled runs, one a
+    seed, at least one.
     """
     if not differences:
         return Equivalence(TOO_FEW, math.nan, -math.inf, math.inf, 0.0, 0.0, len(unkilled), 0, None)
@@ -114,7 +140,9 @@ def equivalence(differences: Mapping[int, Sequence[float]], unkilled: Sequence[f
     if all(value == 0 for found in differences.values() for value in found):
         verdict, low, high = EQUAL, 0.0, 0.0
     elif not known:
-        verdict = OUTSIDE  # NaN or infinite is not where an unkilled run ends; where that does too, nothing can be shown
+        # NaN or infinite is not where an unkilled run ends; where that does too, nothing can be
+        # shown
+        verdict = OUTSIDE
     elif low > margin or high < -margin:
         verdict = OUTSIDE if len(unkilled) >= LEAST_NOISE_SEEDS else TOO_FEW
     elif -margin < low and high < margin and len(unkilled) >= LEAST_NOISE_SEEDS:
@@ -125,19 +153,24 @@ def equivalence(differences: Mapping[int, Sequence[float]], unkilled: Sequence[f
 
 
 def _needed(sd: float, margin: float) -> int | None:
-    """Seeds for a power of 0.9 at a true difference of 0: 10.8 (sd / margin)^2, from the normal quantiles 1.645 and 1.645; at least 3."""
+    """Seeds for a power of 0.9 at a true difference of 0: 10.8 (sd / margin)^2, from the normal
+    quantiles 1.645 and 1.645; at least 3.
+    """
     return max(3, math.ceil(10.8 * (sd / margin) ** 2)) if margin else None
 
 
-# --- loss curves --------------------------------------------------------------------------------------------------------------
+# --- loss curves ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The losses of a resumed run beside those of the unkilled run of its seed. ``equal``: steps whose losses have the same bits, of ``steps``.
+    """The losses of a resumed run beside those of the unkilled run of its seed. ``equal``: steps
+    whose
+    losses have the same bits, of ``steps``.
 
-    ``first_gap``: the first step that differs, ``None`` where none does. ``largest_gap``, ``mean_gap``: of the absolute differences;
-    ``spikes``: steps whose difference is above ``SPIKE_SD`` standard deviations of the losses between seeds at that step.
+    ``first_gap``: the first step that differs, ``None`` where none does. ``largest_gap``,
+    ``mean_gap``: of the absolute differences; ``spikes``: steps whose difference is above
+    ``SPIKE_SD`` standard deviations of the losses between seeds at that step.
     """
 
     steps: int
@@ -148,8 +181,14 @@ class Curve:
     spikes: int
 
 
-def curve(resumed: Mapping[int, float], unkilled: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> Curve:
-    """Compare step by step. ``others``: losses of all unkilled seeds. Raises ``KeyError`` for a step that the unkilled run has not."""
+def curve(
+    resumed: Mapping[int, float],
+    unkilled: Mapping[int, float],
+    others: Sequence[Mapping[int, float]],
+) -> Curve:
+    """Compare step by step. ``others``: losses of all unkilled seeds. Raises ``KeyError`` for a
+    step that the unkilled run has not.
+    """
     differing = [step for step, loss in resumed.items() if not _same(loss, unkilled[step])]
     gaps = [abs(loss - unkilled[step]) for step, loss in resumed.items()]
     spikes = 0

@@ -1,4 +1,6 @@
-"""What a restore promises of a leaf: all bits, a bounded error, or the values of an earlier step."""
+"""What a restore promises of a leaf: all bits, a bounded error, or the values of an earlier
+step.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ class Exact(msgspec.Struct, frozen=True, tag_field="contract", tag="exact"):
 
 
 class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
-    """Every element within ``limit`` of what it was, measured against the values that a restore gives.
+    """Every element within ``limit`` of what it was, measured against the values that a restore
+    gives.
 
-    ``norm``: ``"lr"``: largest ``|x' - x|`` in units of the learning rate; ``"octaves"``: largest ``|log2(x' / x)|``,
-    where first moments below 2^-100 count as zero; ``"max"``:
-    largest ``|x' - x|`` over the largest ``|x|`` of the leaf; ``"l2"``: ``||x' - x|| / ||x||``. Larger limit: smaller checkpoints,
-    a restored run that deviates more.
+    ``norm``: ``"lr"``: largest ``|x' - x|`` in units of the learning rate; ``"octaves"``: largest
+    ``|log2(x' / x)|``, where first moments below 2^-100 count as zero; ``"max"``: largest ``|x' -
+    x|`` over the largest ``|x|`` of the leaf; ``"l2"``: ``||x' - x|| / ||x||``. Larger limit:
+    smaller checkpoints, a restored run that deviates more.
     """
 
     limit: float
@@ -28,10 +31,12 @@ class Bounded(msgspec.Struct, frozen=True, tag_field="contract", tag="bounded"):
 
 
 class Reused(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="contract", tag="reused"):
-    """The values of an earlier step: at most ``max_age_steps`` old, and drifted by no more than ``max_drift``.
+    """The values of an earlier step: at most ``max_age_steps`` old, and drifted by no more than
+    ``max_drift``.
 
-    ``max_drift``: in the median of ``|log2(x' / x)|`` over sampled elements, ``None`` where age alone is promised: a first moment is another one
-    after ten steps. Larger: fewer bytes, an older state.
+    ``max_drift``: in the median of ``|log2(x' / x)|`` over sampled elements, ``None`` where age
+    alone is promised: a first moment is another one after ten steps. Larger: fewer bytes, an older
+    state.
     """
 
     max_age_steps: int
@@ -50,8 +55,8 @@ def name_of(contract: Contract) -> str:
 class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
     """A leaf's contract in one step, and what was measured. Leaves without one are exact.
 
-    ``measured``: the error, in the contract's norm; for a reused leaf its drift. ``from_step``: the step whose values a reused
-    leaf holds.
+    ``measured``: the error, in the contract's norm; for a reused leaf its drift. ``from_step``: the
+    step whose values a reused leaf holds.
     """
 
     terms: Bounded | Reused
@@ -59,11 +64,17 @@ class Promise(msgspec.Struct, frozen=True, omit_defaults=True):
     from_step: int | None = None
 
     def used(self, step: int) -> float:
-        """The largest share of what the contract allows that ``step`` takes: above 1 it does not hold."""
+        """The largest share of what the contract allows that ``step`` takes: above 1 it does not
+        hold.
+        """
         if isinstance(self.terms, Bounded):
             return self.measured / self.terms.limit
-        age = (step - (step if self.from_step is None else self.from_step)) / max(1, self.terms.max_age_steps)
-        return age if self.terms.max_drift is None else max(age, self.measured / self.terms.max_drift)
+        age = (step - (step if self.from_step is None else self.from_step)) / max(
+            1, self.terms.max_age_steps
+        )
+        return (
+            age if self.terms.max_drift is None else max(age, self.measured / self.terms.max_drift)
+        )
 
     @property
     def allowed(self) -> str:

@@ -1,4 +1,6 @@
-"""Digests of decoded bytes: what binds a restore to the step that was saved (``docs/reference/format.md``, section 5)."""
+"""Digests of decoded bytes: what binds a restore to the step that was saved
+(``docs/reference/format.md``, section 5).
+"""
 
 from __future__ import annotations
 

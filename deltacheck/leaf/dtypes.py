@@ -11,13 +11,14 @@ import numpy as np
 from deltacheck.errors import UnsupportedLeaf
 
 _NATIVE = (
-    (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"  # zarr-python has these
-    ).split()
-)
+    # Zarr-python has these
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64"
+    " complex128"
+).split()
 _EXTENDED = (
-    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int2 int4 uint2 uint4"
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2"
+    " float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int2 int4 uint2"
+    " uint4"
 ).split()
 
 
@@ -25,9 +26,10 @@ _EXTENDED = (
 class DType:
     """One element type.
 
-    ``name``: as JAX and ml_dtypes spell it. ``item_bytes``: bytes of one element in memory (sub-byte types take one).
-    ``word_bytes``: what the encoder compares (1, 2, 4 or 8). ``storage``: the zarr data type of a natural array; a type that
-    zarr-python lacks is stored as the unsigned integer of the same size, so that plain zarr opens it and ``.view()`` brings it
+    ``name``: as JAX and ml_dtypes spell it. ``item_bytes``: bytes of one element in memory
+    (sub-byte types take one). ``word_bytes``: what the encoder compares (1, 2, 4 or 8).
+    ``storage``: the zarr data type of a natural array; a type that zarr-python lacks is stored as
+    the unsigned integer of the same size, so that plain zarr opens it and ``.view()`` brings it
     back.
     """
 

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 CHUNK_BYTES = 1 << 20  # target size of a chunk: the unit that is encoded, hashed and read alone
 SHARD_BYTES = 32 << 20  # target size of a zarr shard: one file of a keyframe
-PACK_BELOW_BYTES = 256 << 10  # smaller leaves share one array per storage type: a file each would cost more than its content
+PACK_BELOW_BYTES = (
+    256 << 10
+)  # smaller leaves share one array per storage type: a file each would cost more than its content
 
 
 def chunk_shape(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     """The regular chunk of a leaf: at most about ``CHUNK_BYTES``, and contiguous in C order.
 
-    The form is ``(1, .., 1, rows, *whole trailing dimensions)``, so chunks taken in C order of the grid are consecutive runs of
-    the leaf's memory. Depends on shape and item size alone: every framework and every process cuts alike.
+    The form is ``(1, .., 1, rows, *whole trailing dimensions)``, so chunks taken in C order of the
+    grid are consecutive runs of the leaf's memory. Depends on shape and item size alone: every
+    framework and every process cuts alike.
     """
     budget = max(1, CHUNK_BYTES // item_bytes)
     chunk = [1] * len(shape)
@@ -31,7 +34,9 @@ def chunk_shape(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def is_contiguous(shape: Sequence[int], chunk: Sequence[int]) -> bool:
-    """True where chunks of this shape are consecutive runs of a C-ordered leaf: the form that format version 1 asks for."""
+    """True where chunks of this shape are consecutive runs of a C-ordered leaf: the form that
+    format version 1 asks for.
+    """
     if len(shape) != len(chunk) or any(c < 1 for c in chunk):
         return False
     axis = next((k for k, c in enumerate(chunk) if c != 1), len(chunk))
@@ -53,8 +58,12 @@ def box(shape: Sequence[int], chunk: Sequence[int], number: int) -> tuple[slice,
 
 
 @lru_cache(256)  # leaves have few shapes
-def bounds(shape: tuple[int, ...], chunk: tuple[int, ...], words_per_item: int = 1) -> NDArray[np.uint64]:
-    """Word offsets of the chunks, ``(chunks + 1,)`` from 0 to the number of words, read-only. REQUIRES: ``is_contiguous(shape, chunk)``."""
+def bounds(
+    shape: tuple[int, ...], chunk: tuple[int, ...], words_per_item: int = 1
+) -> NDArray[np.uint64]:
+    """Word offsets of the chunks, ``(chunks + 1,)`` from 0 to the number of words, read-only.
+    REQUIRES: ``is_contiguous(shape, chunk)``.
+    """
     sizes = np.ones((1,), np.uint64)
     for s, c in zip(shape, chunk, strict=True):
         along = np.minimum(c, s - np.arange(0, s, c, dtype=np.int64)).astype(np.uint64)
@@ -72,7 +81,9 @@ def chunk_count(shape: tuple[int, ...], chunk: tuple[int, ...]) -> int:
 
 
 def shard_shape(shape: Sequence[int], chunk: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """The zarr shard of a natural array: whole chunks, about ``SHARD_BYTES``, no larger than the array needs."""
+    """The zarr shard of a natural array: whole chunks, about ``SHARD_BYTES``, no larger than the
+    array needs.
+    """
     shard = list(chunk)
     room = max(1, SHARD_BYTES // max(1, math.prod(chunk) * item_bytes))
     for axis in range(len(shape) - 1, -1, -1):
@@ -82,11 +93,14 @@ def shard_shape(shape: Sequence[int], chunk: Sequence[int], item_bytes: int) -> 
     return tuple(shard)
 
 
-def chunks_of_slices(shape: Sequence[int], chunk: Sequence[int], slices: Sequence[slice]) -> list[int]:
+def chunks_of_slices(
+    shape: Sequence[int], chunk: Sequence[int], slices: Sequence[slice]
+) -> list[int]:
     """Numbers of the chunks that a box of step-1 slices touches, ascending."""
     grid = grid_shape(shape, chunk)
     spans = [
-        range(s.start // c, -(-s.stop // c) if s.stop > s.start else s.start // c) for s, c in zip(slices, chunk, strict=True)
+        range(s.start // c, -(-s.stop // c) if s.stop > s.start else s.start // c)
+        for s, c in zip(slices, chunk, strict=True)
     ]
     if any(len(span) == 0 for span in spans):
         return []

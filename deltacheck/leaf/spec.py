@@ -39,7 +39,9 @@ class LeafSpec:
 
     @property
     def element(self) -> DType:
-        """The element type by its name. Raises ``UnsupportedLeaf`` for a name that the format does not have."""
+        """The element type by its name. Raises ``UnsupportedLeaf`` for a name that the format does
+        not have.
+        """
         return dtype_named(self.dtype)
 
     @property
@@ -79,7 +81,9 @@ class LeafKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeafReport:
-    """One leaf of one save. ``words`` and ``changed`` count the encoder's words; a keyframe counts all as changed.
+    """One leaf of one save. ``words`` and ``changed`` count the encoder's words; a keyframe counts
+    all
+    as changed.
 
     ``encoded_bytes``: bytes of its streams (a keyframe: of its values) before the entropy stage.
     """
@@ -96,12 +100,14 @@ class LeafReport:
 class SaveReport:
     """What one committed save cost.
 
-    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this save added.
-    ``blocking_seconds``: wall time that the training thread lost, waits before the next optimizer step included.
-    ``durable_seconds``: from the call to the commit. ``replayed_steps``: updates that a restore of this step replays; 0: none,
-    the state itself is stored. ``digest``: of the manifest, ``"sha256:..."``; whoever keeps it elsewhere can ask a restore for this very
-    step (``expected_digest``). ``note``: what else there is to say, such as why a gradient log stored the state itself.
-    ``durability``: what the save survives from now on, a cut of ``"power"`` or only the end of its ``"process"``.
+    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this
+    save added. ``blocking_seconds``: wall time that the training thread lost, waits before the next
+    optimizer step included. ``durable_seconds``: from the call to the commit. ``replayed_steps``:
+    updates that a restore of this step replays; 0: none, the state itself is stored. ``digest``: of
+    the manifest, ``"sha256:..."``; whoever keeps it elsewhere can ask a restore for this very step
+    (``expected_digest``). ``note``: what else there is to say, such as why a gradient log stored
+    the state itself. ``durability``: what the save survives from now on, a cut of ``"power"`` or
+    only the end of its ``"process"``.
     """
 
     step: int

@@ -8,10 +8,12 @@ import msgspec
 
 
 def known(*kinds: Any) -> None:
-    """Let msgspec find out now what these types hold, as it does when one is decoded first. Call it where a type is defined.
+    """Let msgspec find out now what these types hold, as it does when one is decoded first. Call it
+    where a type is defined.
 
-    It keeps what it has found on the class, from before it is complete: of two threads that decode a type first, one may read what the
-    other has not yet written, and the process dies (seen with msgspec 0.22).
+    It keeps what it has found on the class, from before it is complete: of two threads that decode
+    a type first, one may read what the other has not yet written, and the process dies (seen with
+    msgspec 0.22).
     """
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)

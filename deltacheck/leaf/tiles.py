@@ -1,6 +1,7 @@
 """Where a leaf that several ranks hold is cut into tiles: pure arithmetic on boxes.
 
-A leaf is cut along each of its axes; the tiles are the cells between the cuts, counted in C order. Each is stored as a leaf of its own.
+A leaf is cut along each of its axes; the tiles are the cells between the cuts, counted in C order.
+Each is stored as a leaf of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 Box: TypeAlias = tuple[slice, ...]  # bounded, of step 1, one slice an axis
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]  # per axis, ascending, from 0 to its size
 
-_MARK = "%@"  # no leaf path has it: a percent sign of a key stands before two hexadecimal digits or at the end of the key
+# No leaf path has it: a percent sign of a key stands before two hexadecimal digits or at the end of
+# the key
+_MARK = "%@"
 
 
 class Overlap(NamedTuple):
@@ -59,7 +62,11 @@ def leaf_of(stored: str) -> str:
 
 def origin(stored: str) -> tuple[int, ...]:
     """Where in its leaf a stored tile begins; a leaf that is stored whole begins at 0."""
-    return tuple(int(start) for start in stored.rpartition(_MARK)[2].split(",")) if _MARK in stored else (0,)
+    return (
+        tuple(int(start) for start in stored.rpartition(_MARK)[2].split(","))
+        if _MARK in stored
+        else (0,)
+    )
 
 
 def is_name(stored: str) -> bool:
@@ -68,12 +75,18 @@ def is_name(stored: str) -> bool:
 
 
 def about(stored: str) -> str:
-    """Which tile of its leaf a stored path is, for people, before what is said of it; nothing for a leaf that is stored whole."""
-    return f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
+    """Which tile of its leaf a stored path is, for people, before what is said of it; nothing for a
+    leaf that is stored whole.
+    """
+    return (
+        f"tile at [{stored.rpartition(_MARK)[2].replace(',', ', ')}]: " if _MARK in stored else ""
+    )
 
 
 def numbered(cuts: Cuts, stored: str) -> int:
-    """The number of the tile that is stored under a path. ``LookupError`` where there is none of that origin."""
+    """The number of the tile that is stored under a path. ``LookupError`` where there is none of
+    that origin.
+    """
     number = 0
     origin = stored.rpartition(_MARK)[2].split(",")
     if len(origin) != len(cuts):
@@ -90,7 +103,8 @@ def numbered(cuts: Cuts, stored: str) -> int:
 def is_possible(cuts: Cuts) -> bool:
     """Whether a leaf can be cut so: at least one axis, and along each from 0 upwards."""
     return bool(cuts) and all(
-        len(along) > 1 and along[0] == 0 and all(a < b for a, b in itertools.pairwise(along)) for along in cuts
+        len(along) > 1 and along[0] == 0 and all(a < b for a, b in itertools.pairwise(along))
+        for along in cuts
     )
 
 
@@ -111,11 +125,17 @@ def overlaps(cuts: Cuts, of: Box) -> Iterator[Overlap]:
 
 
 def boxes_of_range(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """The elements ``first`` to ``stop`` of a leaf in C order as boxes, one after the other, as few as it takes."""
+    """The elements ``first`` to ``stop`` of a leaf in C order as boxes, one after the other, as few
+    as it takes.
+    """
     while first < stop:
         inner = 1  # elements of the largest trailing block that begins here and ends in the range
         axis = len(shape)
-        while axis > 0 and first % (inner * shape[axis - 1]) == 0 and first + inner * shape[axis - 1] <= stop:
+        while (
+            axis > 0
+            and first % (inner * shape[axis - 1]) == 0
+            and first + inner * shape[axis - 1] <= stop
+        ):
             axis -= 1
             inner *= shape[axis]
         rest = first // inner

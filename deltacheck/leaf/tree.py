@@ -1,9 +1,11 @@
-"""Nested state <-> ordered leaf paths and a JSON skeleton: the same paths for the same structure in both frameworks.
+"""Nested state <-> ordered leaf paths and a JSON skeleton: the same paths for the same structure in
+both frameworks.
 
-A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``, ``%`` or a control
-character, and where it could be taken for an integer key, so two different key sequences never share a path. The skeleton is
-the rest: containers, key order, Python scalars, ties. It is plain JSON (``docs/reference/format.md``, section 3); reading it
-builds dicts, lists, tuples and scalars and nothing else.
+A path joins the keys from the root with ``/``. A text key is percent-escaped where it holds ``/``,
+``%`` or a control character, and where it could be taken for an integer key, so two different key
+sequences never share a path. The skeleton is the rest: containers, key order, Python scalars, ties.
+It is plain JSON (``docs/reference/format.md``, section 3); reading it builds dicts, lists, tuples
+and scalars and nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from deltacheck.errors import Damaged, DuplicatePath, UnsupportedLeaf
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Node: TypeAlias = "dict[str, Json]"
 
-NUMPY_ARRAY, NUMPY_SCALAR = "numpy.array", "numpy.scalar"  # permanent tags: restored as NumPy in every framework
-_FLAT = "flat:"  # permanent, too: stored as one run of elements in C order; the shape follows, as in "flat:32,16"
+NUMPY_ARRAY, NUMPY_SCALAR = (
+    "numpy.array",
+    "numpy.scalar",
+)  # permanent tags: restored as NumPy in every framework
+# Permanent, too: stored as one run of elements in C order; the shape follows, as in "flat:32,16"
+_FLAT = "flat:"
 MAX_DEPTH = 128  # containers in each other; a deeper tree is refused on both sides
 _LOOKS_LIKE_INTEGER = re.compile(r"-?[0-9]+\Z")
 _UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
@@ -35,8 +41,9 @@ _UNSAFE = re.compile(r"[/%\x00-\x1f\x7f]")
 class ArrayLeaf(NamedTuple):
     """What a backend says of a leaf that is an array.
 
-    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties mean nothing. ``tag``: what
-    a backend needs to give the array its own type again (``"jax.key:threefry2x32"``), ``None`` for a plain array.
+    ``identity``: equal for two leaves that are the same memory (tied weights), ``None`` where ties
+    mean nothing. ``tag``: what a backend needs to give the array its own type again
+    (``"jax.key:threefry2x32"``), ``None`` for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +53,9 @@ class ArrayLeaf(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A flattened tree. ``arrays``: path -> the backend's array, paths ascending, ties once; ``leaves``: the same keys, described."""
+    """A flattened tree. ``arrays``: path -> the backend's array, paths ascending, ties once;
+    ``leaves``: the same keys, described.
+    """
 
     skeleton: Node
     arrays: Mapping[str, object]
@@ -58,9 +67,14 @@ Expand: TypeAlias = Callable[[object], "Sequence[tuple[object, object]] | None"]
 
 
 def escape_key(key: object) -> str:
-    """One key as a path component; ``UnsupportedLeaf`` for a key that is neither text nor an integer."""
+    """One key as a path component; ``UnsupportedLeaf`` for a key that is neither text nor an
+    integer.
+    """
     if isinstance(key, bool) or not isinstance(key, str | int):
-        raise UnsupportedLeaf(f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or integer keys")
+        raise UnsupportedLeaf(
+            f"a key of type {type(key).__name__} ({key!r}) cannot be kept exactly; use text or"
+            " integer keys"
+        )
     if isinstance(key, int):
         return _digits(int(key))
     return _escaped(key)
@@ -78,10 +92,11 @@ def _escaped(key: str) -> str:
 def flatten(tree: object, describe: Describe, expand: Expand = lambda container: None) -> Flat:
     """Take ``tree`` apart.
 
-    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything else, which must then be a
-    Python scalar, text, bytes or ``None``. Containers: dict and its subclasses that optree knows, list, tuple, named tuple,
-    deque; what else the backend's framework takes for a container, ``expand(container)`` gives as (key, child) pairs. Tied
-    leaves are held by the least of their paths, whatever the order of the keys.
+    ``describe(leaf)`` gives an ``ArrayLeaf`` for the backend's arrays and ``None`` for anything
+    else, which must then be a Python scalar, text, bytes or ``None``. Containers: dict and its
+    subclasses that optree knows, list, tuple, named tuple, deque; what else the backend's framework
+    takes for a container, ``expand(container)`` gives as (key, child) pairs. Tied leaves are held
+    by the least of their paths, whatever the order of the keys.
 
     Raises ``UnsupportedLeaf`` (naming the path and type) and ``DuplicatePath``.
     """
@@ -120,7 +135,9 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
         taken.arrays[path], taken.leaves[path] = value, array
         node: Node = {"t": "array"} if array.tag is None else {"t": "array", "tag": array.tag}
         if array.identity is not None:
-            taken.ties.setdefault((array.identity, array.shape, array.dtype), []).append((path, node))
+            taken.ties.setdefault((array.identity, array.shape, array.dtype), []).append(
+                (path, node)
+            )
         return node
     scalar = _scalar_node(value, path)
     if scalar is not None:
@@ -140,7 +157,11 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
     if isinstance(value, dict):
         return {"t": "dict", "k": [entry(k, v) for k, v in value.items()]}
     if isinstance(value, deque):
-        return {"t": "deque", "maxlen": value.maxlen, "n": [child(i, v) for i, v in enumerate(value)]}
+        return {
+            "t": "deque",
+            "maxlen": value.maxlen,
+            "n": [child(i, v) for i, v in enumerate(value)],
+        }
     if isinstance(value, list):
         return {"t": "list", "n": [child(i, v) for i, v in enumerate(value)]}
     if isinstance(value, tuple) and not optree.is_namedtuple(value):
@@ -148,15 +169,18 @@ def _take_apart(value: object, path: str, depth: int, taken: _Taken) -> Node:
     pairs = _fields_of(value, taken.expand)
     if pairs is None:
         raise UnsupportedLeaf(
-            f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be kept exactly; "
-            "turn it into arrays, numbers, text, bytes or None, or leave it out"
+            f"leaf {path!r} is of type {type(value).__module__}.{type(value).__qualname__}, which"
+            " cannot be kept exactly; turn it into arrays, numbers, text, bytes or None, or leave"
+            " it out"
         )
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     return {"t": "fields", "c": name, "k": [entry(k, v) for k, v in pairs]}
 
 
 def _fields_of(value: object, expand: Expand) -> Sequence[tuple[object, object]] | None:
-    """The named fields of a named tuple, or of any other container that the backend or optree's registry can take apart."""
+    """The named fields of a named tuple, or of any other container that the backend or optree's
+    registry can take apart.
+    """
     pairs = None if optree.is_namedtuple(value) else expand(value)
     if pairs is not None:
         return pairs
@@ -174,7 +198,10 @@ def _scalar_node(value: object, path: str) -> Node | None:
     if kind is bool:
         return {"t": "bool", "v": cast("bool", value)}
     if kind is int:
-        return {"t": "int", "v": _digits(cast("int", value))}  # as text: JSON readers need not keep more than 53 bits
+        return {
+            "t": "int",
+            "v": _digits(cast("int", value)),
+        }  # as text: JSON readers need not keep more than 53 bits
     if kind is float:
         return {"t": "float", "v": _float_text(cast("float", value))}
     if kind is complex:
@@ -193,7 +220,9 @@ def _require_utf8(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UnsupportedLeaf(f"{what} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes") from None
+        raise UnsupportedLeaf(
+            f"{what} is text with lone surrogates, which UTF-8 cannot keep; store it as bytes"
+        ) from None
 
 
 def _digits(value: int) -> str:
@@ -201,7 +230,9 @@ def _digits(value: int) -> str:
     try:
         return str(value)
     except ValueError as error:
-        raise UnsupportedLeaf(f"an integer of {value.bit_length()} bits cannot be kept ({error}); store it as bytes") from None
+        raise UnsupportedLeaf(
+            f"an integer of {value.bit_length()} bits cannot be kept ({error}); store it as bytes"
+        ) from None
 
 
 def _float_text(value: float) -> str:
@@ -222,7 +253,9 @@ Place: TypeAlias = Callable[[str, str, "str | None"], object]
 
 
 def unflatten(skeleton: Node, place: Place) -> object:
-    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``: the bytes of the leaf ``owner`` (itself, but for ties).
+    """Build the tree again. ``place(path, owner, tag)`` gives the array at ``path``: the bytes of
+    the
+    leaf ``owner`` (itself, but for ties).
 
     Raises ``Damaged`` where the skeleton is not one.
     """
@@ -239,14 +272,20 @@ def _build(node: Json, keys: tuple[str, ...], place: Place) -> object:
         if kind in _SCALARS:
             return _SCALARS[cast("str", kind)](fields.get("v"))
         owner, tag = fields.get("of", path), fields.get("tag")
-        pairs = [] if kind == "array" else [(escape_key(key), key, item) for key, item in _children(fields)]
+        pairs = (
+            []
+            if kind == "array"
+            else [(escape_key(key), key, item) for key, item in _children(fields)]
+        )
         if not isinstance(owner, str) or not (tag is None or isinstance(tag, str)):
             raise TypeError("the owner and the tag of an array are text")
         if len({name for name, _, _ in pairs}) != len(pairs):
             raise ValueError("two of its children have the same key")
         maxlen = _maxlen_of(fields, len(pairs)) if kind == "deque" else None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            f"tree skeleton is damaged at {path!r}: {type(error).__name__}: {error}"
+        ) from error
     if kind == "array":  # out of the handler's reach: what place() raises is no damage
         return place(path, owner, tag)
     values = [(key, _build(item, (*keys, name), place)) for name, key, item in pairs]
@@ -290,9 +329,12 @@ def _children(node: Node) -> Iterator[tuple[str | int, Json]]:
 
 
 def merged(skeletons: Sequence[Node]) -> Node:
-    """One skeleton of trees that several processes have parts of: of dicts every key, of all else what they agree on.
+    """One skeleton of trees that several processes have parts of: of dicts every key, of all else
+    what
+    they agree on.
 
-    Raises ``UnsupportedLeaf`` naming the place, both numbers of the processes and both values where they do not agree.
+    Raises ``UnsupportedLeaf`` naming the place, both numbers of the processes and both values where
+    they do not agree.
     """
     found = skeletons[0]
     for number, other in enumerate(skeletons[1:], 1):
@@ -309,11 +351,15 @@ def _merged(one: Node, other: Node, keys: tuple[str, ...], number: int) -> Node:
             name = escape_key(key)
             known = pairs.get(name)
             child = cast("Node", item)
-            pairs[name] = (key, child if known is None else _merged(known[1], child, (*keys, name), number))
+            pairs[name] = (
+                key,
+                child if known is None else _merged(known[1], child, (*keys, name), number),
+            )
         return {"t": one["t"], "k": cast("Json", [list(pair) for pair in pairs.values()])}
     raise UnsupportedLeaf(
-        f"leaf {'/'.join(keys)!r} is {_shown(one)} in an earlier process and {_shown(other)} in process {number}; save what each has for itself "
-        "under a key of its own, such as f'rank {rank}'"
+        f"leaf {'/'.join(keys)!r} is {_shown(one)} in an earlier process and {_shown(other)} in"
+        f" process {number}; save what each has for itself under a key of its own, such as f'rank"
+        " {rank}'"
     )
 
 
@@ -328,15 +374,25 @@ def pruned(skeleton: Node, like: Node) -> Node:
         pairs = [(key, cast("Node", item)) for key, item in _children(skeleton)]
         return {
             "t": skeleton["t"],
-            "k": cast("Json", [[key, pruned(item, kept[escape_key(key)])] for key, item in pairs if escape_key(key) in kept]),
+            "k": cast(
+                "Json",
+                [
+                    [key, pruned(item, kept[escape_key(key)])]
+                    for key, item in pairs
+                    if escape_key(key) in kept
+                ],
+            ),
         }
     return skeleton
 
 
 def array_paths(skeleton: Node) -> dict[str, str]:
-    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for a tie).
+    """Every array place of the tree: path -> path of the leaf that holds its bytes (itself, but for
+    a
+    tie).
 
-    Raises ``Damaged`` where any part of the skeleton is not one: what it has taken, ``unflatten`` and ``scalars`` take, too.
+    Raises ``Damaged`` where any part of the skeleton is not one: what it has taken, ``unflatten``
+    and ``scalars`` take, too.
     """
     found: dict[str, str] = {}
 
@@ -354,7 +410,8 @@ def flat_tag(shape: Sequence[int]) -> str:
 
 
 def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | None:
-    """The shape that a leaf of so many elements is given by its tag; ``None`` where it has the one that it is stored with.
+    """The shape that a leaf of so many elements is given by its tag; ``None`` where it has the one
+    that it is stored with.
 
     Raises ``Damaged`` for a shape of another size.
     """
@@ -365,7 +422,9 @@ def shape_in(tag: str | None, elements: int, path: str) -> tuple[int, ...] | Non
     except ValueError:
         shape = (-1,)
     if min(shape, default=0) < 0 or math.prod(shape) != elements:
-        raise Damaged(f"leaf {path!r} has {elements} elements, which its tag {tag!r} gives no shape")
+        raise Damaged(
+            f"leaf {path!r} has {elements} elements, which its tag {tag!r} gives no shape"
+        )
     return shape
 
 
@@ -382,7 +441,9 @@ def flat_tags(skeleton: Node) -> dict[str, str]:
 
 
 def scalars(skeleton: Node) -> dict[str, object]:
-    """Every Python scalar of the tree: path -> value. REQUIRES: ``array_paths`` takes the skeleton."""
+    """Every Python scalar of the tree: path -> value. REQUIRES: ``array_paths`` takes the
+    skeleton.
+    """
     found: dict[str, object] = {}
 
     def visit(node: Json, keys: tuple[str, ...]) -> None:

@@ -1,4 +1,6 @@
-"""Begin a new run at a step of another: a root of its own that shares the files, and stays whole whatever becomes of the first."""
+"""Begin a new run at a step of another: a root of its own that shares the files, and stays whole
+whatever becomes of the first.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACC
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """What was done. ``linked_bytes``: of files that both roots share; ``copied_bytes``: of those that had to be copied."""
+    """What was done. ``linked_bytes``: of files that both roots share; ``copied_bytes``: of those
+    that had to be copied.
+    """
 
     step: int
     segments: int
@@ -32,20 +36,28 @@ class Branched:
     copied_bytes: int
 
 
-def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False) -> Branched:
-    """Make an engine root at ``to`` that has one step (a number or a tag; ``None``: the newest) of ``root``, under the same numbers, and no more.
+def branch(
+    root: Root, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False
+) -> Branched:
+    """Make an engine root at ``to`` that has one step (a number or a tag; ``None``: the newest) of
+    ``root``, under the same numbers, and no more.
 
-    Segments are never written to again once they are committed, so the new root gets hard links to them: that takes no space and no time
-    worth speaking of, each root is collected for itself, and a file goes when the last of the two lets it go. ``copy``: copy the files
-    instead: takes their space, and damage to one root's file is then no damage to the other's. Across file systems they are copied in any case.
-    Works beside a running training; where its retention deletes the step meanwhile, nothing is committed at ``to``.
+    Segments are never written to again once they are committed, so the new root gets hard links to
+    them: that takes no space and no time worth speaking of, each root is collected for itself, and
+    a file goes when the last of the two lets it go. ``copy``: copy the files instead: takes their
+    space, and damage to one root's file is then no damage to the other's. Across file systems they
+    are copied in any case. Works beside a running training; where its retention deletes the step
+    meanwhile, nothing is committed at ``to``.
 
-    Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step's tables are not whole, ``NotACheckpointRoot`` where ``to`` holds anything,
-    ``StorageFailed`` for an object store, ``OSError``.
+    Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step's tables are not whole,
+    ``NotACheckpointRoot`` where ``to`` holds anything, ``StorageFailed`` for an object store,
+    ``OSError``.
     """
     target = Path(to).absolute()
     if target.exists() and any(target.iterdir()):
-        raise NotACheckpointRoot(f"{target} is not empty; a branch needs a directory that is new or empty")
+        raise NotACheckpointRoot(
+            f"{target} is not empty; a branch needs a directory that is new or empty"
+        )
     origin = place.local(root.store.path, "a branch")
     manifest = root.manifest(step)
     open_segments(root, manifest)
@@ -69,7 +81,9 @@ def branch(root: Root, step: int | str | None, to: str | os.PathLike[str], *, co
         new = Root(target, store)
         about = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
         own = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=about)
-        open_segments(new, own)  # the tables that were committed, or an error: the other run may have collected them meanwhile
+        open_segments(
+            new, own
+        )  # the tables that were committed, or an error: the other run may have collected them meanwhile
         commit(target, own)
     finally:
         store.close()

@@ -1,4 +1,6 @@
-"""Rewrite the newest step of a root so that a restore applies no deltas, without the training that made it."""
+"""Rewrite the newest step of a root so that a restore applies no deltas, without the training that
+made it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from deltacheck.store.root import Root, commit
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What was done. ``leaves``: how many were written whole, one in tiles counting once; ``deltas``: of the longest chain before;
-    ``stored_bytes``: of all new files.
+    """What was done. ``leaves``: how many were written whole, one in tiles counting once;
+    ``deltas``:
+    of the longest chain before; ``stored_bytes``: of all new files.
     """
 
     step: int
@@ -27,17 +30,23 @@ class Compacted:
 
 
 def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | None:
-    """Write every leaf of the newest step that has deltas as a keyframe, and put a manifest that needs no deltas in the step's place.
+    """Write every leaf of the newest step that has deltas as a keyframe, and put a manifest that
+    needs
+    no deltas in the step's place.
 
-    The step is restored as before, bit for bit; so is every other. Until the new manifest is committed nothing has changed; after it
-    the old one goes. Segments that no step needs any more stay for ``gc``. Holds a few leaves in memory at a time.
-    ``None`` where there is nothing to do.
+    The step is restored as before, bit for bit; so is every other. Until the new manifest is
+    committed nothing has changed; after it the old one goes. Segments that no step needs any more
+    stay for ``gc``. Holds a few leaves in memory at a time. ``None`` where there is nothing to do.
 
-    REQUIRES: the caller holds the lease. Raises ``StepNotFound`` where there is no step, or where the root is a manager's, whose steps are
-    Orbax's; ``Damaged`` or ``ChainBroken``, before anything is written, where the step is not whole.
+    REQUIRES: the caller holds the lease. Raises ``StepNotFound`` where there is no step, or where
+    the root is a manager's, whose steps are Orbax's; ``Damaged`` or ``ChainBroken``, before
+    anything is written, where the step is not whole.
     """
     if root.is_manager_root:
-        raise StepNotFound(f"{root.path} is the root of a CheckpointManager: its steps cannot be written again in their place")
+        raise StepNotFound(
+            f"{root.path} is the root of a CheckpointManager: its steps cannot be written again in"
+            " their place"
+        )
     before = root.manifest()
     chains = chain.resolve(root, before, before.stored)
     long = {path: found for path, found in sorted(chains.items()) if found.deltas}

@@ -1,8 +1,10 @@
-"""Newest steps in memory, older ones on the disk: two roots of one run, and the thread that copies committed steps from one to the other.
+"""Newest steps in memory, older ones on the disk: two roots of one run, and the thread that copies
+committed steps from one to the other.
 
-The *memory root* is an ordinary root in a directory that the machine keeps in memory, written without syncs: what a killed process has
-committed there stays. The *durable root* gets its steps in order, each by ``transfer``, so every step that it lists is whole and durable.
-A step leaves memory when it is on the disk, or was never to go there, and is not among the newest.
+The *memory root* is an ordinary root in a directory that the machine keeps in memory, written
+without syncs: what a killed process has committed there stays. The *durable root* gets its steps in
+order, each by ``transfer``, so every step that it lists is whole and durable. A step leaves memory
+when it is on the disk, or was never to go there, and is not among the newest.
 """
 
 from __future__ import annotations
@@ -43,9 +45,13 @@ from deltacheck.store.root import (
 
 log = logging.getLogger("deltacheck")
 
-BOND = "tier"  # group under control/: which durable root a memory root belongs to, and the name that this one has for it
+# Group under control/: which durable root a memory root belongs to, and the name that this one has
+# for it
+BOND = "tier"
 _LOOK_SECONDS = 0.05  # between two looks at what nobody tells of
-_MARGIN = 32  # a save takes at most its leaves and one so many-th more, and for each leaf and each save:
+_MARGIN = (
+    32  # a save takes at most its leaves and one so many-th more, and for each leaf and each save:
+)
 _LEAF_BYTES, _SAVE_BYTES = 8 << 10, 1 << 20
 
 
@@ -53,17 +59,22 @@ _LEAF_BYTES, _SAVE_BYTES = 8 << 10, 1 << 20
 class MemoryTier:
     """Where newest steps lie in memory, and for how long: ``Engine(root, memory=MemoryTier(...))``.
 
-    ``path``: a directory in memory, such as one below ``/dev/shm``, of this run alone; what is there outlives the process, not the machine.
-    ``memory_bytes``: most bytes that files take there (default: half of what the file system has free at the start). Larger: a slow disk
-    holds training up later, and chains grow longer; smaller: more memory for others. Where there is no room for one more whole state, a save
-    waits until steps are on the disk (``on_busy="skip"``: is skipped); where that alone makes no room, the newest step goes to the disk, too, the
-    memory is emptied, and the save is a whole one. So it must hold a whole state, and is of use from two on.
-    ``persist_every``: copy only steps that this number divides to the disk, and the newest one at the end. Larger: fewer syncs and fewer steps
-    on the disk, more of them lost with the machine; the deltas between two such steps are copied all the same, as the later one needs them.
-    ``keep``: newest steps that stay in memory while there is room. Larger: more to go back to at once, more memory. ``on_stale``: when what is in
-    memory is another run's, or goes on from another step than the newest on the disk: ``"refuse"`` to start, or ``"discard"`` it with a
-    warning, which lets a run start by itself and loses those steps. What is only behind the disk, as on a machine that the run comes back to
-    after it went on elsewhere, is discarded with a warning in any case.
+    ``path``: a directory in memory, such as one below ``/dev/shm``, of this run alone; what is
+    there outlives the process, not the machine. ``memory_bytes``: most bytes that files take there
+    (default: half of what the file system has free at the start). Larger: a slow disk holds
+    training up later, and chains grow longer; smaller: more memory for others. Where there is no
+    room for one more whole state, a save waits until steps are on the disk (``on_busy="skip"``: is
+    skipped); where that alone makes no room, the newest step goes to the disk, too, the memory is
+    emptied, and the save is a whole one. So it must hold a whole state, and is of use from two on.
+    ``persist_every``: copy only steps that this number divides to the disk, and the newest one at
+    the end. Larger: fewer syncs and fewer steps on the disk, more of them lost with the machine;
+    the deltas between two such steps are copied all the same, as the later one needs them.
+    ``keep``: newest steps that stay in memory while there is room. Larger: more to go back to at
+    once, more memory. ``on_stale``: when what is in memory is another run's, or goes on from
+    another step than the newest on the disk: ``"refuse"`` to start, or ``"discard"`` it with a
+    warning, which lets a run start by itself and loses those steps. What is only behind the disk,
+    as on a machine that the run comes back to after it went on elsewhere, is discarded with a
+    warning in any case.
 
     Raises ``ValueError`` for numbers below 1 and other words.
     """
@@ -84,16 +95,19 @@ class MemoryTier:
 
     @classmethod
     def of(cls, memory: MemoryTier | str | os.PathLike[str]) -> MemoryTier:
-        """A tier as it is; a path as a tier there with every option at its default. Raises ``ValueError`` as the constructor does."""
+        """A tier as it is; a path as a tier there with every option at its default. Raises
+        ``ValueError`` as the constructor does.
+        """
         return memory if isinstance(memory, MemoryTier) else cls(memory)
 
 
-# --- decisions ----------------------------------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
 
 class Bond(NamedTuple):
-    """What a memory root says of its durable root. ``root``: that one's random name; ``path``: for people; ``seq``, ``nonce``: of its newest
-    checkpoint that this memory root has known, -1 and empty for none. ``boot``: the start of the machine (``collect.boot``) that it was written in.
+    """What a memory root says of its durable root. ``root``: that one's random name; ``path``: for
+    people; ``seq``, ``nonce``: of its newest checkpoint that this memory root has known, -1 and
+    empty for none. ``boot``: the start of the machine (``collect.boot``) that it was written in.
     """
 
     root: str
@@ -104,20 +118,29 @@ class Bond(NamedTuple):
 
 
 class Stale(NamedTuple):
-    """Why what a memory root holds is not the newest of a run. ``is_behind``: all of it is older than the newest step on the disk."""
+    """Why what a memory root holds is not the newest of a run. ``is_behind``: all of it is older
+    than the newest step on the disk.
+    """
 
     why: str
     is_behind: bool
 
 
 def stale(
-    bond: Bond | None, held: Collection[tuple[int, str]], root: str, newest: tuple[int, str] | None, boot: str = ""
+    bond: Bond | None,
+    held: Collection[tuple[int, str]],
+    root: str,
+    newest: tuple[int, str] | None,
+    boot: str = "",
 ) -> Stale | None:
-    """Whether what a memory root holds is not the newest of a run; ``None`` where it is, or where it holds nothing.
+    """Whether what a memory root holds is not the newest of a run; ``None`` where it is, or where
+    it
+    holds nothing.
 
-    ``held``: sequence number and nonce of its checkpoints. ``root``: the durable root's name; ``newest``: its newest checkpoint, with an empty nonce
-    where that cannot be read. ``boot``: this start of the machine, empty where it cannot be told. Whoever wrote to the durable root without this
-    memory root left a newest checkpoint there of which it knows nothing.
+    ``held``: sequence number and nonce of its checkpoints. ``root``: the durable root's name;
+    ``newest``: its newest checkpoint, with an empty nonce where that cannot be read. ``boot``: this
+    start of the machine, empty where it cannot be told. Whoever wrote to the durable root without
+    this memory root left a newest checkpoint there of which it knows nothing.
     """
     if not held:
         return None
@@ -127,42 +150,72 @@ def stale(
         return Stale(f"it is the memory of another run, {bond.path}", False)
     if boot and bond.boot not in ("", boot):
         return Stale(
-            "the machine was started anew since it was written, so it lies on a disk, and nothing of it was synced", False
+            "the machine was started anew since it was written, so it lies on a disk, and nothing"
+            " of it was synced",
+            False,
         )
     if newest is None:
-        return None if bond.seq < 0 else Stale("the run on the disk has lost the steps that this memory goes on from", False)
+        return (
+            None
+            if bond.seq < 0
+            else Stale(
+                "the run on the disk has lost the steps that this memory goes on from", False
+            )
+        )
     known = {*held, (bond.seq, bond.nonce)}
     if newest in known or (not newest[1] and newest[0] in {seq for seq, _ in known}):
         return None
-    why = f"the run on the disk went on without it: this memory does not know checkpoint {newest[0]}, the newest there"
+    why = (
+        f"the run on the disk went on without it: this memory does not know checkpoint {newest[0]},"
+        " the newest there"
+    )
     return Stale(why, max(seq for seq, _ in held) <= newest[0])
 
 
-def next_due(briefs: Iterable[Brief], newest: int, every: int, wanted: Collection[int]) -> Brief | None:
-    """The next checkpoint to copy, oldest first. ``newest``: sequence number of the newest on the disk. ``wanted``: of those asked for."""
-    due = [one for one in briefs if one.seq in wanted or (one.seq > newest and one.step % every == 0)]
+def next_due(
+    briefs: Iterable[Brief], newest: int, every: int, wanted: Collection[int]
+) -> Brief | None:
+    """The next checkpoint to copy, oldest first. ``newest``: sequence number of the newest on the
+    disk. ``wanted``: of those asked for.
+    """
+    due = [
+        one for one in briefs if one.seq in wanted or (one.seq > newest and one.step % every == 0)
+    ]
     return min(due, key=lambda one: one.seq, default=None)
 
 
-def kept(briefs: Collection[Brief], newest: int, every: int, wanted: Collection[int], keep: int) -> frozenset[int]:
-    """The sequence numbers that stay in memory: the newest ones, and whatever is still to be copied."""
-    due = {one.seq for one in briefs if one.seq in wanted or (one.seq > newest and one.step % every == 0)}
+def kept(
+    briefs: Collection[Brief], newest: int, every: int, wanted: Collection[int], keep: int
+) -> frozenset[int]:
+    """The sequence numbers that stay in memory: the newest ones, and whatever is still to be
+    copied.
+    """
+    due = {
+        one.seq
+        for one in briefs
+        if one.seq in wanted or (one.seq > newest and one.step % every == 0)
+    }
     return frozenset(due | set(sorted((one.seq for one in briefs), reverse=True)[:keep]))
 
 
 def most_bytes(leaf_bytes: int, leaves: int) -> int:
-    """What one save may write at most: every leaf whole, what encodings of bytes that do not shrink add, and documents."""
+    """What one save may write at most: every leaf whole, what encodings of bytes that do not shrink
+    add, and documents.
+    """
     return leaf_bytes + leaf_bytes // _MARGIN + leaves * _LEAF_BYTES + _SAVE_BYTES
 
 
-# --- the two roots ------------------------------------------------------------------------------------------------------------
+# --- the two roots --------------------------------------------------------------------------------
 
 
 class Tier:
-    """The memory root of an engine, and the thread that drains it. Made before the saver, which writes to ``root``; ``start`` after it.
+    """The memory root of an engine, and the thread that drains it. Made before the saver, which
+    writes
+    to ``root``; ``start`` after it.
 
-    Raises ``ForeignMemory`` (naming both roots and the way out), ``RootBusy``, ``NotACheckpointRoot``, ``ValueError`` where one path is in the
-    other, ``Damaged`` where a manifest in memory cannot be read.
+    Raises ``ForeignMemory`` (naming both roots and the way out), ``RootBusy``,
+    ``NotACheckpointRoot``, ``ValueError`` where one path is in the other, ``Damaged`` where a
+    manifest in memory cannot be read.
     """
 
     def __init__(
@@ -181,15 +234,21 @@ class Tier:
             ours, theirs = path.resolve(), durable.path.resolve()
             if ours == theirs or ours in theirs.parents or theirs in ours.parents:
                 raise ValueError(
-                    f"the memory root {path} and the root {durable.path} must be two directories, none in the other"
+                    f"the memory root {path} and the root {durable.path} must be two directories,"
+                    " none in the other"
                 )
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
         self.lock = threading.Lock()  # nothing leaves memory while it is held
-        self.retention = threading.Lock()  # nothing on the disk is deleted by retention while it is held
+        self.retention = (
+            threading.Lock()
+        )  # nothing on the disk is deleted by retention while it is held
         self.lease = Lease(path)
         self._options, self._retention = options, retention
         self._durable, self._durable_lease = durable, lease
-        self._source, self._target = self.root.afresh(), durable.afresh()  # the thread's own: a Root serves one thread
+        self._source, self._target = (
+            self.root.afresh(),
+            durable.afresh(),
+        )  # the thread's own: a Root serves one thread
         self._grace_seconds = grace_seconds
         self._patience_seconds = 2 * io_timeout_seconds
         self._pulse = Pulse(self._patience_seconds)
@@ -217,28 +276,40 @@ class Tier:
         self._thread.start()
         self.wake()  # for what a killed process has left
 
-    # --- what an engine calls ---------------------------------------------------------------------------------------------
+    # --- what an engine calls ---------------------------------------------------------------------
 
     def commit(self, manifest: Manifest) -> Written:
-        """Commit a step in memory; the thread does what follows from it. The digest is that of the step on the disk, where it is to stay."""
+        """Commit a step in memory; the thread does what follows from it. The digest is that of the
+        step on the disk, where it is to stay.
+        """
         written = commit(self.root.path, manifest, Durability.PROCESS, self.lease.check)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.wake()
         return Written(written.stored_bytes, durable_digest(self._durable, manifest))
 
     def make_room(
-        self, step: int, save_bytes: int, under_way: Callable[[], int], start_over: Callable[[], None], *, wait: bool
+        self,
+        step: int,
+        save_bytes: int,
+        under_way: Callable[[], int],
+        start_over: Callable[[], None],
+        *,
+        wait: bool,
     ) -> bool:
-        """Wait until one more save of at most ``save_bytes`` fits beside those ``under_way``; ``False`` where ``wait`` is not wanted.
+        """Wait until one more save of at most ``save_bytes`` fits beside those ``under_way``;
+        ``False`` where ``wait`` is not wanted.
 
-        Where the newest steps themselves fill the memory, they go to the disk, the memory is emptied, and the next save is a whole one, which
-        ``start_over`` tells the saver. Raises ``SaveFailed`` where not even that makes room, the drain's failure, ``StorageTimeout`` where nothing
-        happens for twice ``io_timeout_seconds``.
+        Where the newest steps themselves fill the memory, they go to the disk, the memory is
+        emptied, and the next save is a whole one, which ``start_over`` tells the saver. Raises
+        ``SaveFailed`` where not even that makes room, the drain's failure, ``StorageTimeout`` where
+        nothing happens for twice ``io_timeout_seconds``.
         """
         self._pulse.beat()
         try:
             while True:
-                saves = under_way()  # first: a save that has ended since has woken the thread before
+                saves = (
+                    under_way()
+                )  # first: a save that has ended since has woken the thread before
                 idle, wanted = self._is_idle, save_bytes * (saves + self._saves_at_once)
                 if self._used() + wanted <= self.memory_bytes:
                     return True
@@ -248,8 +319,9 @@ class Tier:
                 if idle and not saves:
                     if self._is_emptying:
                         raise SaveFailed(
-                            f"step {step} is not saved: memory_bytes of {self.root.path} is {self.memory_bytes:,}, of which {self._used():,} are in "
-                            f"use, and one save may take {wanted:,}. Give the tier more memory_bytes"
+                            f"step {step} is not saved: memory_bytes of {self.root.path} is"
+                            f" {self.memory_bytes:,}, of which {self._used():,} are in use, and one"
+                            f" save may take {wanted:,}. Give the tier more memory_bytes"
                         )
                     start_over()
                     with self._changed:
@@ -261,7 +333,8 @@ class Tier:
             self._is_emptying = False
 
     def persist(self, manifest: Manifest | None, timeout: float | None) -> None:
-        """Wait until a step in memory (``None``: the newest) is on the disk, whether it was to go there or not.
+        """Wait until a step in memory (``None``: the newest) is on the disk, whether it was to go
+        there or not.
 
         Raises ``SaveFailed`` where it cannot be copied, ``TimeoutError``, ``StorageTimeout``.
         """
@@ -274,17 +347,24 @@ class Tier:
         self._pulse.beat()
         while not self._is_idle:
             if deadline.left == 0:
-                raise TimeoutError(f"the newest steps are in memory, but not yet all in {self._durable.path} after {timeout} s")
+                raise TimeoutError(
+                    f"the newest steps are in memory, but not yet all in {self._durable.path} after"
+                    f" {timeout} s"
+                )
             self._await_change("steps wait to be copied, and", deadline.left)
         self.raise_unseen()
 
     def delete(self, step: int) -> None:
-        """Delete every checkpoint of a training step, in memory and on the disk. Raises as ``retain.delete``; then nothing was deleted."""
+        """Delete every checkpoint of a training step, in memory and on the disk. Raises as
+        ``retain.delete``; then nothing was deleted.
+        """
         with self.lock:
             while not self._is_idle:
                 self.lock.release()
                 try:
-                    self._await_change("a step that is to be deleted waits for others to be copied, and")
+                    self._await_change(
+                        "a step that is to be deleted waits for others to be copied, and"
+                    )
                 finally:
                     self.lock.acquire()
             if step in self._durable.steps():
@@ -309,7 +389,9 @@ class Tier:
             self._changed.notify_all()
 
     def stop(self, on_end: Callable[[], None]) -> None:
-        """Copy what is to be copied and the newest step, then end; the last thing that happens is ``on_end``. REQUIRES: no save is under way."""
+        """Copy what is to be copied and the newest step, then end; the last thing that happens is
+        ``on_end``. REQUIRES: no save is under way.
+        """
         with self._changed:
             self._on_end, self._stopping = on_end, True
             if (last := self._last()) > self._newest:
@@ -317,19 +399,25 @@ class Tier:
         self.wake()
 
     def await_end(self, timeout: float | None) -> None:
-        """Wait for what ``stop`` began. Raises ``SaveFailed`` for what was not copied, ``TimeoutError``, ``StorageTimeout``."""
+        """Wait for what ``stop`` began. Raises ``SaveFailed`` for what was not copied,
+        ``TimeoutError``, ``StorageTimeout``.
+        """
         deadline = Deadline.after(timeout)
         self._pulse.beat()
         while not self._ended:
             if deadline.left == 0:
-                raise TimeoutError(f"the newest steps are in memory, but not yet all in {self._durable.path} after {timeout} s")
+                raise TimeoutError(
+                    f"the newest steps are in memory, but not yet all in {self._durable.path} after"
+                    f" {timeout} s"
+                )
             self._await_change("steps wait to be copied, and", deadline.left)
         self.raise_unseen()
 
     def _await_change(self, what: str, left: float | None = None) -> None:
         if self._pulse.left <= 0:
             raise StorageTimeout(
-                f"{what} nothing has happened in {self._durable.path} for {self._patience_seconds:g} s; it may hang"
+                f"{what} nothing has happened in {self._durable.path} for"
+                f" {self._patience_seconds:g} s; it may hang"
             )
         with self._changed:
             self._changed.wait(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
@@ -338,7 +426,7 @@ class Tier:
         """The newest sequence number in memory; -1: none."""
         return max((_seq_at(path) for path in self.root.manifest_paths()), default=-1)
 
-    # --- the thread -------------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -349,7 +437,11 @@ class Tier:
             try:
                 self._drain()
             except BaseException as error:  # noqa: BLE001 - a thread that dies silently would let memory run full
-                failed = error if isinstance(error, SaveFailed) else SaveFailed(f"draining {self.root.path} failed: {error}")
+                failed = (
+                    error
+                    if isinstance(error, SaveFailed)
+                    else SaveFailed(f"draining {self.root.path} failed: {error}")
+                )
                 failed.__cause__ = failed.__cause__ or (None if failed is error else error)
                 log.error("%s", failed)
                 with self._changed:
@@ -369,7 +461,9 @@ class Tier:
         """Copy what is due, oldest first, and let go of what need not stay."""
         options = self._options
         self._trim()
-        while (brief := next_due(self._briefs(), self._newest, options.persist_every, self._wanted)) is not None:
+        while (
+            brief := next_due(self._briefs(), self._newest, options.persist_every, self._wanted)
+        ) is not None:
             self._copy(brief)
             with self._changed:
                 self._wanted.discard(brief.seq)
@@ -379,21 +473,37 @@ class Tier:
             self._pulse.beat()
 
     def _copy(self, brief: Brief) -> None:
-        path = self._source.path / layout.CHECKPOINTS / layout.checkpoint_id(brief.seq) / "zarr.json"
+        path = (
+            self._source.path / layout.CHECKPOINTS / layout.checkpoint_id(brief.seq) / "zarr.json"
+        )
         there = self._target.path / layout.CHECKPOINTS / path.parent.name / "zarr.json"
         try:
             manifest = check_place(path, read_manifest(path), False)  # not kept: steps come and go
-            if not (there.exists() and self._target.read(there).nonce == manifest.nonce):  # else a kill came before the note
+            if not (
+                there.exists() and self._target.read(there).nonce == manifest.nonce
+            ):  # else a kill came before the note
                 late = brief.seq < self._newest
                 self._durable_lease.check()
-                transfer(self._source, manifest, self._target, self._durable_lease.check, beat=self._pulse.beat, again=late)
+                transfer(
+                    self._source,
+                    manifest,
+                    self._target,
+                    self._durable_lease.check,
+                    beat=self._pulse.beat,
+                    again=late,
+                )
             if brief.seq > self._newest:
                 self._newest = brief.seq
-                self._write_bond(Bond(self._identity, place.full_name(self._durable.path), brief.seq, brief.nonce))
+                self._write_bond(
+                    Bond(
+                        self._identity, place.full_name(self._durable.path), brief.seq, brief.nonce
+                    )
+                )
         except Exception as error:
             raise SaveFailed(
-                f"step {brief.step} is in {self.root.path}, which a power cut would take, and could not be copied to {self._durable.path}; "
-                f"both are as they were, and the next save tries it again. Cause: {type(error).__name__}: {error}"
+                f"step {brief.step} is in {self.root.path}, which a power cut would take, and could"
+                f" not be copied to {self._durable.path}; both are as they were, and the next save"
+                f" tries it again. Cause: {type(error).__name__}: {error}"
             ) from error
 
     def _retain(self) -> None:
@@ -417,7 +527,9 @@ class Tier:
                 if brief.seq not in stay:
                     self.lease.check()
                     collect.delete_checkpoint(self._source, brief.seq)
-            collect.collect(self._source, grace_seconds=0, protected=self._protected(), newest=self._newest)
+            collect.collect(
+                self._source, grace_seconds=0, protected=self._protected(), newest=self._newest
+            )
         with self._changed:
             self._changed.notify_all()
 
@@ -427,13 +539,15 @@ class Tier:
             raise error
         return sorted(found.values(), key=lambda one: one.seq)
 
-    # --- what lies there --------------------------------------------------------------------------------------------------
+    # --- what lies there --------------------------------------------------------------------------
 
     def _used(self) -> int:
         """Bytes of all files of the memory root but the few of its control group."""
         names = self.root.store.segment_ids()
         known = self._sizes
-        segments = sum(known.get(name) or _bytes_of(self.root.path / layout.SEGMENTS / name) for name in names)
+        segments = sum(
+            known.get(name) or _bytes_of(self.root.path / layout.SEGMENTS / name) for name in names
+        )
         self._sizes = {name: known[name] for name in names if name in known}
         return segments + _bytes_of(self.root.path / layout.CHECKPOINTS)
 
@@ -441,26 +555,41 @@ class Tier:
         """Make sure that both roots are of one run; the newest sequence number on the disk."""
         self._identity = _identity(self._durable)
         briefs, damaged = self.root.briefs()
-        held = {(brief.seq, brief.nonce) for brief in briefs.values()} | {(_seq_at(path), "") for path in damaged}
-        found = stale(read_bond(self.root.path), held, self._identity, _newest(self._durable), collect.boot())
+        held = {(brief.seq, brief.nonce) for brief in briefs.values()} | {
+            (_seq_at(path), "") for path in damaged
+        }
+        found = stale(
+            read_bond(self.root.path), held, self._identity, _newest(self._durable), collect.boot()
+        )
         if found is None and damaged:
             found = Stale(f"it is damaged: {next(iter(damaged.values()))}", False)
         if found is not None:
             self._discard(found)
         seq = self._note(self._durable)
-        collect.collect(self.root, grace_seconds=0, writer_is_dead=True)  # what a killed process has begun
+        collect.collect(
+            self.root, grace_seconds=0, writer_is_dead=True
+        )  # what a killed process has begun
         return seq
 
     def _discard(self, found: Stale) -> None:
         """Empty the memory root, if that is allowed."""
         memory, disk, steps = self.root.path, self._durable.path, self.root.steps()
-        if read_bond(memory) is None or not (found.is_behind or self._options.on_stale == "discard"):
+        if read_bond(memory) is None or not (
+            found.is_behind or self._options.on_stale == "discard"
+        ):
             raise ForeignMemory(
-                f"{memory} cannot be the memory of {disk}: {found.why}. Nothing was changed. Its steps are {steps}, which "
-                f"deltacheck.open({str(memory)!r}) reads. To go on from {disk}, remove {memory}, name another directory, or "
-                "(for what was a memory root) say MemoryTier(on_stale='discard')"
+                f"{memory} cannot be the memory of {disk}: {found.why}. Nothing was changed. Its"
+                f" steps are {steps}, which deltacheck.open({str(memory)!r}) reads. To go on from"
+                f" {disk}, remove {memory}, name another directory, or (for what was a memory root)"
+                " say MemoryTier(on_stale='discard')"
             )
-        log.warning("%s, steps %s, is discarded: it cannot be the memory of %s: %s", memory, steps, disk, found.why)
+        log.warning(
+            "%s, steps %s, is discarded: it cannot be the memory of %s: %s",
+            memory,
+            steps,
+            disk,
+            found.why,
+        )
         for path in self.root.manifest_paths():
             collect.delete_checkpoint(self.root, _seq_at(path))
 
@@ -480,12 +609,20 @@ def durable_digest(durable: Root, manifest: Manifest) -> str:
 
 
 def read_bond(root: Place) -> Bond | None:
-    """What a root says of the root that it is the memory of; ``None`` where it says nothing that can be read."""
+    """What a root says of the root that it is the memory of; ``None`` where it says nothing that
+    can be read.
+    """
     try:
-        about = json.loads(arrays.read_file(root / layout.CONTROL / BOND / "zarr.json", 1 << 20))["attributes"][
-            layout.ATTRIBUTE
-        ]
-        return Bond(str(about["root"]), str(about["path"]), int(about["seq"]), str(about["nonce"]), str(about["boot"]))
+        about = json.loads(arrays.read_file(root / layout.CONTROL / BOND / "zarr.json", 1 << 20))[
+            "attributes"
+        ][layout.ATTRIBUTE]
+        return Bond(
+            str(about["root"]),
+            str(about["path"]),
+            int(about["seq"]),
+            str(about["nonce"]),
+            str(about["boot"]),
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged):
         return None
 
@@ -495,7 +632,12 @@ def write_bond(root: Place, bond: Bond) -> None:
     bond = bond._replace(boot=collect.boot())
     folder = root / layout.CONTROL / BOND
     folder.mkdir(exist_ok=True)
-    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: bond._asdict()}), Durability.PROCESS)
+    arrays.replace_file(
+        folder,
+        "zarr.json",
+        arrays.group_json({layout.ATTRIBUTE: bond._asdict()}),
+        Durability.PROCESS,
+    )
 
 
 def _identity(durable: Root) -> str:
@@ -511,7 +653,10 @@ def _identity(durable: Root) -> str:
         about = json.loads(arrays.read_file(path, 1 << 20))["attributes"][layout.ATTRIBUTE]
         return str(about["root"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged: {error}. Remove it; memory roots of this run are refused then", file=path) from error
+        raise Damaged(
+            f"{path} is damaged: {error}. Remove it; memory roots of this run are refused then",
+            file=path,
+        ) from error
 
 
 def _seq_at(manifest_path: Place) -> int:

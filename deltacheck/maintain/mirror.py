@@ -1,4 +1,6 @@
-"""Keep a second copy of a memory root, on another machine's memory: every step as it appears, and its deletion. A mirror is a memory root itself."""
+"""Keep a second copy of a memory root, on another machine's memory: every step as it appears, and
+its deletion. A mirror is a memory root itself.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +20,49 @@ from deltacheck.store.root import Root, Store, check_place, open_root, read_mani
 
 
 class Mirror:
-    """A copy of a memory root, kept by another process than the one that writes there; takes the target's lease, and no lock on the source.
+    """A copy of a memory root, kept by another process than the one that writes there; takes the
+    target's lease, and no lock on the source.
 
     ``durability``: of the copy, ``"process"`` for one in memory.
 
-    Raises ``NotACheckpointRoot`` where ``source`` is not the memory root of an engine, ``ForeignMemory`` where ``target`` is that of another run,
-    ``RootBusy``, ``StorageFailed`` for an object store.
+    Raises ``NotACheckpointRoot`` where ``source`` is not the memory root of an engine,
+    ``ForeignMemory`` where ``target`` is that of another run, ``RootBusy``, ``StorageFailed`` for
+    an object store.
     """
 
-    def __init__(self, source: str | os.PathLike[str], target: str | os.PathLike[str], durability: str = "process") -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        durability: str = "process",
+    ) -> None:
         self._source = open_root(place.local(source, "a mirror"))
         path = Path(place.local(target, "a mirror")).absolute()
         bond = read_bond(self._source.path)
         if bond is None or self._source.is_manager_root:
-            raise NotACheckpointRoot(f"{source} is not the memory root of an engine: it does not say which run it belongs to")
+            raise NotACheckpointRoot(
+                f"{source} is not the memory root of an engine: it does not say which run it"
+                " belongs to"
+            )
         self._target = Root(path, Store.create(path, durability=Durability.of(durability)))
         self._lease = Lease(path)
         ours = read_bond(path)
         if self._target.manifest_paths() and (ours is None or ours.root != bond.root):
             self._lease.release()
             raise ForeignMemory(
-                f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or name another directory"
+                f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or name"
+                " another directory"
             )
         self._run = bond.root
 
     def poll(self) -> list[int]:
-        """Copy the steps that are new at the source, delete those that have gone there; the training steps that were copied.
+        """Copy the steps that are new at the source, delete those that have gone there; the
+        training
+        steps that were copied.
 
-        The copy is complete in every moment: new steps come before old ones go. Where the source itself is gone, nothing is deleted. Raises
-        ``Damaged`` for what cannot be read there, ``ForeignMemory`` where another run has taken its place, ``RootBusy``.
+        The copy is complete in every moment: new steps come before old ones go. Where the source
+        itself is gone, nothing is deleted. Raises ``Damaged`` for what cannot be read there,
+        ``ForeignMemory`` where another run has taken its place, ``RootBusy``.
         """
         found, damaged = self._source.briefs()
         for error in damaged.values():
@@ -62,7 +78,12 @@ class Mirror:
         for path, brief in sorted(found.items(), key=lambda one: one[1].seq):
             if (brief.seq, brief.nonce) not in held:
                 try:
-                    transfer(self._source, check_place(path, read_manifest(path), False), self._target, again=True)
+                    transfer(
+                        self._source,
+                        check_place(path, read_manifest(path), False),
+                        self._target,
+                        again=True,
+                    )
                 except (FileNotFoundError, StepNotFound):
                     continue  # deleted since it was listed
                 copied.append(brief.step)
@@ -75,20 +96,28 @@ class Mirror:
         return copied
 
     def _follow_bond(self) -> None:
-        """Know as much of the disk as the source does: after the steps were copied, before any goes."""
+        """Know as much of the disk as the source does: after the steps were copied, before any
+        goes.
+        """
         bond = read_bond(self._source.path)
         if bond is None:
             return
         if bond.root != self._run:
-            raise ForeignMemory(f"{self._source.path} is the memory of another run now, {bond.path}; end this mirror")
+            raise ForeignMemory(
+                f"{self._source.path} is the memory of another run now, {bond.path}; end this"
+                " mirror"
+            )
         held = read_bond(self._target.path)
         if held is None or bond._replace(boot="") != held._replace(boot=""):
             write_bond(self._target.path, bond)
 
     def run(self, *, poll_seconds: float = 0.2, timeout: float | None = None) -> int:
-        """``poll`` until nothing new has come for ``timeout`` seconds (``None``: for ever; 0: once); how many steps were copied.
+        """``poll`` until nothing new has come for ``timeout`` seconds (``None``: for ever; 0:
+        once);
+        how many steps were copied.
 
-        ``poll_seconds``: between two looks; shorter: less is lost with the source's machine, more calls to the file system. Raises as ``poll``.
+        ``poll_seconds``: between two looks; shorter: less is lost with the source's machine, more
+        calls to the file system. Raises as ``poll``.
         """
         count, last = 0, time.monotonic()
         while True:

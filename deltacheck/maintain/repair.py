@@ -1,9 +1,10 @@
 """Heal damaged steps from what other steps and leaves still have, and say plainly what is lost.
 
-A chunk is known by its digest, so the bytes that a damaged file held may be found wherever the same digest stands: in a keyframe after it,
-in a tied leaf or a replica, in a step that was compacted; a leaf that ranks have cut otherwise is put together from those tiles; a low-precision
-copy follows from its master. What is healed is written whole to new
-segments, and steps get new manifests: nothing that is committed is written to. Documents that are replaced or set aside are kept in
+A chunk is known by its digest, so the bytes that a damaged file held may be found wherever the same
+digest stands: in a keyframe after it, in a tied leaf or a replica, in a step that was compacted; a
+leaf that ranks have cut otherwise is put together from those tiles; a low-precision copy follows
+from its master. What is healed is written whole to new segments, and steps get new manifests:
+nothing that is committed is written to. Documents that are replaced or set aside are kept in
 ``<root>.damaged``; segments that no step needs any more stay for ``gc``.
 """
 
@@ -39,7 +40,9 @@ _FLOATS = ("float32", "float64")  # that others may be a cast of
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A leaf of a step, or the tile of one that ``source`` begins with, that was written again, from ``source``."""
+    """A leaf of a step, or the tile of one that ``source`` begins with, that was written again,
+    from ``source``.
+    """
 
     step: int
     leaf: str
@@ -48,8 +51,9 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known; of a leaf in tiles, those of the tile that ``problem``
-    begins with), or, without a leaf, a whole step.
+    """What cannot be healed: ``chunks`` of a leaf of a step (empty: which ones is not known; of a
+    leaf
+    in tiles, those of the tile that ``problem`` begins with), or, without a leaf, a whole step.
     """
 
     step: int | None
@@ -62,8 +66,9 @@ class Lost:
 class Repaired:
     """What a repair did, or would do.
 
-    ``documents``: ``zarr.json`` files that were written again. ``steps``: the steps that were healed. ``removed``: what a lossy repair set
-    aside. ``backup``: where replaced and removed documents are kept, ``None`` where there are none.
+    ``documents``: ``zarr.json`` files that were written again. ``steps``: the steps that were
+    healed. ``removed``: what a lossy repair set aside. ``backup``: where replaced and removed
+    documents are kept, ``None`` where there are none.
     """
 
     documents: list[str] = field(default_factory=list)
@@ -76,7 +81,9 @@ class Repaired:
 
 
 def mend_root(path: Path, done: Repaired, *, dry_run: bool = False) -> None:
-    """Write the ``zarr.json`` of a root that has lost its own. Raises ``NotACheckpointRoot`` where nothing shows that it was one."""
+    """Write the ``zarr.json`` of a root that has lost its own. Raises ``NotACheckpointRoot`` where
+    nothing shows that it was one.
+    """
     for store in (path, path / MANAGER_STORE):
         if Store(store).segment_ids():
             try:
@@ -87,10 +94,18 @@ def mend_root(path: Path, done: Repaired, *, dry_run: bool = False) -> None:
                 done.documents.append(str(document))
                 if not dry_run:
                     _Backup(path, done).keep(document)
-                    about = {"format": layout.FORMAT, "version": layout.VERSION, "must_understand": []}
-                    arrays.replace_file(store, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about}))
+                    about = {
+                        "format": layout.FORMAT,
+                        "version": layout.VERSION,
+                        "must_understand": [],
+                    }
+                    arrays.replace_file(
+                        store, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about})
+                    )
                 return
-    raise NotACheckpointRoot(f"{path} is not a deltacheck root, and no segments show that it was one")
+    raise NotACheckpointRoot(
+        f"{path} is not a deltacheck root, and no segments show that it was one"
+    )
 
 
 def repair(
@@ -104,12 +119,14 @@ def repair(
 ) -> Repaired:
     """Heal the steps of a root (by default all of them) as far as other data allows.
 
-    A step is healed whole or not at all. Without ``lossy`` what cannot be healed stays as it is and is named. ``lossy``: steps that cannot
-    be healed, and manifests that cannot be read, are set aside, so that the newest step restores and ``gc`` works again: their other leaves go with
-    them. ``dry_run`` changes nothing. ``done``: a report to go on with.
+    A step is healed whole or not at all. Without ``lossy`` what cannot be healed stays as it is and
+    is named. ``lossy``: steps that cannot be healed, and manifests that cannot be read, are set
+    aside, so that the newest step restores and ``gc`` works again: their other leaves go with them.
+    ``dry_run`` changes nothing. ``done``: a report to go on with.
 
-    Holds one leaf in memory at a time, and the digests of all chunks. REQUIRES: the caller holds the lease (a dry run needs none).
-    Raises ``StepNotFound``, and ``StorageFailed`` for an object store: copy the root to a disk.
+    Holds one leaf in memory at a time, and the digests of all chunks. REQUIRES: the caller holds
+    the lease (a dry run needs none). Raises ``StepNotFound``, and ``StorageFailed`` for an object
+    store: copy the root to a disk.
     """
     done = done or Repaired()
     root = root.afresh()
@@ -119,7 +136,11 @@ def repair(
     if step is not None and step not in root.steps() and not unreadable:
         raise StepNotFound(f"{root.path} has no step {step}")
     for path, error in sorted(unreadable.items()):
-        done.lost.append(Lost(None, None, (), f"{error}: the step cannot be healed, nothing else says what it was"))
+        done.lost.append(
+            Lost(
+                None, None, (), f"{error}: the step cannot be healed, nothing else says what it was"
+            )
+        )
         if lossy and (step is None or step not in root.steps()):
             done.removed.append(str(path))
             if not dry_run:
@@ -128,7 +149,11 @@ def repair(
     _mend_documents(root, found, backup, done, dry_run)
     sick = _Sick.of(manifests.values(), found)
     healer = _Healer(found, sick, list(manifests.values()))
-    wanted = [(path, m) for path, m in manifests.items() if m.seq in sick.leaves and step in (None, m.step)]
+    wanted = [
+        (path, m)
+        for path, m in manifests.items()
+        if m.seq in sick.leaves and step in (None, m.step)
+    ]
     curable: dict[Place, Manifest] = {}
     for path, manifest in wanted:
         healed, lost = [], []
@@ -137,26 +162,35 @@ def repair(
             if isinstance(result, Lost):
                 lost.append(result)
             else:
-                healed.append(Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + result.source))
+                healed.append(
+                    Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + result.source)
+                )
         if lost:
             done.lost += lost
             if lossy:
                 done.removed.append(str(path))
                 if not dry_run:
-                    backup.set_aside(path.parent if not root.is_manager_root else path.parent.parent)
+                    backup.set_aside(
+                        path.parent if not root.is_manager_root else path.parent.parent
+                    )
                 manifests.pop(path)
         else:
             curable[path] = manifest
             done.healed += healed
             done.steps.append(manifest.step)
-    in_the_way = [] if lossy else [path for path in unreadable if curable and _is_newer(path, next(iter(curable)))]
+    in_the_way = (
+        []
+        if lossy
+        else [path for path in unreadable if curable and _is_newer(path, next(iter(curable)))]
+    )
     if in_the_way:
         done.lost += [
             Lost(
                 m.step,
                 None,
                 (),
-                f"it could be healed, but not before {in_the_way[0]}, which is newer and cannot be read, is set aside (--lossy)",
+                f"it could be healed, but not before {in_the_way[0]}, which is newer and cannot be"
+                " read, is set aside (--lossy)",
             )
             for m in curable.values()
         ]
@@ -172,19 +206,23 @@ def _is_newer(path: Place, than: Place) -> bool:
     ]
 
 
-# --- what is sick ---------------------------------------------------------------------------------------------------------------------
+# --- what is sick ---------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Sick:
-    """``leaves``: by sequence number, the leaves that a step has lost. ``sound``: of each lineage, how many of its links can be restored."""
+    """``leaves``: by sequence number, the leaves that a step has lost. ``sound``: of each lineage,
+    how many of its links can be restored.
+    """
 
     leaves: dict[int, list[str]]
     sound: dict[int, int]
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest], found: Survey) -> _Sick:
-        sick = cls({m.seq: [] for m in manifests if any(ref in found.lost for ref in m.segments)}, {})
+        sick = cls(
+            {m.seq: [] for m in manifests if any(ref in found.lost for ref in m.segments)}, {}
+        )
         for broken in found.broken:
             sick.leaves.setdefault(broken.manifest.seq, []).append(broken.path)
         for batch in surveying.batches(found.lineages, verify.BATCH_BYTES):
@@ -201,7 +239,11 @@ def _sound(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
     known = {lineage.path: len(surveying.tables(lineage).digests) for lineage in batch}
     links = dict.fromkeys(known, 0)
     try:
-        chains = {lineage.path: lineage.chain(known[lineage.path]) for lineage in batch if known[lineage.path]}
+        chains = {
+            lineage.path: lineage.chain(known[lineage.path])
+            for lineage in batch
+            if known[lineage.path]
+        }
         for _, entries, _ in chain.follow(chains):
             for path in entries:
                 links[path] += 1
@@ -213,7 +255,7 @@ def _sound(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
     yield from ((lineage, links[lineage.path]) for lineage in batch)
 
 
-# --- healing --------------------------------------------------------------------------------------------------------------------------
+# --- healing --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +281,12 @@ class _Healer:
         self._found = found
         self._manifests = manifests
         self._sick = sick
-        self._tables = {id(lineage): surveying.tables(lineage).digests for lineage in found.lineages}
-        self._leaves: dict[str, tuple[Lineage, int]] = {}  # by leaf digest, those that can be restored
+        self._tables = {
+            id(lineage): surveying.tables(lineage).digests for lineage in found.lineages
+        }
+        self._leaves: dict[
+            str, tuple[Lineage, int]
+        ] = {}  # by leaf digest, those that can be restored
         self._chunks: dict[tuple[int, int], list[_At]] = {}
         for lineage in found.lineages:
             for number, digests in enumerate(self._tables[id(lineage)]):
@@ -258,7 +304,10 @@ class _Healer:
         if known is not None:
             lineage, links = known
             data = _load(lineage, links)
-            source = f"{_named(lineage.path)} after segment {lineage.links[links - 1][0].id}, which is equal"
+            source = (
+                f"{_named(lineage.path)} after segment {lineage.links[links - 1][0].id}, which is"
+                " equal"
+            )
             return _Content(data, self._tables[id(lineage)][links - 1], source)
         missing: list[int] = []
         own = self._of(manifest, leaf)
@@ -295,7 +344,9 @@ class _Healer:
         return None
 
     def _assembled(self, lineage: Lineage, links: int) -> tuple[_Content | None, list[int]]:
-        """A leaf after some links, chunk by chunk from wherever each is; or the chunks that are nowhere."""
+        """A leaf after some links, chunk by chunk from wherever each is; or the chunks that are
+        nowhere.
+        """
         spec, digests = lineage.record.spec(lineage.path), self._tables[id(lineage)][links - 1]
         data = np.empty(spec.raw_bytes, np.uint8)
         missing, sources = [], set()
@@ -307,18 +358,27 @@ class _Healer:
                 if values is not None and values.size == end - begin:
                     data[begin:end] = values
                     if at.lineage is not lineage or at.links != links:
-                        sources.add(f"{_named(at.lineage.path)} after segment {at.lineage.links[at.links - 1][0].id}")
+                        sources.add(
+                            f"{_named(at.lineage.path)} after segment"
+                            f" {at.lineage.links[at.links - 1][0].id}"
+                        )
                     break
             else:
                 missing.append(chunk)
         if missing and links > 1:
             # A delta that is whole, on what was healed before it.
-            before, _ = self._assembled(lineage, links - 1) if self._sick.sound[id(lineage)] < links - 1 else (None, [])
+            before, _ = (
+                self._assembled(lineage, links - 1)
+                if self._sick.sound[id(lineage)] < links - 1
+                else (None, [])
+            )
             if before is not None:
                 segment, entry = lineage.links[links - 1]
                 try:
                     content = _Content(
-                        chain.apply(spec, segment, entry, before.data), digests, f"{before.source}, and the deltas after it"
+                        chain.apply(spec, segment, entry, before.data),
+                        digests,
+                        f"{before.source}, and the deltas after it",
                     )
                 except Damaged:
                     return None, missing
@@ -326,10 +386,17 @@ class _Healer:
                     return content, []
         if missing:
             return None, missing
-        return _Content(data, digests, ", ".join(sorted(sources)) or "its own chunks, each read alone"), []
+        return (
+            _Content(
+                data, digests, ", ".join(sorted(sources)) or "its own chunks, each read alone"
+            ),
+            [],
+        )
 
     def _cut_otherwise(self, manifest: Manifest, leaf: str) -> _Content | None:
-        """A leaf or tile from a step that has the same elements in other tiles, as after a change of the number of ranks."""
+        """A leaf or tile from a step that has the same elements in other tiles, as after a change
+        of the number of ranks.
+        """
         record, path = manifest.stored[leaf], tiles.leaf_of(leaf)
         spec, cuts = record.spec(leaf), _cuts(manifest, path)
         if cuts is None:
@@ -342,42 +409,65 @@ class _Healer:
                 continue
             cut = manifest_of.tiles.get(path)
             parts = [
-                (one, manifest_of.leaves[path] if cut is None else cut.record(one.number)) for one in tiles.overlaps(their, box)
+                (one, manifest_of.leaves[path] if cut is None else cut.record(one.number))
+                for one in tiles.overlaps(their, box)
             ]
             digests = tuple(part.digest for _, part in parts)
-            if digests in tried or any(part.dtype != record.dtype or part.digest not in self._leaves for _, part in parts):
+            if digests in tried or any(
+                part.dtype != record.dtype or part.digest not in self._leaves for _, part in parts
+            ):
                 continue
             tried.add(digests)
             values = np.empty(record.shape, spec.element.numpy)
             for one, part in parts:
-                values[one.in_box] = _load(*self._leaves[part.digest]).view(values.dtype).reshape(part.shape)[one.in_tile]
+                values[one.in_box] = (
+                    _load(*self._leaves[part.digest])
+                    .view(values.dtype)
+                    .reshape(part.shape)[one.in_tile]
+                )
             data = values.reshape(-1).view(np.uint8)
             chunks = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
             if leaf_digest(chunks) == record.digest:
-                return _Content(data, chunks, f"leaf {path!r} of step {manifest_of.step}, which has it in other tiles")
+                return _Content(
+                    data,
+                    chunks,
+                    f"leaf {path!r} of step {manifest_of.step}, which has it in other tiles",
+                )
         return None
 
     def _cast(self, manifest: Manifest, leaf: str) -> _Content | None:
-        """A leaf that is the cast of another of its step, as working copies are of their masters."""
+        """A leaf that is the cast of another of its step, as working copies are of their
+        masters.
+        """
         record = manifest.stored[leaf]
         spec = record.spec(leaf)
         if record.dtype not in ("bfloat16", "float16", "float32"):
             return None
         for path, other in manifest.stored.items():
-            if other.dtype in _FLOATS and other.dtype != record.dtype and other.shape == record.shape:
+            if (
+                other.dtype in _FLOATS
+                and other.dtype != record.dtype
+                and other.shape == record.shape
+            ):
                 known = self._leaves.get(other.digest)
                 if known is None:
                     continue
                 values = _load(*known).view(other.spec(path).element.numpy)
                 data = derive.cast(values, spec.element.numpy).view(np.uint8)
-                digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+                digests = chunk_digests(
+                    data, spec.bounds(), spec.word_bytes, range(spec.chunk_count)
+                )
                 if leaf_digest(digests) == record.digest:
-                    return _Content(data, digests, f"{_named(path)} of the same step, rounded to {record.dtype}")
+                    return _Content(
+                        data, digests, f"{_named(path)} of the same step, rounded to {record.dtype}"
+                    )
         return None
 
 
 def _cuts(manifest: Manifest, path: str) -> tiles.Cuts | None:
-    """How a step has cut what it stores of a leaf; ``None`` of what it does not store, and of what has no elements or axes to cut."""
+    """How a step has cut what it stores of a leaf; ``None`` of what it does not store, and of what
+    has no elements or axes to cut.
+    """
     if path in manifest.tiles:
         return manifest.tiles[path].cuts
     shape = manifest.leaves[path].shape if path in manifest.leaves else ()
@@ -408,11 +498,13 @@ def _chunk(at: _At, wanted: U64, digests: U64) -> U8 | None:
     return data if (digests[at.chunk] == wanted).all() else None
 
 
-# --- writing --------------------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 class _Backup:
-    """Where documents go before they are replaced or removed: beside the root, under their own names and a number."""
+    """Where documents go before they are replaced or removed: beside the root, under their own
+    names and a number.
+    """
 
     def __init__(self, root: Path, done: Repaired) -> None:
         self._root = root
@@ -441,7 +533,9 @@ class _Backup:
         return free
 
 
-def _mend_documents(root: Root, found: Survey, backup: _Backup, done: Repaired, dry_run: bool) -> None:
+def _mend_documents(
+    root: Root, found: Survey, backup: _Backup, done: Repaired, dry_run: bool
+) -> None:
     """Write metadata again that only other readers need, as the tables imply it."""
     wrong: list[tuple[Place, bytes]] = []
     for folder in root.store.group_paths():
@@ -468,7 +562,9 @@ def _write(
     done: Repaired,
     io_timeout_seconds: float,
 ) -> None:
-    """Write what was healed, then give every step from the first healed one on a new manifest, so that their order stays.
+    """Write what was healed, then give every step from the first healed one on a new manifest, so
+    that
+    their order stays.
 
     The newest goes first: at any moment the newest step is the one that it was.
     """
@@ -488,11 +584,18 @@ def _write(
                 for leaf in leaves:
                     content = healer.heal(manifest, leaf)
                     assert isinstance(content, _Content)
-                    whole.add(manifest.stored[leaf].spec(leaf), manifest.stored[leaf].digest, content.digests, content.data)
+                    whole.add(
+                        manifest.stored[leaf].spec(leaf),
+                        manifest.stored[leaf].digest,
+                        content.digests,
+                        content.data,
+                    )
                 ref = whole.finish()
                 segments = (*segments, ref)
                 done.stored_bytes += ref.stored_bytes
-        renewals.append((path, manifest, renewed(root, manifest, base + number, segments, "repairing")))
+        renewals.append(
+            (path, manifest, renewed(root, manifest, base + number, segments, "repairing"))
+        )
     for path, before, after in reversed(renewals):
         backup.keep(path)
         if root.is_manager_root:

@@ -27,13 +27,23 @@ class Pruned:
     deleted: tuple[Checkpoint, ...]
 
 
-def prune(root: Root, retention: Retention, *, dry_run: bool = False, still_ours: Callable[[], None] | None = None) -> Pruned:
-    """Delete the checkpoints that ``retention`` and no tag keeps, oldest first; segments go when they are collected.
+def prune(
+    root: Root,
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    still_ours: Callable[[], None] | None = None,
+) -> Pruned:
+    """Delete the checkpoints that ``retention`` and no tag keeps, oldest first; segments go when
+    they
+    are collected.
 
-    ``still_ours``: raises where the right to write has been lost. A checkpoint whose manifest cannot be read is neither counted nor deleted.
+    ``still_ours``: raises where the right to write has been lost. A checkpoint whose manifest
+    cannot be read is neither counted nor deleted.
 
-    REQUIRES: the caller holds the lease. Raises ``Damaged`` and deletes nothing where a tag cannot be read, ``StepNotFound`` in the root of a
-    ``CheckpointManager``, whose steps are Orbax's; ``RootBusy``.
+    REQUIRES: the caller holds the lease. Raises ``Damaged`` and deletes nothing where a tag cannot
+    be read, ``StepNotFound`` in the root of a ``CheckpointManager``, whose steps are Orbax's;
+    ``RootBusy``.
     """
     _refuse_manager(root)
     if retention.keeps_all:
@@ -50,24 +60,33 @@ def prune(root: Root, retention: Retention, *, dry_run: bool = False, still_ours
     return Pruned(_named(b for b in briefs if b.seq in stay), going)
 
 
-def delete(root: Root, step: int, *, still_ours: Callable[[], None] | None = None) -> tuple[Checkpoint, ...]:
-    """Delete every checkpoint of a training step; segments go when they are collected. What was deleted, oldest first.
+def delete(
+    root: Root, step: int, *, still_ours: Callable[[], None] | None = None
+) -> tuple[Checkpoint, ...]:
+    """Delete every checkpoint of a training step; segments go when they are collected. What was
+    deleted, oldest first.
 
-    REQUIRES: the caller holds the lease. Raises ``StepNotFound``, ``StepTagged`` (naming the tag and the way out) and deletes nothing then;
-    ``Damaged`` where a tag cannot be read, ``RootBusy``.
+    REQUIRES: the caller holds the lease. Raises ``StepNotFound``, ``StepTagged`` (naming the tag
+    and the way out) and deletes nothing then; ``Damaged`` where a tag cannot be read, ``RootBusy``.
     """
     _refuse_manager(root)
     with tags.lock(root.store.path):
         every = root.briefs()[0].values()
         briefs = [brief for brief in every if brief.step == step]
         if not briefs:
-            raise StepNotFound(f"{root.path} has no step {step}. {describe_steps(sorted({brief.step for brief in every}))}")
+            raise StepNotFound(
+                f"{root.path} has no step {step}."
+                f" {describe_steps(sorted({brief.step for brief in every}))}"
+            )
         nonces = {brief.nonce for brief in briefs}
-        names = sorted(name for name, tag in tags.readable(root.store.path).items() if tag.nonce in nonces)
+        names = sorted(
+            name for name, tag in tags.readable(root.store.path).items() if tag.nonce in nonces
+        )
         if names:
             raise StepTagged(
-                f"step {step} of {root.path} is tagged {', '.join(map(repr, names))}. To delete it, take the tag away first: "
-                f"deltacheck untag ROOT {names[0]}, or engine.untag({names[0]!r})"
+                f"step {step} of {root.path} is tagged {', '.join(map(repr, names))}. To delete it,"
+                f" take the tag away first: deltacheck untag ROOT {names[0]}, or"
+                f" engine.untag({names[0]!r})"
             )
         going = _named(briefs)
         for one in going:
@@ -78,11 +97,14 @@ def delete(root: Root, step: int, *, still_ours: Callable[[], None] | None = Non
 
 
 def _named(briefs: Iterable[Brief]) -> tuple[Checkpoint, ...]:
-    return tuple(Checkpoint(brief.step, brief.seq) for brief in sorted(briefs, key=lambda brief: brief.seq))
+    return tuple(
+        Checkpoint(brief.step, brief.seq) for brief in sorted(briefs, key=lambda brief: brief.seq)
+    )
 
 
 def _refuse_manager(root: Root) -> None:
     if root.is_manager_root:
         raise StepNotFound(
-            f"{root.path} is the root of a CheckpointManager: its steps are deleted by Orbax, see its options (max_to_keep)"
+            f"{root.path} is the root of a CheckpointManager: its steps are deleted by Orbax, see"
+            " its options (max_to_keep)"
         )

@@ -1,4 +1,6 @@
-"""What the steps of a root stand on: every manifest and table read once, every chain once however many steps share it. Reads only."""
+"""What the steps of a root stand on: every manifest and table read once, every chain once however
+many steps share it. Reads only.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ class Lineage:
     def chain(self, links: int | None = None) -> Chain:
         """The whole chain, or its first links."""
         key, *deltas = self.links[:links]
-        return Chain(self.record.spec(self.path), key, tuple(deltas), np.zeros((self.spec_chunks, 2), np.uint64))
+        return Chain(
+            self.record.spec(self.path),
+            key,
+            tuple(deltas),
+            np.zeros((self.spec_chunks, 2), np.uint64),
+        )
 
     @property
     def spec_chunks(self) -> int:
@@ -48,7 +55,9 @@ class Lineage:
 
     def harmed(self, segment_id: str) -> Iterator[Use]:
         """The steps that need the link in a segment."""
-        at = next(number for number, (segment, _) in enumerate(self.links) if segment.id == segment_id)
+        at = next(
+            number for number, (segment, _) in enumerate(self.links) if segment.id == segment_id
+        )
         return (use for use in self.uses if use.links > at)
 
 
@@ -62,7 +71,9 @@ class Broken(NamedTuple):
 
 @dataclass(slots=True)
 class Survey:
-    """``lost``: segments whose table cannot be read, and why. ``broken``: leaves without a chain."""
+    """``lost``: segments whose table cannot be read, and why. ``broken``: leaves without a
+    chain.
+    """
 
     lineages: list[Lineage]
     segments: dict[SegmentRef, Segment]
@@ -73,14 +84,18 @@ class Survey:
 def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = False) -> Survey:
     """Take stock of steps, given in ascending order of their sequence numbers.
 
-    ``without_lost``: a step that has lost segments is taken as if it never had them, so that it shows which leaves need them; else it
-    is left out.
+    ``without_lost``: a step that has lost segments is taken as if it never had them, so that it
+    shows which leaves need them; else it is left out.
     """
     found = Survey([], {}, {}, [])
     current: dict[str, Lineage] = {}
     before: set[str] = set()
     for manifest in manifests:
-        segments = [segment for ref in manifest.segments if (segment := _opened(root, ref, found)) is not None]
+        segments = [
+            segment
+            for ref in manifest.segments
+            if (segment := _opened(root, ref, found)) is not None
+        ]
         if len(segments) < len(manifest.segments) and not without_lost:
             continue
         names = {segment.id for segment in segments}
@@ -116,10 +131,15 @@ def _extended(
     dropped: set[str],
     manifest: Manifest,
 ) -> Lineage:
-    """The lineage that a step's leaf stands on: the known one, grown where the step has newer links, or another. ``links``: all that the step has
-    of the leaf, oldest first.
+    """The lineage that a step's leaf stands on: the known one, grown where the step has newer
+    links,
+    or another. ``links``: all that the step has of the leaf, oldest first.
     """
-    if known is not None and dropped and not dropped.isdisjoint(segment.id for segment, _ in known.links):
+    if (
+        known is not None
+        and dropped
+        and not dropped.isdisjoint(segment.id for segment, _ in known.links)
+    ):
         known = None
     last = None if known is None else known.links[-1][0].id
     fresh: list[Link] = []
@@ -140,27 +160,35 @@ def _extended(
     for segment, entry in fresh:
         if entry.base != content or (entry.dtype, entry.shape, entry.chunk) != what:
             raise ChainBroken(
-                f"{at}: segment {segment.id} is a delta to {entry.base or 'nothing'}, but the leaf is {content} there",
+                f"{at}: segment {segment.id} is a delta to {entry.base or 'nothing'}, but the leaf"
+                f" is {content} there",
                 file=segment.path / "zarr.json",
                 leaf=path,
             )
         content = entry.digest
     if content != record.digest:
-        raise ChainBroken(f"{at}: its segments give digest {content}, the manifest promises {record.digest}", leaf=path)
+        raise ChainBroken(
+            f"{at}: its segments give digest {content}, the manifest promises {record.digest}",
+            leaf=path,
+        )
     lineage.links += fresh
     lineage.uses.append(Use(manifest.seq, manifest.step, len(lineage.links)))
     return lineage
 
 
 class Tables(NamedTuple):
-    """The chunk digests after each link of a lineage, as far as the tables can be read, and why not further."""
+    """The chunk digests after each link of a lineage, as far as the tables can be read, and why not
+    further.
+    """
 
     digests: list[U64]
     error: Damaged | None
 
 
 def tables(lineage: Lineage) -> Tables:
-    """What the tables say of every chunk after each link, each link's proven by the digest of the leaf there."""
+    """What the tables say of every chunk after each link, each link's proven by the digest of the
+    leaf there.
+    """
     digests: list[U64] = []
     count = lineage.spec_chunks
     current = np.zeros((count, 2), np.uint64)
@@ -178,7 +206,8 @@ def tables(lineage: Lineage) -> Tables:
             current[chunks] = rows
             if leaf_digest(current) != entry.digest:
                 raise Damaged(
-                    f"leaf {lineage.path!r}: the chunk digests in {segment.path} give {leaf_digest(current)}, its table says {entry.digest}",
+                    f"leaf {lineage.path!r}: the chunk digests in {segment.path} give"
+                    f" {leaf_digest(current)}, its table says {entry.digest}",
                     file=segment.path / "digests",
                     leaf=lineage.path,
                 )
@@ -188,16 +217,23 @@ def tables(lineage: Lineage) -> Tables:
     return Tables(digests, None)
 
 
-def stored_chunks(segment: Segment, entry: LeafEntry, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def stored_chunks(
+    segment: Segment, entry: LeafEntry, count: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The numbers of the chunks that an entry brings, in the order of its digests."""
     if entry.key is not None:
         return np.arange(count)
-    runs = [segment.part(part).index[first : first + rows, columns.CHUNK] for part, first, rows in entry.delta]
+    runs = [
+        segment.part(part).index[first : first + rows, columns.CHUNK]
+        for part, first, rows in entry.delta
+    ]
     return np.concatenate(runs).astype(np.int64)
 
 
 def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Lineage]]:
-    """Lineages in groups that are read together: of different leaves, at most ``batch_bytes`` of them or one."""
+    """Lineages in groups that are read together: of different leaves, at most ``batch_bytes`` of
+    them or one.
+    """
     batch: dict[str, Lineage] = {}
     size = 0
     for lineage in lineages:
@@ -212,7 +248,9 @@ def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Line
 
 
 def cost_bytes(lineage: Lineage) -> int:
-    """Decoded bytes that checking a lineage goes through: the leaf, and the chunks that each delta brings."""
+    """Decoded bytes that checking a lineage goes through: the leaf, and the chunks that each delta
+    brings.
+    """
     chunk = lineage.record.spec(lineage.path).raw_bytes / max(1, lineage.spec_chunks)
     rows = sum(count for _, entry in lineage.links[1:] for _, _, count in entry.delta)
     return int(chunk * (lineage.spec_chunks + rows))

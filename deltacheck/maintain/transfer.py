@@ -1,7 +1,10 @@
-"""Copy a committed step from one root to another: the segments that it needs and the other lacks, then the manifest. Nothing is decoded.
+"""Copy a committed step from one root to another: the segments that it needs and the other lacks,
+then
+the manifest. Nothing is decoded.
 
-A step is committed at the target as a save commits it: what it needs is durable there before its manifest appears. So a transfer may be
-killed, or fail, at any moment; the target has the step whole or does not have it, and the source is only read.
+A step is committed at the target as a save commits it: what it needs is durable there before its
+manifest appears. So a transfer may be killed, or fail, at any moment; the target has the step whole
+or does not have it, and the source is only read.
 """
 
 from __future__ import annotations
@@ -35,14 +38,18 @@ def transfer(
     beat: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> int:
-    """Commit a step of ``source``, a local engine root, at ``target``; returns the bytes written. The nonce stays: it is the same save.
+    """Commit a step of ``source``, a local engine root, at ``target``; returns the bytes written.
+    The
+    nonce stays: it is the same save.
 
-    How durable it becomes follows from the target's own durability, and the manifest there says that. Files are compared by size, tables by
-    digest; values are compared by whoever restores them. ``beat``: called whenever a file has been copied. ``again``: also a step that is older
+    How durable it becomes follows from the target's own durability, and the manifest there says
+    that. Files are compared by size, tables by digest; values are compared by whoever restores
+    them. ``beat``: called whenever a file has been copied. ``again``: also a step that is older
     than the newest at the target.
 
-    REQUIRES: the caller holds the target's lease. Raises what ``commit`` raises, ``StepNotFound`` where the step was deleted meanwhile,
-    ``Damaged`` or ``ChainBroken`` where a segment is not what was committed, ``OSError``; then nothing of the step is at the target.
+    REQUIRES: the caller holds the target's lease. Raises what ``commit`` raises, ``StepNotFound``
+    where the step was deleted meanwhile, ``Damaged`` or ``ChainBroken`` where a segment is not what
+    was committed, ``OSError``; then nothing of the step is at the target.
     """
     pinned = open_segments(source, manifest)
     origin = place.local(source.store.path, "a transfer")
@@ -52,13 +59,24 @@ def transfer(
             target_path = target.store.path / layout.SEGMENTS / ref.id
             if not _is_whole(target_path, ref, target.store.durability):
                 made.append(target_path)
-                written += _copy_segment(origin / layout.SEGMENTS / ref.id, target_path, ref, target.store.durability, beat)
+                written += _copy_segment(
+                    origin / layout.SEGMENTS / ref.id,
+                    target_path,
+                    ref,
+                    target.store.durability,
+                    beat,
+                )
     except BaseException:
         for path in made:
             place.remove_tree(path, ignore_errors=True)
         raise
     del pinned
-    return written + commit(target.path, as_at(target, manifest), target.store.durability, still_ours, again=again).stored_bytes
+    return (
+        written
+        + commit(
+            target.path, as_at(target, manifest), target.store.durability, still_ours, again=again
+        ).stored_bytes
+    )
 
 
 def as_at(target: Root, manifest: Manifest) -> Manifest:
@@ -68,9 +86,14 @@ def as_at(target: Root, manifest: Manifest) -> Manifest:
 
 
 def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
-    """Whether a segment is there already: its table is written after all else of it is durable. A kill may have left it unsynced."""
+    """Whether a segment is there already: its table is written after all else of it is durable. A
+    kill may have left it unsynced.
+    """
     try:
-        if document_digest(arrays.read_file(path / "zarr.json", schema.MAX_DOCUMENT_BYTES)) != ref.digest:
+        if (
+            document_digest(arrays.read_file(path / "zarr.json", schema.MAX_DOCUMENT_BYTES))
+            != ref.digest
+        ):
             return False
     except (FileNotFoundError, Damaged):
         return False
@@ -81,7 +104,9 @@ def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
     return True
 
 
-def _copy_segment(source: Path, target: Place, ref: SegmentRef, durability: Durability, beat: Callable[[], None]) -> int:
+def _copy_segment(
+    source: Path, target: Place, ref: SegmentRef, durability: Durability, beat: Callable[[], None]
+) -> int:
     """Copy a segment, its table last; returns its bytes."""
     if target.exists():
         place.remove_tree(target)  # what a kill has left of it
@@ -98,17 +123,23 @@ def _copy_segment(source: Path, target: Place, ref: SegmentRef, durability: Dura
     durability.sync_tree(target)
     table = arrays.read_file(source / "zarr.json", schema.MAX_DOCUMENT_BYTES)
     if document_digest(table) != ref.digest:
-        raise Damaged(f"{source / 'zarr.json'} is not the file that was committed", file=source / "zarr.json")
+        raise Damaged(
+            f"{source / 'zarr.json'} is not the file that was committed", file=source / "zarr.json"
+        )
     written += len(table)
     if written != ref.stored_bytes:
-        raise Damaged(f"segment {source} has {written} bytes, {ref.stored_bytes} were committed", file=source)
+        raise Damaged(
+            f"segment {source} has {written} bytes, {ref.stored_bytes} were committed", file=source
+        )
     arrays.create_file(target, "zarr.json", table, durability)
     durability.sync_directory(target)
     return written
 
 
 def copy_file(source: Path, target: Place, durability: Durability) -> int:
-    """Copy a regular file to a place where there is none, durably but for its name; returns its bytes."""
+    """Copy a regular file to a place where there is none, durably but for its name; returns its
+    bytes.
+    """
     if isinstance(target, ObjectPath):
         return target.write_bytes(source.read_bytes())
     size = 0

@@ -1,7 +1,8 @@
 """Check committed steps and say what is wrong, in words that name step, file and leaf. Reads only.
 
-Tables and metadata are read once, whatever number of steps share them. A deep check goes through each chain once, from its keyframe on,
-and compares the leaf after every delta: so it proves the leaf in every step on the chain, and applies no delta twice.
+Tables and metadata are read once, whatever number of steps share them. A deep check goes through
+each chain once, from its keyframe on, and compares the leaf after every delta: so it proves the
+leaf in every step on the chain, and applies no delta twice.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ from deltacheck.store.segment import Segment
 BATCH_BYTES = 32 << 20  # of leaves that are read together; larger: fewer, longer reads, more memory
 _NOTE_SECONDS = 5.0  # between two notes of how far a scrub is
 
-# Opens a display of progress for so many decoded bytes; what it gives is told how many more are done.
+# Opens a display of progress for so many decoded bytes; what it gives is told how many more are
+# done.
 Display: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. ``step``: the step that it harms, ``None`` where its manifest cannot be read. ``leaf``: where one is known."""
+    """One thing that is wrong. ``step``: the step that it harms, ``None`` where its manifest cannot
+    be read. ``leaf``: where one is known.
+    """
 
     step: int | None
     leaf: str | None
@@ -53,8 +57,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a check has shown. ``manifests``: of the steps, ascending by sequence number. ``checked_bytes`` of ``all_bytes``: decoded bytes
-    that were read and compared now; of a scrub that is kept, ``remaining_bytes`` are left for later runs. ``seed``: of a sample.
+    """What a check has shown. ``manifests``: of the steps, ascending by sequence number.
+    ``checked_bytes`` of ``all_bytes``: decoded bytes that were read and compared now; of a scrub
+    that is kept, ``remaining_bytes`` are left for later runs. ``seed``: of a sample.
     """
 
     findings: tuple[Finding, ...]
@@ -80,16 +85,22 @@ def check(
     resume: str | os.PathLike[str] | None = None,
     display: Display | None = None,
 ) -> Verified:
-    """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares every byte.
+    """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares
+    every
+    byte.
 
-    ``subset``: only this share (0 to 1) of the bytes, whole chains of leaves drawn at random by ``seed`` (default: another one each
-    time). Smaller: a check that costs little beside training; damage elsewhere is found on another day. ``resume``: a file in which the
-    check keeps what it has gone through, so that the next one with the same file goes on from there, and begins anew once all is done: with
-    ``subset``, runs of 10 % go through everything in ten. Chains that have grown since are read again, and what was damaged in every run.
+    ``subset``: only this share (0 to 1) of the bytes, whole chains of leaves drawn at random by
+    ``seed`` (default: another one each time). Smaller: a check that costs little beside training;
+    damage elsewhere is found on another day. ``resume``: a file in which the check keeps what it
+    has gone through, so that the next one with the same file goes on from there, and begins anew
+    once all is done: with ``subset``, runs of 10 % go through everything in ten. Chains that have
+    grown since are read again, and what was damaged in every run.
 
-    Of a step that is kept as gradients, what is stored is checked; the state itself is proven by its replay, at restore.
+    Of a step that is kept as gradients, what is stored is checked; the state itself is proven by
+    its replay, at restore.
 
-    Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged, ``ValueError`` for a subset out of range.
+    Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged,
+    ``ValueError`` for a subset out of range.
     """
     if subset is not None and not 0 < subset <= 1:
         raise ValueError(f"subset must be more than 0 and at most 1, not {subset}")
@@ -118,7 +129,9 @@ def check(
                     progress.note(_key(unit), error is None)
                     if error is not None:
                         segment = _segment_of(error.file, unit)
-                        findings += [_finding(use.step, unit.path, error) for use in unit.harmed(segment)]
+                        findings += [
+                            _finding(use.step, unit.path, error) for use in unit.harmed(segment)
+                        ]
                     advance(surveying.cost_bytes(unit))
     finally:
         progress.save()
@@ -147,22 +160,33 @@ def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list
     return manifests, unreadable
 
 
-# --- tables and metadata --------------------------------------------------------------------------------------------------------------
+# --- tables and metadata --------------------------------------------------------------------------
 
 
 def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[Finding]:
     findings: list[Finding] = []
-    groups = [problem for path in root.store.group_paths() if (problem := group_problem(path / "zarr.json")) is not None]
+    groups = [
+        problem
+        for path in root.store.group_paths()
+        if (problem := group_problem(path / "zarr.json")) is not None
+    ]
     metadata = {ref: _metadata_problems(segment) for ref, segment in found.segments.items()}
     for manifest in manifests:
         lost = [str(found.lost[ref]) for ref in manifest.segments if ref in found.lost]
-        problems = lost or [*groups, *(problem for ref in manifest.segments for problem in metadata[ref])]
+        problems = lost or [
+            *groups,
+            *(problem for ref in manifest.segments for problem in metadata[ref]),
+        ]
         findings += [Finding(manifest.step, None, problem) for problem in problems]
         for path, promise in manifest.contracts.items():
             if not promise.used(manifest.step) <= 1:
-                problem = f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
+                problem = (
+                    f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
+                )
                 findings.append(Finding(manifest.step, path, problem))
-    findings += [_finding(broken.manifest.step, broken.path, broken.error) for broken in found.broken]
+    findings += [
+        _finding(broken.manifest.step, broken.path, broken.error) for broken in found.broken
+    ]
     for unit in found.lineages:
         tables = surveying.tables(unit)
         if tables.error is not None:
@@ -172,19 +196,28 @@ def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[F
 
 
 def _finding(step: int, stored: str, error: Damaged) -> Finding:
-    """What is wrong with something stored, as one of the leaf that people know; the tile is named in the text."""
+    """What is wrong with something stored, as one of the leaf that people know; the tile is named
+    in the text.
+    """
     return Finding(step, tiles.leaf_of(stored), str(error))
 
 
 def _metadata_problems(segment: Segment) -> list[str]:
-    """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr does not."""
+    """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr
+    does not.
+    """
     problems = [group_problem(path / "zarr.json") for path in segment.group_paths()]
-    problems += [_metadata_problem(path / "zarr.json", spec.metadata()) for path, spec in segment.array_specs().items()]
+    problems += [
+        _metadata_problem(path / "zarr.json", spec.metadata())
+        for path, spec in segment.array_specs().items()
+    ]
     return [problem for problem in problems if problem is not None]
 
 
 def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
-    """The directories below a segment whose ``zarr.json`` is wrong, each with the content that it must have."""
+    """The directories below a segment whose ``zarr.json`` is wrong, each with the content that it
+    must have.
+    """
     for path in segment.group_paths():
         if group_problem(path / "zarr.json") is not None:
             yield path, arrays.group_json({})
@@ -202,7 +235,11 @@ def group_problem(path: Place) -> str | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
-    return None if is_group else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
+    return (
+        None
+        if is_group
+        else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
+    )
 
 
 def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
@@ -213,7 +250,11 @@ def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {error}"
-    return None if same else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
+    return (
+        None
+        if same
+        else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
+    )
 
 
 def _json_of(path: Place) -> Any:
@@ -221,22 +262,28 @@ def _json_of(path: Place) -> Any:
 
 
 def _normal(value: object) -> object:
-    """Metadata without the differences that do not matter: TensorStore leaves defaults out when it writes."""
+    """Metadata without the differences that do not matter: TensorStore leaves defaults out when it
+    writes.
+    """
     if isinstance(value, dict):
         defaults = {"index_location": "end", "checksum": False}
         return {
-            k: _normal(v) for k, v in sorted(value.items()) if not (k in defaults and v == defaults[k]) and v not in ({}, None)
+            k: _normal(v)
+            for k, v in sorted(value.items())
+            if not (k in defaults and v == defaults[k]) and v not in ({}, None)
         }
     if isinstance(value, list):
         return [_normal(item) for item in value]
     return value
 
 
-# --- data -----------------------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def _read(batch: list[Lineage], derived: _Derived) -> Iterator[tuple[Lineage, Damaged | None]]:
-    """Go through some chains together; where one of them is damaged, through each alone, so that it can be told which."""
+    """Go through some chains together; where one of them is damaged, through each alone, so that it
+    can be told which.
+    """
     try:
         _follow(batch, derived)
     except Damaged as error:
@@ -262,12 +309,17 @@ def _follow(batch: list[Lineage], derived: _Derived) -> None:
 
 def _segment_of(file: str, unit: Lineage) -> str:
     """The segment of a lineage in which a file lies; the first, where none is known."""
-    return next((segment.id for segment, _ in unit.links if segment.id in Path(file).parts), unit.links[0][0].id)
+    return next(
+        (segment.id for segment, _ in unit.links if segment.id in Path(file).parts),
+        unit.links[0][0].id,
+    )
 
 
 @dataclass(slots=True)
 class _Derived:
-    """Leaves that a step computes from one stored leaf and has a digest of, by that leaf and its digest: compared as a walk passes it."""
+    """Leaves that a step computes from one stored leaf and has a digest of, by that leaf and its
+    digest: compared as a walk passes it.
+    """
 
     wanted: dict[tuple[str, str], list[tuple[str, Derived, int]]]
     findings: list[Finding] = field(default_factory=list)
@@ -279,7 +331,9 @@ class _Derived:
             for path, derived in manifest.derived.items():
                 if _is_plain(manifest, path):
                     digest = manifest.stored[derived.of].digest
-                    found.setdefault((derived.of, digest), []).append((path, derived, manifest.step))
+                    found.setdefault((derived.of, digest), []).append(
+                        (path, derived, manifest.step)
+                    )
         return cls(found)
 
     def compare(self, source: LeafSpec, digest: str, data: U8) -> None:
@@ -291,10 +345,15 @@ class _Derived:
             derived = of[0][0]
             spec = LeafSpec.of(path, derived.shape, derived.dtype)
             elements = data.view(source.element.numpy)
-            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size).view(np.uint8)
+            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size).view(
+                np.uint8
+            )
             found = digest_of(spec, values)
             if found != recorded:
-                problem = f"it follows from leaf {source.path!r} by {derived.how}, but that gives digest {found} where {recorded} was saved"
+                problem = (
+                    f"it follows from leaf {source.path!r} by {derived.how}, but that gives digest"
+                    f" {found} where {recorded} was saved"
+                )
                 self.findings += [Finding(step, path, problem) for _, step in of]
 
 
@@ -310,14 +369,24 @@ def _is_plain(manifest: Manifest, path: str) -> bool:
 
 
 def _is_stored(manifest: Manifest, derived: Derived) -> bool:
-    return derived.sources == (derived.of,) and derived.of in manifest.stored and derived.of not in manifest.derived
+    return (
+        derived.sources == (derived.of,)
+        and derived.of in manifest.stored
+        and derived.of not in manifest.derived
+    )
 
 
 def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
-    """Leaves with a digest that follow from more than one stored leaf, or from leaves that are derived themselves."""
+    """Leaves with a digest that follow from more than one stored leaf, or from leaves that are
+    derived themselves.
+    """
     findings = []
     for manifest in manifests:
-        paths = [path for path, derived in manifest.derived.items() if derived.digest and not _is_plain(manifest, path)]
+        paths = [
+            path
+            for path, derived in manifest.derived.items()
+            if derived.digest and not _is_plain(manifest, path)
+        ]
         for path in paths:
             try:
                 restore.load(restore.resolve(root, manifest, [path]))
@@ -326,7 +395,7 @@ def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
     return findings
 
 
-# --- a scrub that goes on where it was ------------------------------------------------------------------------------------------------
+# --- a scrub that goes on where it was ------------------------------------------------------------
 
 
 def _sample(units: list[Lineage], wanted_bytes: float, rng: random.Random) -> list[Lineage]:
@@ -342,7 +411,9 @@ def _sample(units: list[Lineage], wanted_bytes: float, rng: random.Random) -> li
 
 
 def _key(unit: Lineage) -> str:
-    """What names a chain in a file of progress: no other has it, in this root or another, and it changes when the chain grows."""
+    """What names a chain in a file of progress: no other has it, in this root or another, and it
+    changes when the chain grows.
+    """
     text = "\0".join([unit.path, *(segment.id for segment, _ in unit.links)])
     return str(xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass")))
 
@@ -358,10 +429,13 @@ class _Progress:
         if path is not None and path.exists():
             try:
                 about = json.loads(path.read_bytes())["deltacheck_scrub"]
-                self.done, self.damaged = (set(map(str, about[name])) for name in ("done", "damaged"))
+                self.done, self.damaged = (
+                    set(map(str, about[name])) for name in ("done", "damaged")
+                )
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path} is not the progress of a scrub: {type(error).__name__}: {error}. Name another file"
+                    f"{path} is not the progress of a scrub: {type(error).__name__}: {error}. Name"
+                    " another file"
                 ) from None
 
     def note(self, key: str, is_whole: bool) -> None:
@@ -379,6 +453,10 @@ class _Progress:
         if self._path is None:
             return
         beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(json.dumps({"deltacheck_scrub": {"done": sorted(self.done), "damaged": sorted(self.damaged)}}))
+        beside.write_text(
+            json.dumps(
+                {"deltacheck_scrub": {"done": sorted(self.done), "damaged": sorted(self.damaged)}}
+            )
+        )
         beside.replace(self._path)
         self._saved = time.monotonic()

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keep the ``count`` checkpoints with the best value of ``metric``, a name given to ``save(..., metrics=...)``.
+    """Keep the ``count`` checkpoints with the best value of ``metric``, a name given to ``save(...,
+    metrics=...)``.
 
-    ``mode``: ``"min"`` (a loss) or ``"max"`` (an accuracy). A step without the metric, or with a value that is not finite, is never
-    among the best; of equal values the older one stays. Larger ``count``: more to choose from, more disk space.
+    ``mode``: ``"min"`` (a loss) or ``"max"`` (an accuracy). A step without the metric, or with a
+    value that is not finite, is never among the best; of equal values the older one stays. Larger
+    ``count``: more to choose from, more disk space.
 
     Raises ``ValueError`` for another mode, a count below 1, an empty name.
     """
@@ -23,14 +25,20 @@ class KeepBest:
 
     def __post_init__(self) -> None:
         if not self.metric or self.count < 1 or self.mode not in ("min", "max"):
-            raise ValueError(f"KeepBest needs a metric, a count of at least 1 and the mode 'min' or 'max', not {self}")
+            raise ValueError(
+                "KeepBest needs a metric, a count of at least 1 and the mode 'min' or 'max', not"
+                f" {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept is the union of the rules. ``last``: so many of the newest steps. ``every``: steps that it divides. ``best``: by metrics.
+    """What is kept is the union of the rules. ``last``: so many of the newest steps. ``every``:
+    steps
+    that it divides. ``best``: by metrics.
 
-    Without any rule everything is kept; with any, the newest step is kept in any case. Raises ``ValueError`` for numbers below 1.
+    Without any rule everything is kept; with any, the newest step is kept in any case. Raises
+    ``ValueError`` for numbers below 1.
     """
 
     last: int | None = None
@@ -49,7 +57,9 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint. ``nonce``: of its save; what compaction has written again has the same."""
+    """A committed checkpoint. ``nonce``: of its save; what compaction has written again has the
+    same.
+    """
 
     seq: int
     step: int
@@ -57,11 +67,14 @@ class Saved:
     metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def kept(checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[str] = ()) -> frozenset[int]:
-    """The sequence numbers of the checkpoints that stay. ``tagged``: nonces of saves that stay whatever the rules say.
+def kept(
+    checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[str] = ()
+) -> frozenset[int]:
+    """The sequence numbers of the checkpoints that stay. ``tagged``: nonces of saves that stay
+    whatever the rules say.
 
-    A step that was saved again later (by a resumed run, or by compaction) can no longer be asked for by its number: the rules do not count
-    it. Of one save, only the newest form stays.
+    A step that was saved again later (by a resumed run, or by compaction) can no longer be asked
+    for by its number: the rules do not count it. Of one save, only the newest form stays.
     """
     every = sorted(checkpoints, key=lambda one: one.seq)
     if retention.keeps_all:
@@ -74,7 +87,11 @@ def kept(checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[
         stay |= {one.seq for one in steps if one.step % retention.every == 0}
     for rule in retention.best:
         sign = 1 if rule.mode == "min" else -1
-        values = [(sign * value, one.seq) for one in steps if (value := _finite(one.metrics.get(rule.metric))) is not None]
+        values = [
+            (sign * value, one.seq)
+            for one in steps
+            if (value := _finite(one.metrics.get(rule.metric))) is not None
+        ]
         stay |= {seq for _, seq in sorted(values)[: rule.count]}
     return frozenset(stay)
 

@@ -1,6 +1,8 @@
-"""The stage of a run: warm (everything is written), stable (hidden state is bounded or reused), degraded (everything is written again).
+"""The stage of a run: warm (everything is written), stable (hidden state is bounded or reused),
+degraded (everything is written again).
 
-A fold over what each save saw: ``advance`` is pure, so every process and every replay of the same observations decides alike.
+A fold over what each save saw: ``advance`` is pure, so every process and every replay of the same
+observations decides alike.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ RISING = 1.001  # of the learning rate from save to save: a warm-up is under way
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one save saw. ``drift_octaves``: median ``|log2|`` change of second moments since the save before, ``None`` where there is
-    nothing to compare with. ``events``: what the change-point detector found since.
+    """What one save saw. ``drift_octaves``: median ``|log2|`` change of second moments since the
+    save
+    before, ``None`` where there is nothing to compare with. ``events``: what the change-point
+    detector found since.
     """
 
     step: int
@@ -34,15 +38,21 @@ class Stage:
     learning_rate: float | None = None
 
 
-def advance(stage: Stage, seen: Observation, tolerance_octaves: float, stable_from: int | None) -> Stage:
+def advance(
+    stage: Stage, seen: Observation, tolerance_octaves: float, stable_from: int | None
+) -> Stage:
     """The stage for the save that saw ``seen``.
 
-    Stable begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning rate that does not rise, and with a drift of at
-    most ``tolerance_octaves``, not before step ``stable_from``. An event ends it at once: degraded, until the same holds again. Drift does not:
-    from then on what is reused is guarded leaf by leaf, and the leaves that are written exactly would speak for the others.
+    Stable begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning rate that
+    does not rise, and with a drift of at most ``tolerance_octaves``, not before step
+    ``stable_from``. An event ends it at once: degraded, until the same holds again. Drift does not:
+    from then on what is reused is guarded leaf by leaf, and the leaves that are written exactly
+    would speak for the others.
     """
     rising = (
-        stage.learning_rate is not None and seen.learning_rate is not None and seen.learning_rate > RISING * stage.learning_rate
+        stage.learning_rate is not None
+        and seen.learning_rate is not None
+        and seen.learning_rate > RISING * stage.learning_rate
     )
     settled = seen.drift_octaves is not None and seen.drift_octaves <= tolerance_octaves
     after = replace(stage, learning_rate=seen.learning_rate)

@@ -1,4 +1,6 @@
-"""What two samples of a state say: how much of each leaf changed, how far it drifted, and what an exact code of it would take."""
+"""What two samples of a state say: how much of each leaf changed, how far it drifted, and what an
+exact code of it would take.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
     """One leaf between two observations.
 
-    ``density``: share of sampled elements whose bits changed. ``touched``: share of sampled blocks with a change. ``drift``: in the unit of
-    its role (``profile.record.LeafProfile``), 0 where it cannot be told. Of second moments also: ``update_change``, the relative change of the
-    update if the older one stood for it, rescaled and repaired; ``violations`` of m^2 <= C v; ``fresh``, share of blocks that were zero.
-    ``exact_bytes``: bytes an element.
+    ``density``: share of sampled elements whose bits changed. ``touched``: share of sampled blocks
+    with a change. ``drift``: in the unit of its role (``profile.record.LeafProfile``), 0 where it
+    cannot be told. Of second moments also: ``update_change``, the relative change of the update if
+    the older one stood for it, rescaled and repaired; ``violations`` of m^2 <= C v; ``fresh``,
+    share of blocks that were zero. ``exact_bytes``: bytes an element.
     """
 
     density: float
@@ -39,7 +42,9 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A state at a step, against the observation before. ``rates``: of the parameter groups. ``count``: steps that the optimizer has done."""
+    """A state at a step, against the observation before. ``rates``: of the parameter groups.
+    ``count``: steps that the optimizer has done.
+    """
 
     step: int
     leaves: dict[str, Measured]
@@ -51,13 +56,18 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def scalars_of(scalars: Mapping[str, object], samples: Samples) -> dict[str, object]:
     """The tree's scalars, and leaves of one element with them."""
-    return {**scalars, **{path: sample.reshape(-1)[0] for path, sample in samples.items() if sample.size == 1}}
+    return {
+        **scalars,
+        **{path: sample.reshape(-1)[0] for path, sample in samples.items() if sample.size == 1},
+    }
 
 
 def rules(
     found: Roles, scalars: Mapping[str, object], given: AdamRule | None
 ) -> dict[str, tuple[AdamRule | None, float | None]]:
-    """Of each parameter, by name: the constants of its Adam (``None``: unknown, or not Adam), and its learning rate."""
+    """Of each parameter, by name: the constants of its Adam (``None``: unknown, or not Adam), and
+    its learning rate.
+    """
     groups = hyperparameters(found, scalars)
 
     def rule(parameter: Parameter) -> AdamRule | None:
@@ -68,19 +78,28 @@ def rules(
             return given
         return AdamRule(known.beta1, known.beta2, 1e-8 if known.eps is None else known.eps)
 
-    return {p.name: (rule(p), groups.get(p.group or "", Hyperparameters()).lr) for p in found.parameters}
+    return {
+        p.name: (rule(p), groups.get(p.group or "", Hyperparameters()).lr) for p in found.parameters
+    }
 
 
 def proven(found: Roles, samples: Samples) -> Roles:
     """The roles, with unproven weights settled by the sample."""
     return prove(
-        found, lambda weight, master: is_cast(samples[weight], samples[master]) or equal(samples[weight], samples[master])
+        found,
+        lambda weight, master: (
+            is_cast(samples[weight], samples[master]) or equal(samples[weight], samples[master])
+        ),
     )
 
 
 def is_cast(weight: NDArray[np.generic], master: NDArray[np.generic]) -> bool:
     """Whether a narrow weight holds the bits of its master, cast."""
-    return weight.dtype != master.dtype and weight.shape == master.shape and _same(weight, master.astype(weight.dtype))
+    return (
+        weight.dtype != master.dtype
+        and weight.shape == master.shape
+        and _same(weight, master.astype(weight.dtype))
+    )
 
 
 def equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
@@ -93,9 +112,14 @@ def _same(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
 
 
 def measure(
-    plan: Plan, before: Samples, after: Samples, settings: tuple[int, int, Mapping[str, tuple[AdamRule | None, float | None]]]
+    plan: Plan,
+    before: Samples,
+    after: Samples,
+    settings: tuple[int, int, Mapping[str, tuple[AdamRule | None, float | None]]],
 ) -> dict[str, Measured]:
-    """Each leaf of ``after`` against ``before``. ``settings``: the optimizer's count before and after, and ``rules`` after."""
+    """Each leaf of ``after`` against ``before``. ``settings``: the optimizer's count before and
+    after, and ``rules`` after.
+    """
     then, now, by_name = settings
     roles_of = plan.roles.of()
     role = {path: roles_of[path][0] if path in roles_of else "other" for path in after}
@@ -149,7 +173,9 @@ def _second_moment(
     then: int,
     now: int,
 ) -> Measured:
-    """Drift in octaves of what a reuse would restore, the older moment rescaled, against the live one; and what it does to the update."""
+    """Drift in octaves of what a reuse would restore, the older moment rescaled, against the live
+    one; and what it does to the update.
+    """
     live, old = after.astype(np.float32), before.astype(np.float32)
     fresh = float(((old == 0).all(axis=1) & (live != 0).any(axis=1)).mean())
     if rule is not None and 1 <= then <= now:
@@ -160,17 +186,26 @@ def _second_moment(
     if rule is None or first is None or first.shape != after.shape:
         return measured
     m, limit = first.astype(np.float32), adam.moment_limit(rule.beta1, rule.beta2)
-    change = adam.update_change(m, live, adam.repair(old, m, limit), rule.eps, now or None, (rule.beta1, rule.beta2))
-    return msgspec.structs.replace(measured, update_change=_finite(change), violations=adam.law_violations(m, live, limit))
+    change = adam.update_change(
+        m, live, adam.repair(old, m, limit), rule.eps, now or None, (rule.beta1, rule.beta2)
+    )
+    return msgspec.structs.replace(
+        measured, update_change=_finite(change), violations=adam.law_violations(m, live, limit)
+    )
 
 
-# --- what an exact code takes -------------------------------------------------------------------------------------------------
+# --- what an exact code takes ---------------------------------------------------------------------
 
 
-def _codes(leaves: Mapping[str, tuple[str, NDArray[np.generic], NDArray[np.generic]]]) -> dict[str, float]:
-    """Bytes an element of the best of three exact codes, by order-0 entropy: changed elements alone, planes of the difference, of the value.
+def _codes(
+    leaves: Mapping[str, tuple[str, NDArray[np.generic], NDArray[np.generic]]],
+) -> dict[str, float]:
+    """Bytes an element of the best of three exact codes, by order-0 entropy: changed elements
+    alone,
+    planes of the difference, of the value.
 
-    Entropies are those of the class (role and type), as the sample of one leaf is too small to tell them; its density is the leaf's own.
+    Entropies are those of the class (role and type), as the sample of one leaf is too small to tell
+    them; its density is the leaf's own.
     """
     classes: dict[tuple[str, str], list[str]] = {}
     for path, (role, _, after) in leaves.items():
@@ -189,23 +224,37 @@ def _codes(leaves: Mapping[str, tuple[str, NDArray[np.generic], NDArray[np.gener
 
 
 def _planes(words: NDArray[np.unsignedinteger]) -> float:
-    """Entropy of the byte planes together, in bytes an element, with Miller and Madow's correction for few samples (1955)."""
+    """Entropy of the byte planes together, in bytes an element, with Miller and Madow's correction
+    for few samples (1955).
+    """
     planes = np.ascontiguousarray(words).view(np.uint8).reshape(words.size, -1)
-    return sum(_entropy(np.bincount(planes[:, i], minlength=256)) for i in range(planes.shape[1])) / 8
+    return (
+        sum(_entropy(np.bincount(planes[:, i], minlength=256)) for i in range(planes.shape[1])) / 8
+    )
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
     seen = counts[counts > 0]
     share = seen / seen.sum()
-    return min(8.0, float(-(share * np.log2(share)).sum()) + (seen.size - 1) / (2 * math.log(2) * float(seen.sum())))
+    return min(
+        8.0,
+        float(-(share * np.log2(share)).sum())
+        + (seen.size - 1) / (2 * math.log(2) * float(seen.sum())),
+    )
 
 
 def _binary(density: float) -> float:
     """Bits an element to say which of them changed."""
-    return 0.0 if density in (0, 1) else -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    return (
+        0.0
+        if density in (0, 1)
+        else -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    )
 
 
 def _words(sample: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
     size = sample.dtype.itemsize
     kept = np.ascontiguousarray(sample)
-    return kept.view(f"u{size}") if size <= 8 else kept.view(np.uint64).reshape(*sample.shape[:-1], -1)
+    return (
+        kept.view(f"u{size}") if size <= 8 else kept.view(np.uint64).reshape(*sample.shape[:-1], -1)
+    )

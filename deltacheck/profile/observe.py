@@ -1,4 +1,6 @@
-"""The profiler without its eyes: what it remembers of the states that it is shown. ``deltacheck.backends.profiler`` reads them."""
+"""The profiler without its eyes: what it remembers of the states that it is shown.
+``deltacheck.backends.profiler`` reads them.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,17 @@ class Observer(ABC):
     """Takes note of a run. The options are those of ``deltacheck.Profiler``."""
 
     def __init__(
-        self, *, interval_steps: int = 10, sample: int = 64, optimizer: AdamRule | None = None, source: str = ""
+        self,
+        *,
+        interval_steps: int = 10,
+        sample: int = 64,
+        optimizer: AdamRule | None = None,
+        source: str = "",
     ) -> None:
         if interval_steps < 1 or sample < 1:
-            raise ValueError(f"interval_steps and sample must be at least 1, not {interval_steps} and {sample}")
+            raise ValueError(
+                f"interval_steps and sample must be at least 1, not {interval_steps} and {sample}"
+            )
         self.interval_steps = interval_steps
         self._blocks, self._optimizer, self._source = sample, optimizer, source
         self._detector = Detector()
@@ -37,7 +46,9 @@ class Observer(ABC):
         self._plan: Plan | None = None
         self._rules: Mapping[str, tuple[AdamRule | None, float | None]] = {}
         self._samples: Samples = {}
-        self._ties: dict[tuple[str, str, str], bool] = {}  # (derived leaf, source, how) -> held at every look
+        self._ties: dict[
+            tuple[str, str, str], bool
+        ] = {}  # (derived leaf, source, how) -> held at every look
         self._last_step: int | None = None
 
     def observe(
@@ -51,8 +62,9 @@ class Observer(ABC):
     ) -> bool:
         """Take note of a step; where one is due, look at the state. Says whether it did.
 
-        ``state``: what a checkpoint would hold, with the optimizer's state, or a function that gives it, called where a look is due. ``loss``,
-        ``gradient_norm``: of this step, the norm before clipping. ``learning_rate``: where the state does not hold it. Raises
+        ``state``: what a checkpoint would hold, with the optimizer's state, or a function that
+        gives it, called where a look is due. ``loss``, ``gradient_norm``: of this step, the norm
+        before clipping. ``learning_rate``: where the state does not hold it. Raises
         ``UnsupportedLeaf`` as a save would.
         """
         resumed = self._last_step is not None and step <= self._last_step
@@ -64,15 +76,21 @@ class Observer(ABC):
         rates: tuple[float, ...] = () if learning_rate is None else (learning_rate,)
         optimizer: object = None
         if due:
-            rates, optimizer = self._look(step, state() if callable(state) else state, rates, resumed)
+            rates, optimizer = self._look(
+                step, state() if callable(state) else state, rates, resumed
+            )
         seen = Observation(step, loss, gradient_norm, rates or None, optimizer)
         self._detector, events = self._detector.advance(seen)
         self._events += events
         return due
 
-    def _look(self, step: int, state: object, rates: tuple[float, ...], resumed: bool) -> tuple[tuple[float, ...], object]:
+    def _look(
+        self, step: int, state: object, rates: tuple[float, ...], resumed: bool
+    ) -> tuple[tuple[float, ...], object]:
         flat = self._flatten(state)
-        specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
+        specs = {
+            path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()
+        }
         scalars = tree.scalars(flat.skeleton)
         if fresh := self._plan is None or self._plan.specs != specs:
             order = tree.array_paths(flat.skeleton).values()
@@ -88,12 +106,19 @@ class Observer(ABC):
         groups = roles.hyperparameters(self._plan.roles, values)
         rates = tuple(group.lr for group in groups.values() if group.lr is not None) or rates
         if len(rates) == 1:
-            self._rules = {name: (rule, rate if rate is not None else rates[0]) for name, (rule, rate) in self._rules.items()}
+            self._rules = {
+                name: (rule, rate if rate is not None else rates[0])
+                for name, (rule, rate) in self._rules.items()
+            }
         count = _count(self._plan, values) or step
         self._find_derived(samples, fresh)
         comparable = not fresh and not resumed and bool(self._observed)
         then = self._observed[-1].count if comparable else 0
-        leaves = measure.measure(self._plan, self._samples, samples, (then, count, self._rules)) if comparable else {}
+        leaves = (
+            measure.measure(self._plan, self._samples, samples, (then, count, self._rules))
+            if comparable
+            else {}
+        )
         if resumed:  # what was observed of the steps that are done again is no longer the run's
             self._observed = [o for o in self._observed if o.step < step]
         loss, norm = (fmean(values) if values else None for values in (self._losses, self._norms))
@@ -105,7 +130,9 @@ class Observer(ABC):
         return rates, (layout, betas)
 
     def _find_derived(self, samples: Samples, fresh: bool) -> None:
-        """Which leaves can be computed from others, as far as the sample can tell: at every look, or not at all."""
+        """Which leaves can be computed from others, as far as the sample can tell: at every look,
+        or not at all.
+        """
         assert self._plan is not None
         if fresh:
             for parameter in self._plan.roles.parameters:
@@ -114,7 +141,9 @@ class Observer(ABC):
             alike: dict[tuple[object, ...], list[str]] = {}
             for path, sample in samples.items():
                 if sample.size > 1:
-                    alike.setdefault((self._plan.specs[path].shape, str(sample.dtype), sample.tobytes()), []).append(path)
+                    alike.setdefault(
+                        (self._plan.specs[path].shape, str(sample.dtype), sample.tobytes()), []
+                    ).append(path)
             for first, *others in alike.values():
                 self._ties |= {(path, first, "same"): True for path in others}
         for (path, source, how), held in self._ties.items():
@@ -144,21 +173,39 @@ class Observer(ABC):
         casts = {source: path for path, (source, how) in derived.items() if how == "cast"}
         for path, spec in (self._plan.specs if self._plan else {}).items():
             role, parameter = found.get(path, ("other", None))
-            rule = self._rules.get(parameter.name, (None, None))[0] if parameter and role == "second_moment" else None
+            rule = (
+                self._rules.get(parameter.name, (None, None))[0]
+                if parameter and role == "second_moment"
+                else None
+            )
             source, how = derived.get(path, ("", ""))
             leaves[path] = Facts(
-                spec.shape, spec.dtype, spec.raw_bytes, role, rule, source, how, casts.get(path, ""), path in embeddings
+                spec.shape,
+                spec.dtype,
+                spec.raw_bytes,
+                role,
+                rule,
+                source,
+                how,
+                casts.get(path, ""),
+                path in embeddings,
             )
-        return History(leaves, tuple(self._observed), tuple(self._events), self._rule_of_all(), self._source)
+        return History(
+            leaves, tuple(self._observed), tuple(self._events), self._rule_of_all(), self._source
+        )
 
     def _changed(self, path: str) -> bool:
-        """Whether any look found it changed. Two leaves that never change are equal by accident: all zeros, all ones. A weight that does
-        not change, as far as its sample tells, beside a master that does is its cast all the same: at small rates few weights change.
+        """Whether any look found it changed. Two leaves that never change are equal by accident:
+        all
+        zeros, all ones. A weight that does not change, as far as its sample tells, beside a master
+        that does is its cast all the same: at small rates few weights change.
         """
         return any(o.leaves[path].density > 0 for o in self._observed if path in o.leaves)
 
     def _rule_of_all(self) -> AdamRule | None:
-        """The constants that all parameters share; ``None`` where they differ or one of them is not Adam's."""
+        """The constants that all parameters share; ``None`` where they differ or one of them is not
+        Adam's.
+        """
         found = {rule for rule, _ in self._rules.values()}
         return found.pop() if len(found) == 1 else None
 
@@ -168,10 +215,14 @@ class Observer(ABC):
 
     @abstractmethod
     def _take(self, arrays: Mapping[str, object], plan: Plan) -> Samples:
-        """The samples of all leaves of ``plan.starts``, on the host, in memory of their own: path -> array ``(blocks, width)`` of its type."""
+        """The samples of all leaves of ``plan.starts``, on the host, in memory of their own: path
+        -> array ``(blocks, width)`` of its type.
+        """
 
 
 def _count(plan: Plan, scalars: Mapping[str, object]) -> int:
-    """Steps that the optimizer has done: the most of any parameter; 0 where the state does not tell."""
+    """Steps that the optimizer has done: the most of any parameter; 0 where the state does not
+    tell.
+    """
     found = [scalars.get(p.count) for p in plan.roles.parameters if p.count is not None]
     return max((int(float(value)) for value in found if hasattr(value, "__float__")), default=0)

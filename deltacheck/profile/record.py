@@ -1,4 +1,6 @@
-"""The profile of a run: a versioned JSON document, ``profile.json``, checked whole when it is read."""
+"""The profile of a run: a versioned JSON document, ``profile.json``, checked whole when it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,15 @@ class AdamRule(msgspec.Struct, frozen=True):
 class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
     """One leaf over time.
 
-    ``role``: one of ``ROLES``; ``kind``: one of ``KINDS``. ``derived_from``: of a derived leaf, the leaf that it is computed from, by
-    ``how`` (``cast`` or ``same``). ``density``: share of sampled elements that changed since the observation before. ``drift``: by how much,
-    in ``drift_unit``: ``lr`` (root mean square change over the learning rate, weights and masters), ``octaves`` (median ``|log2|`` ratio,
-    second moments) or ``relative`` (relative L2). ``exact_bytes``: bytes an element that the best lossless code takes, by the order-0
-    entropy of the sample. ``stable_from``: first step from which it is stable-changing, ``None`` where it never was;
-    ``confidence``: 0 to 1. ``refresh_steps``: how often it should be written at least, 0 for at every save.
+    ``role``: one of ``ROLES``; ``kind``: one of ``KINDS``. ``derived_from``: of a derived leaf, the
+    leaf that it is computed from, by ``how`` (``cast`` or ``same``). ``density``: share of sampled
+    elements that changed since the observation before. ``drift``: by how much, in ``drift_unit``:
+    ``lr`` (root mean square change over the learning rate, weights and masters), ``octaves``
+    (median ``|log2|`` ratio, second moments) or ``relative`` (relative L2). ``exact_bytes``: bytes
+    an element that the best lossless code takes, by the order-0 entropy of the sample.
+    ``stable_from``: first step from which it is stable-changing, ``None`` where it never was;
+    ``confidence``: 0 to 1. ``refresh_steps``: how often it should be written at least, 0 for at
+    every save.
     """
 
     path: str
@@ -65,10 +70,12 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was observed of a run. ``stable_start``: of the stable set as a whole, ``None`` where there is none.
+    """What was observed of a run. ``stable_start``: of the stable set as a whole, ``None`` where
+    there
+    is none.
 
-    ``interval_steps``: between observations. ``learning_rate``, ``loss``, ``gradient_norm``: as the run reported them. ``optimizer``: ``None``
-    where it is not known to be Adam or AdamW.
+    ``interval_steps``: between observations. ``learning_rate``, ``loss``, ``gradient_norm``: as the
+    run reported them. ``optimizer``: ``None`` where it is not known to be Adam or AdamW.
     """
 
     format: str
@@ -93,16 +100,25 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile. Raises ``OSError``, ``Damaged`` naming the file and the field, ``UnsupportedFormat`` for a later version."""
+        """Read a profile. Raises ``OSError``, ``Damaged`` naming the file and the field,
+        ``UnsupportedFormat`` for a later version.
+        """
         if os.path.getsize(path) > MAX_DOCUMENT_BYTES:
-            raise Damaged(f"{path} is larger than the {MAX_DOCUMENT_BYTES} bytes that a profile may have")
+            raise Damaged(
+                f"{path} is larger than the {MAX_DOCUMENT_BYTES} bytes that a profile may have"
+            )
         content = Path(path).read_bytes()
         try:
             about = msgspec.json.decode(content, type=_Header)
             if about.format != FORMAT:
-                raise Damaged(f"{path} is not a profile of a run: its format is {about.format!r}, not {FORMAT!r}")
+                raise Damaged(
+                    f"{path} is not a profile of a run: its format is {about.format!r}, not"
+                    f" {FORMAT!r}"
+                )
             if about.version != VERSION:
-                raise UnsupportedFormat(f"{path} has profile version {about.version}; this deltacheck reads {VERSION}")
+                raise UnsupportedFormat(
+                    f"{path} has profile version {about.version}; this deltacheck reads {VERSION}"
+                )
             return msgspec.json.decode(content, type=cls)
         except msgspec.MsgspecError as error:
             raise Damaged(f"{path} is damaged: {error}") from error

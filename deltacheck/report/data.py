@@ -1,4 +1,6 @@
-"""What a root holds, as frozen records: read from manifests, tables, indexes and file sizes; no leaf's values are read."""
+"""What a root holds, as frozen records: read from manifests, tables, indexes and file sizes; no
+leaf's values are read.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,27 @@ from deltacheck.store.root import open_root
 from deltacheck.store.segment import Segment, stream_sizes
 
 PROFILE = "profile.json"  # looked for in the root
-METHODS = ("keyframe", "sparse", "bitmap", "diff", "planes", "raw", "tables")  # what a byte of a step belongs to
+METHODS = (
+    "keyframe",
+    "sparse",
+    "bitmap",
+    "diff",
+    "planes",
+    "raw",
+    "tables",
+)  # what a byte of a step belongs to
 MOST_GROUPS = 40  # rows of the heat map; more: finer, and too many to read
 MOST_CLASSES = 12  # leaf classes of the contracts
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leaves of one class that one step holds under one kind of contract. ``limit``, ``measured``: of the leaf that is nearest to its limit.
+    """Leaves of one class that one step holds under one kind of contract. ``limit``, ``measured``:
+    of
+    the leaf that is nearest to its limit.
 
-    ``norm``: of ``deltacheck.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of the oldest reused leaf.
+    ``norm``: of ``deltacheck.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of
+    the oldest reused leaf.
     """
 
     of: str
@@ -55,10 +68,12 @@ class Held:
 class StepRecord:
     """One committed checkpoint.
 
-    ``written``: bytes of all files that its save added, by ``METHODS``. ``recorded_bytes``: the same as its manifest has it, and the manifest.
-    ``changed``: group -> changed words / words of what was not written whole, ``None`` where all of it was. ``exact_bytes``, ``bounded_bytes``,
-    ``reused_bytes``: of the state, by contract. ``depth``: most deltas on a leaf; ``mean_depth``: the mean over bytes. ``read_bytes``: of all files
-    that a restore of the whole step reads. Where its segments are not whole, ``problem`` says why, and what they would tell is 0 or empty.
+    ``written``: bytes of all files that its save added, by ``METHODS``. ``recorded_bytes``: the
+    same as its manifest has it, and the manifest. ``changed``: group -> changed words / words of
+    what was not written whole, ``None`` where all of it was. ``exact_bytes``, ``bounded_bytes``,
+    ``reused_bytes``: of the state, by contract. ``depth``: most deltas on a leaf; ``mean_depth``:
+    the mean over bytes. ``read_bytes``: of all files that a restore of the whole step reads. Where
+    its segments are not whole, ``problem`` says why, and what they would tell is 0 or empty.
     """
 
     step: int
@@ -86,9 +101,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class LeafTotal:
-    """What the saves of one leaf came to since it is stored as it is now. ``key_bytes``: as stored, of its newest keyframe.
+    """What the saves of one leaf came to since it is stored as it is now. ``key_bytes``: as stored,
+    of
+    its newest keyframe.
 
-    ``saves``: those that found it unchanged or wrote a delta; ``delta_bytes``, ``density``: their sums.
+    ``saves``: those that found it unchanged or wrote a delta; ``delta_bytes``, ``density``: their
+    sums.
     """
 
     raw_bytes: int
@@ -101,10 +119,11 @@ class LeafTotal:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A root. ``groups``: of the heat map, name -> leaf paths. ``problems``: what could not be read.
+    """A root. ``groups``: of the heat map, name -> leaf paths. ``problems``: what could not be
+    read.
 
-    ``total_bytes``: of all manifests and of the segments that they name; a root may hold others, which ``deltacheck gc`` removes.
-    ``leaves``: what is stored of the newest step's.
+    ``total_bytes``: of all manifests and of the segments that they name; a root may hold others,
+    which ``deltacheck gc`` removes. ``leaves``: what is stored of the newest step's.
     """
 
     root: str
@@ -117,21 +136,34 @@ class Record:
     problems: tuple[str, ...] = field(default=())
 
 
-def collect(path: str | os.PathLike[str], item: str | None = None, profile: str | os.PathLike[str] | None = None) -> Record:
-    """Read what a report shows. ``profile``: by default ``profile.json`` of the root, where it is there.
+def collect(
+    path: str | os.PathLike[str],
+    item: str | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> Record:
+    """Read what a report shows. ``profile``: by default ``profile.json`` of the root, where it is
+    there.
 
-    Raises what ``open_root`` raises; ``OSError``, ``Damaged`` and ``UnsupportedFormat`` for a profile. Steps that are damaged are kept, with the
-    problem.
+    Raises what ``open_root`` raises; ``OSError``, ``Damaged`` and ``UnsupportedFormat`` for a
+    profile. Steps that are damaged are kept, with the problem.
     """
-    root_path = place.local(path, "what reads the sizes of files (report, plan)")  # no listing of an object store has them
+    root_path = place.local(
+        path, "what reads the sizes of files (report, plan)"
+    )  # no listing of an object store has them
     root = open_root(root_path, item)
     found = Path(profile) if profile is not None else root_path / PROFILE
     read = Profile.read(found) if profile is not None or found.is_file() else None
     problems: list[str] = []
     committed = history.committed(root, problems)
     manifests = [one.manifest for one in committed]
-    sizes = {path: record.spec(path).raw_bytes for manifest in manifests for path, record in manifest.leaves.items()}
-    sizes |= {path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles}
+    sizes = {
+        path: record.spec(path).raw_bytes
+        for manifest in manifests
+        for path, record in manifest.leaves.items()
+    }
+    sizes |= {
+        path: manifest.spec(path).raw_bytes for manifest in manifests for path in manifest.tiles
+    }
     promised = {path: sizes.get(path, 0) for manifest in manifests for path in manifest.contracts}
     grouped, classed = groups(sizes, MOST_GROUPS), classes(promised, MOST_CLASSES)
     segments = _Segments()
@@ -147,12 +179,16 @@ def collect(path: str | os.PathLike[str], item: str | None = None, profile: str 
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
     stored = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
     totals = {path: total for path, total in segments.totals.items() if path in present}
-    return Record(str(root.path), stored, writers, tuple(steps), grouped, totals, read, tuple(problems))
+    return Record(
+        str(root.path), stored, writers, tuple(steps), grouped, totals, read, tuple(problems)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the files of a segment hold. ``by_leaf``: bytes of a leaf's values in it; of an array that leaves share, its part by length.
+    """What the files of a segment hold. ``by_leaf``: bytes of a leaf's values in it; of an array
+    that
+    leaves share, its part by length.
 
     ``by_method``: whole bytes, their sum is that of all files.
     """
@@ -164,8 +200,8 @@ class Cost:
 def cost_of(segment: Segment) -> Cost:
     """Measure a segment's files.
 
-    Bytes of the streams that sparse and bitmap chunks share are divided by their length before compression. Raises ``OSError``, and ``Damaged``
-    for an index that cannot be read.
+    Bytes of the streams that sparse and bitmap chunks share are divided by their length before
+    compression. Raises ``OSError``, and ``Damaged`` for an index that cannot be read.
     """
     files = _file_sizes(place.local(segment.path, "a report"))
     by_method = dict.fromkeys(METHODS, 0)
@@ -180,7 +216,9 @@ def cost_of(segment: Segment) -> Cost:
             share = spec.raw_bytes / (whole * spec.element.item_bytes) if whole else 0.0
             stored = files.get((layout.PACKED, entry.key.packed), 0) * share
         by_leaf[path] = stored
-    by_method["keyframe"] = sum(size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,)))
+    by_method["keyframe"] = sum(
+        size for name, size in files.items() if name[:1] in ((layout.LEAVES,), (layout.PACKED,))
+    )
     for number, part in enumerate(segment.table.parts):
         index = segment.part(number).index
         rows = np.zeros(index.shape[0])
@@ -189,13 +227,17 @@ def cost_of(segment: Segment) -> Cost:
             if name not in part.streams or not stored:
                 continue
             rows += sizes * (stored / part.streams[name].length)
-            of = np.bincount(index[:, columns.METHOD], weights=sizes, minlength=len(codec_format.METHOD_NAMES))
+            of = np.bincount(
+                index[:, columns.METHOD], weights=sizes, minlength=len(codec_format.METHOD_NAMES)
+            )
             for method, size in _divide(stored, of.tolist()).items():
                 by_method[codec_format.METHOD_NAMES[method]] += size
         for path, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
                 if in_part == number:
-                    by_leaf[path] = by_leaf.get(path, 0.0) + float(rows[first : first + count].sum())
+                    by_leaf[path] = by_leaf.get(path, 0.0) + float(
+                        rows[first : first + count].sum()
+                    )
     by_method["tables"] = files[()] - sum(by_method.values())
     return Cost(by_method, by_leaf)
 
@@ -203,13 +245,17 @@ def cost_of(segment: Segment) -> Cost:
 def _divide(whole: int, weights: Sequence[float]) -> dict[int, int]:
     """Whole bytes by weight; the last one gets what rounding leaves."""
     found = {number: weight for number, weight in enumerate(weights) if weight}
-    shares = {number: round(whole * weight / sum(found.values())) for number, weight in found.items()}
+    shares = {
+        number: round(whole * weight / sum(found.values())) for number, weight in found.items()
+    }
     last = max(found)
     return shares | {last: whole - sum(shares.values()) + shares[last]}
 
 
 def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
-    """Bytes of each array's files without its metadata, by the array's place in the segment; under ``()`` of all files."""
+    """Bytes of each array's files without its metadata, by the array's place in the segment; under
+    ``()`` of all files.
+    """
     sizes: dict[tuple[str, ...], int] = {(): 0}
     for folder, _, names in os.walk(path):
         place = Path(folder).relative_to(path).parts
@@ -245,8 +291,14 @@ class _Segments:
 
     def count(self, path: str, state: LeafState, density: float | None) -> None:
         key = sum(self._of(part.chain[0][0], name) for name, part in state.parts.items())
-        last = sum(self._of(part.chain[-1][0], name) for name, part in state.parts.items() if part.kind is LeafKind.DELTA)
-        fresh = self._specs.get(path) != state.spec  # values before, codes now: what went before says nothing of what comes
+        last = sum(
+            self._of(part.chain[-1][0], name)
+            for name, part in state.parts.items()
+            if part.kind is LeafKind.DELTA
+        )
+        fresh = (
+            self._specs.get(path) != state.spec
+        )  # values before, codes now: what went before says nothing of what comes
         self._specs[path] = state.spec
         old = LeafTotal(0, 1, 0.0) if fresh else self.totals[path]
         compared = state.kind is not LeafKind.KEYFRAME
@@ -261,7 +313,10 @@ class _Segments:
 
 
 def _step(
-    step: Step, segments: _Segments, grouped: Mapping[str, Sequence[str]], classes: Mapping[str, Sequence[str]]
+    step: Step,
+    segments: _Segments,
+    grouped: Mapping[str, Sequence[str]],
+    classes: Mapping[str, Sequence[str]],
 ) -> StepRecord:
     manifest = step.manifest
     written = dict.fromkeys(METHODS, 0) | {"tables": step.manifest_bytes}
@@ -272,12 +327,16 @@ def _step(
             for segment in step.segments:
                 cost = segments.cost(segment)
                 if layout.seq_of(segment.id) == manifest.seq:
-                    written = {method: size + cost.by_method[method] for method, size in written.items()}
+                    written = {
+                        method: size + cost.by_method[method] for method, size in written.items()
+                    }
             changed = _changed(step.states, segments, grouped)
             read_bytes = step.manifest_bytes + _read_bytes(step, segments)
             depth = max((state.depth for state in step.states.values()), default=0)
             raw = sum(state.spec.raw_bytes for state in step.states.values())
-            mean_depth = sum(s.depth * s.spec.raw_bytes for s in step.states.values()) / raw if raw else 0.0
+            mean_depth = (
+                sum(s.depth * s.spec.raw_bytes for s in step.states.values()) / raw if raw else 0.0
+            )
         except (DeltacheckError, OSError) as error:
             problem = str(error)
     held, by_contract = _held(manifest, classes)
@@ -314,7 +373,9 @@ def _changed(
                 continue
             present += 1
             count = state.changed_words()
-            segments.count(path, state, None if count is None else count / state.words if state.words else 0.0)
+            segments.count(
+                path, state, None if count is None else count / state.words if state.words else 0.0
+            )
             if count is not None:
                 words, moved = words + state.words, moved + count
         if present:
@@ -329,7 +390,9 @@ def _read_bytes(step: Step, segments: _Segments) -> int:
     return tables + round(segments.read_bytes(step.states))
 
 
-def _held(manifest: Manifest, classes: Mapping[str, Sequence[str]]) -> tuple[tuple[Held, ...], dict[str, int]]:
+def _held(
+    manifest: Manifest, classes: Mapping[str, Sequence[str]]
+) -> tuple[tuple[Held, ...], dict[str, int]]:
     """The contracts of a step by leaf class, and the bytes of its state by contract."""
     by_contract = {"exact": manifest.raw_bytes, "bounded": 0, "reused": 0}
     specs = manifest.specs

@@ -1,6 +1,8 @@
-"""The five figures of a report: records -> drawings, each with the table that says the same in numbers.
+"""The five figures of a report: records -> drawings, each with the table that says the same in
+numbers.
 
-Matplotlib draws them: one library gives vector graphics for the page and images, without a browser and without a script in the page.
+Matplotlib draws them: one library gives vector graphics for the page and images, without a browser
+and without a script in the page.
 """
 
 from __future__ import annotations
@@ -27,9 +29,19 @@ MOST_COLUMNS = 80  # of a figure: of more checkpoints, neighbours are drawn toge
 _WIDTH = 10.0  # inches
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
-_BLUE, _ORANGE, _GREEN, _YELLOW, _SKY, _RED, _PINK = "#0072B2", "#E69F00", "#009E73", "#F0E442", "#56B4E9", "#D55E00", "#CC79A7"
+_BLUE, _ORANGE, _GREEN, _YELLOW, _SKY, _RED, _PINK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#F0E442",
+    "#56B4E9",
+    "#D55E00",
+    "#CC79A7",
+)
 _GREY, _INK, _FAINT = "#8C8C8C", "#222222", "#D9D9D9"
-_METHOD_COLOURS = dict(zip(METHODS, (_BLUE, _ORANGE, _YELLOW, _GREEN, _SKY, _RED, _GREY), strict=True))
+_METHOD_COLOURS = dict(
+    zip(METHODS, (_BLUE, _ORANGE, _YELLOW, _GREEN, _SKY, _RED, _GREY), strict=True)
+)
 _METHOD_WORDS = {"keyframe": "whole leaves (keyframes)", "tables": "tables and metadata"}
 _CONTRACT_COLOURS = {"exact": _BLUE, "bounded": _ORANGE, "reused": _PINK}
 _STAGE_COLOURS = {"warm": _ORANGE, "stable": _GREEN, "degraded": _RED}
@@ -44,7 +56,9 @@ Row: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """What the page says of a place in a figure: a box in the coordinates of ``axes``, and words."""
+    """What the page says of a place in a figure: a box in the coordinates of ``axes``, and
+    words.
+    """
 
     axes: Axes
     box: tuple[float, float, float, float]  # left, bottom, right, top
@@ -53,7 +67,9 @@ class Tip:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure. ``name``: of its file. ``columns``, ``rows``: its table, every step in it; the first ``words`` columns are no numbers."""
+    """One figure. ``name``: of its file. ``columns``, ``rows``: its table, every step in it; the
+    first ``words`` columns are no numbers.
+    """
 
     name: str
     title: str
@@ -66,8 +82,12 @@ class Drawing:
 
 
 def draw(record: Record) -> tuple[Drawing, ...]:
-    """All figures, in the order in which they are shown; also those that have nothing to show, which say so."""
-    with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):  # a $ in a leaf path is a $
+    """All figures, in the order in which they are shown; also those that have nothing to show,
+    which say so.
+    """
+    with matplotlib.rc_context(
+        {"text.parse_math": False, "font.family": "DejaVu Sans"}
+    ):  # a $ in a leaf path is a $
         return tuple(make(record) for make in (written, changes, drift, contracts, restore_cost))
 
 
@@ -75,12 +95,18 @@ def size(count: float) -> str:
     """A number of bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+            return (
+                f"{count:.0f} B"
+                if unit == "B"
+                else f"{count:.3g} {unit}"
+                if count < 999.5
+                else f"{count:.0f} {unit}"
+            )
         count /= 1024
     return f"{count:.4g} PiB"
 
 
-# --- the figures ------------------------------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def written(record: Record) -> Drawing:
@@ -107,8 +133,15 @@ def written(record: Record) -> Drawing:
         bottom += heights
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
     for at, steps in enumerate(columns):
-        parts = ", ".join(f"{m} {size(_mean_written(steps, m))}" for m in METHODS if any(s.written[m] for s in steps))
-        text = f"{_title(steps)}: {size(bottom[at])} written, {bottom[at] / max(raw[at], 1):.1%} of the state ({parts})"
+        parts = ", ".join(
+            f"{m} {size(_mean_written(steps, m))}"
+            for m in METHODS
+            if any(s.written[m] for s in steps)
+        )
+        text = (
+            f"{_title(steps)}: {size(bottom[at])} written, {bottom[at] / max(raw[at], 1):.1%} of"
+            f" the state ({parts})"
+        )
         tips.append(Tip(axes, (at - 0.5, 0, at + 0.5, max(bottom[at], raw[at])), text))
     if columns:
         _reference(axes, raw, "state in memory")
@@ -130,9 +163,10 @@ def written(record: Record) -> Drawing:
     return Drawing(
         "bytes",
         "Bytes written by each save",
-        "All files that a save added: leaves written whole, changed chunks by the encoding that was smallest for them, and tables (manifest, "
-        "segment table, indexes, digests, array metadata). Streams that sparse and bitmap chunks share are divided by their length before "
-        "compression. The dashed line is the state in memory." + _together(record.steps),
+        "All files that a save added: leaves written whole, changed chunks by the encoding that was"
+        " smallest for them, and tables (manifest, segment table, indexes, digests, array"
+        " metadata). Streams that sparse and bitmap chunks share are divided by their length before"
+        " compression. The dashed line is the state in memory." + _together(record.steps),
         figure,
         tuple(tips),
         ("step", "seq", *METHODS, "sum", "state", "sum / state"),
@@ -157,42 +191,76 @@ def changes(record: Record) -> Drawing:
             if known and max(known) > 0:
                 values[row, at] = max(statistics.fmean(known), _LEAST_CHANGE)
             elif known:
-                axes.add_patch(Rectangle((at - 0.5, row - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="none"))
+                axes.add_patch(
+                    Rectangle((at - 0.5, row - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="none")
+                )
                 zeros = True
             elif present:
                 axes.add_patch(
-                    Rectangle((at - 0.5, row - 0.5), 1, 1, facecolor="white", edgecolor=_FAINT, hatch="////", linewidth=0)
+                    Rectangle(
+                        (at - 0.5, row - 0.5),
+                        1,
+                        1,
+                        facecolor="white",
+                        edgecolor=_FAINT,
+                        hatch="////",
+                        linewidth=0,
+                    )
                 )
                 wholes = True
             if present:
-                what = f"{statistics.fmean(known):.3g} of the words changed" if known else "written whole"
+                what = (
+                    f"{statistics.fmean(known):.3g} of the words changed"
+                    if known
+                    else "written whole"
+                )
                 tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {what}"))
     if names and columns:
         norm = LogNorm(_LEAST_CHANGE, 1)
-        image = axes.imshow(values, cmap="cividis_r", norm=norm, aspect="auto", interpolation="nearest", rasterized=True)
-        bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30, shrink=min(1.0, 8 / len(names) + 0.2))
+        image = axes.imshow(
+            values,
+            cmap="cividis_r",
+            norm=norm,
+            aspect="auto",
+            interpolation="nearest",
+            rasterized=True,
+        )
+        bar = figure.colorbar(
+            image, ax=axes, pad=0.01, aspect=30, shrink=min(1.0, 8 / len(names) + 0.2)
+        )
         bar.set_label("changed words / words", fontsize=8)
         bar.ax.tick_params(labelsize=8)
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
         bar.outline.set_visible(False)  # type: ignore[operator,unused-ignore]
     axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), [_short(f"{name}  ({len(record.groups[name])})") for name in names], fontsize=7.5)
+    axes.set_yticks(
+        range(len(names)),
+        [_short(f"{name}  ({len(record.groups[name])})") for name in names],
+        fontsize=7.5,
+    )
     axes.tick_params(axis="y", length=0)
     _step_axis(axes, columns)
     axes.grid(False)
-    marks = [Patch(facecolor="white", edgecolor="#B0B0B0", hatch="////", label="written whole")] * wholes
+    marks = [
+        Patch(facecolor="white", edgecolor="#B0B0B0", hatch="////", label="written whole")
+    ] * wholes
     marks += [Patch(facecolor="#F4F4F4", edgecolor=_FAINT, label="nothing changed")] * zeros
     if marks:
         figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     rows = tuple(
-        (name, str(len(record.groups[name])), *(_fraction(step.changed.get(name, math.nan)) for step in record.steps))
+        (
+            name,
+            str(len(record.groups[name])),
+            *(_fraction(step.changed.get(name, math.nan)) for step in record.steps),
+        )
         for name in names
     )
     return Drawing(
         "changes",
         "What changed, by leaf group",
-        "Of the words of a group that were not written whole, the share whose bits differ from those of the checkpoint before. A leaf that is "
-        "written whole (a keyframe) says nothing of what changed. In brackets: leaves of the group." + _together(record.steps),
+        "Of the words of a group that were not written whole, the share whose bits differ from"
+        " those of the checkpoint before. A leaf that is written whole (a keyframe) says nothing of"
+        " what changed. In brackets: leaves of the group." + _together(record.steps),
         figure,
         tuple(tips),
         ("leaves", "number", *(str(step.step) for step in record.steps)),
@@ -203,19 +271,35 @@ def changes(record: Record) -> Drawing:
 def drift(record: Record) -> Drawing:
     """Drift over training steps with the stable start, and the stage of each checkpoint."""
     profile = record.profile
-    units = [unit for unit in ("lr", "octaves", "relative") if profile is not None and any(_curves(profile, unit))]
+    units = [
+        unit
+        for unit in ("lr", "octaves", "relative")
+        if profile is not None and any(_curves(profile, unit))
+    ]
     heights = [2.0] * len(units) + [0.45]
     figure, panels = _figure(sum(heights) + 0.9, heights, sharex=True)
     tips: list[Tip] = []
     rows: list[Row] = []
-    words = {"lr": "in units of the learning rate", "octaves": "in octaves", "relative": "relative (L2)"}
+    words = {
+        "lr": "in units of the learning rate",
+        "octaves": "in octaves",
+        "relative": "relative (L2)",
+    }
     for axes, unit in zip(panels, units, strict=False):
         assert profile is not None
         for number, (role, leaves) in enumerate(_curves(profile, unit)):
             steps, middle, low, high = _quartiles(leaves)
             colour = _CYCLE[number % len(_CYCLE)]
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(steps, middle, color=colour, linestyle=_STYLES[number % 4], marker="o", markersize=2.5, label=role)
+            axes.plot(
+                steps,
+                middle,
+                color=colour,
+                linestyle=_STYLES[number % 4],
+                marker="o",
+                markersize=2.5,
+                label=role,
+            )
             rows += [
                 (role, words[unit], str(step), *(f"{value:.4g}" for value in of))
                 for step, *of in zip(steps, middle, low, high, strict=True)
@@ -230,16 +314,23 @@ def drift(record: Record) -> Drawing:
         _legend(axes)
     _stage_strip(panels[-1], record.steps, tips)
     if not units:
-        panels[-1].set_title("No profile was given: drift is not known", fontsize=9, color=_INK, loc="left")
+        panels[-1].set_title(
+            "No profile was given: drift is not known", fontsize=9, color=_INK, loc="left"
+        )
     panels[-1].set_xlabel("training step", fontsize=9, color=_INK)
     stages = [("stage", step.stage or "none", str(step.step), "", "", "") for step in record.steps]
-    start = "" if profile is None or profile.stable_start is None else f" The stable set begins at step {profile.stable_start}."
+    start = (
+        ""
+        if profile is None or profile.stable_start is None
+        else f" The stable set begins at step {profile.stable_start}."
+    )
     return Drawing(
         "drift",
         "Drift, stable start and stage",
-        "How far sampled elements moved between two observations of the profile: the median over the leaves of a role, and their quartiles. "
-        "The vertical line is the stable start, triangles are events that re-arm the policy; the strip is the policy's stage at each checkpoint."
-        + start,
+        "How far sampled elements moved between two observations of the profile: the median over"
+        " the leaves of a role, and their quartiles. The vertical line is the stable start,"
+        " triangles are events that re-arm the policy; the strip is the policy's stage at each"
+        " checkpoint." + start,
         figure,
         tuple(tips),
         ("role", "unit or stage", "step", "median", "lower quartile", "upper quartile"),
@@ -266,7 +357,11 @@ def contracts(record: Record) -> Drawing:
     top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     top.set_ylabel("state by\ncontract", fontsize=8)
     _legend(top)
-    kinds = list(dict.fromkeys((held.of, held.contract, held.norm) for step in record.steps for held in step.held))
+    kinds = list(
+        dict.fromkeys(
+            (held.of, held.contract, held.norm) for step in record.steps for held in step.held
+        )
+    )
     for number, kind in enumerate(kinds):
         worst = [_worst(steps, kind) for steps in columns]
         heights = [
@@ -274,15 +369,32 @@ def contracts(record: Record) -> Drawing:
         ]  # a gap where there was no such contract
         colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number // len(_CYCLE) % 4]
         label = f"{_short(kind[0], 32)}, {kind[1]} ({kind[2]})"
-        bottom.plot(range(len(columns)), heights, color=colour, linestyle=style, marker="o", markersize=3, label=label)
+        bottom.plot(
+            range(len(columns)),
+            heights,
+            color=colour,
+            linestyle=style,
+            marker="o",
+            markersize=3,
+            label=label,
+        )
         for at, held in enumerate(worst):
             if held is not None:
                 box = (at - 0.5, max(heights[at] - 0.04, 0), at + 0.5, heights[at] + 0.04)
-                text = f"{kind[0]}, {_title(columns[at])}: measured {held.measured:.3g} of {held.limit:.3g} ({held.norm})"
+                text = (
+                    f"{kind[0]}, {_title(columns[at])}: measured {held.measured:.3g} of"
+                    f" {held.limit:.3g} ({held.norm})"
+                )
                 tips.append(Tip(bottom, box, text))
     if kinds:
         bottom.axhline(1, color=_INK, linestyle="--", linewidth=1)
-        bottom.set_ylim(0, max(1.15, *(1.1 * min(held.used, _MOST_USED) for step in record.steps for held in step.held)))
+        bottom.set_ylim(
+            0,
+            max(
+                1.15,
+                *(1.1 * min(held.used, _MOST_USED) for step in record.steps for held in step.held),
+            ),
+        )
         _legend(bottom)
     else:
         _say(bottom, "Every leaf of every step is exact: there is no error to show")
@@ -290,7 +402,9 @@ def contracts(record: Record) -> Drawing:
     _step_axis(bottom, columns)
     rows = []
     for step in record.steps:
-        rows.append((str(step.step), "all others", "exact", "", "", "", "", "", f"{step.exact_bytes:,}"))
+        rows.append(
+            (str(step.step), "all others", "exact", "", "", "", "", "", f"{step.exact_bytes:,}")
+        )
         rows += [
             (
                 str(step.step),
@@ -308,12 +422,22 @@ def contracts(record: Record) -> Drawing:
     return Drawing(
         "contracts",
         "Contracts and measured errors",
-        "Above: the share of the state's bytes that a restore gives bit for bit, within a bound, or as of an earlier step. Below: for each leaf "
-        "class the leaf that came nearest to its limit, as the save measured it; the dashed line is the limit."
-        + _together(record.steps),
+        "Above: the share of the state's bytes that a restore gives bit for bit, within a bound, or"
+        " as of an earlier step. Below: for each leaf class the leaf that came nearest to its"
+        " limit, as the save measured it; the dashed line is the limit." + _together(record.steps),
         figure,
         tuple(tips),
-        ("step", "leaf class", "contract", "norm", "limit", "measured", "age in steps", "leaves", "bytes of the state"),
+        (
+            "step",
+            "leaf class",
+            "contract",
+            "norm",
+            "limit",
+            "measured",
+            "age in steps",
+            "leaves",
+            "bytes of the state",
+        ),
         tuple(rows),
         4,
     )
@@ -337,7 +461,10 @@ def restore_cost(record: Record) -> Drawing:
     bottom.bar(places, read, 0.86, color=_SKY, label="a restore reads")
     tips = []
     for at, steps in enumerate(columns):
-        text = f"{_title(steps)}: a restore reads {size(read[at])}; at most {deepest[at]} deltas, {mean[at]:.1f} in the mean"
+        text = (
+            f"{_title(steps)}: a restore reads {size(read[at])}; at most {deepest[at]} deltas,"
+            f" {mean[at]:.1f} in the mean"
+        )
         tips.append(Tip(bottom, (at - 0.5, 0, at + 0.5, max(read[at], raw[at])), text))
         tips.append(Tip(top, (at - 0.5, 0, at + 0.5, top.get_ylim()[1]), text))
     if columns:
@@ -347,14 +474,21 @@ def restore_cost(record: Record) -> Drawing:
     _legend(bottom)
     _step_axis(bottom, columns)
     rows = tuple(
-        (str(s.step), str(s.seq), str(s.depth), f"{s.mean_depth:.2f}", f"{s.read_bytes:,}", f"{s.raw_bytes:,}")
+        (
+            str(s.step),
+            str(s.seq),
+            str(s.depth),
+            f"{s.mean_depth:.2f}",
+            f"{s.read_bytes:,}",
+            f"{s.raw_bytes:,}",
+        )
         for s in record.steps
     )
     return Drawing(
         "restore",
         "What a restore costs",
-        "Deltas that a restore applies, and the bytes that it reads: the chains of all leaves, and the tables of all segments that the step "
-        "names." + _together(record.steps),
+        "Deltas that a restore applies, and the bytes that it reads: the chains of all leaves, and"
+        " the tables of all segments that the step names." + _together(record.steps),
         figure,
         tuple(tips),
         ("step", "seq", "deepest", "mean depth", "bytes read", "state"),
@@ -363,12 +497,16 @@ def restore_cost(record: Record) -> Drawing:
     )
 
 
-# --- parts of figures -------------------------------------------------------------------------------------------------------
+# --- parts of figures -----------------------------------------------------------------------------
 
 
-def _figure(height: float, heights: Sequence[float] = (1.0,), sharex: bool = False) -> tuple[Figure, list[Axes]]:
+def _figure(
+    height: float, heights: Sequence[float] = (1.0,), sharex: bool = False
+) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
-    found = figure.subplots(len(heights), 1, sharex=sharex, squeeze=False, gridspec_kw={"height_ratios": list(heights)})
+    found = figure.subplots(
+        len(heights), 1, sharex=sharex, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
+    )
     panels: list[Axes] = list(found[:, 0])
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -387,7 +525,11 @@ def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
 
 def _together(steps: Sequence[StepRecord]) -> str:
     each = max(1, -(-len(steps) // MOST_COLUMNS))
-    return f" A column stands for {each} checkpoints, by their mean; the table has each of them." if each > 1 else ""
+    return (
+        f" A column stands for {each} checkpoints, by their mean; the table has each of them."
+        if each > 1
+        else ""
+    )
 
 
 def _mean(steps: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float:
@@ -404,12 +546,16 @@ def _mean_share(steps: Sequence[StepRecord], contract: str) -> float:
 
 
 def _title(steps: Sequence[StepRecord]) -> str:
-    return f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
+    return (
+        f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
+    )
 
 
 def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:
     every = max(1, math.ceil(len(columns) / 16))
-    axes.set_xticks(range(0, len(columns), every), [str(steps[0].step) for steps in columns[::every]])
+    axes.set_xticks(
+        range(0, len(columns), every), [str(steps[0].step) for steps in columns[::every]]
+    )
     axes.set_xlim(-0.6, max(len(columns), 1) - 0.4)
     axes.set_xlabel("training step of the checkpoint", fontsize=9, color=_INK)
     if not columns:
@@ -419,12 +565,18 @@ def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:
 def _bytes_axis(axes: Axes, most: float) -> None:
     unit = 1024 ** max(0, math.floor(math.log(most, 1024))) if most >= 1 else 1
     axes.set_ylim(0, most * 1.12 if most else 1)
-    ticks = [value * unit for value in MaxNLocator(nbins=5).tick_values(0, most / unit) if value * unit <= most * 1.12]
+    ticks = [
+        value * unit
+        for value in MaxNLocator(nbins=5).tick_values(0, most / unit)
+        if value * unit <= most * 1.12
+    ]
     axes.set_yticks(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
 
 
-def _reference(axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]], label: str) -> None:
+def _reference(
+    axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]], label: str
+) -> None:
     axes.step(
         [-0.5, *(k + 0.5 for k in range(len(values)))],
         [values[0], *values],
@@ -440,11 +592,20 @@ def _legend(axes: Axes) -> None:
     """Beside the panel, the topmost of a stack first."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.03))
+        axes.legend(
+            handles[::-1],
+            labels[::-1],
+            frameon=False,
+            fontsize=8,
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.03),
+        )
 
 
 def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=_INK)
+    axes.text(
+        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=_INK
+    )
     axes.set_yticks([])
     axes.grid(False)
 
@@ -458,21 +619,29 @@ def _curves(profile: Profile, unit: str) -> Iterator[tuple[str, list[LeafProfile
     yield from by_role.items()
 
 
-def _quartiles(leaves: Sequence[LeafProfile]) -> tuple[list[int], list[float], list[float], list[float]]:
+def _quartiles(
+    leaves: Sequence[LeafProfile],
+) -> tuple[list[int], list[float], list[float], list[float]]:
     at: dict[int, list[float]] = {}
     for leaf in leaves:
         for step, value in zip(leaf.drift.steps, leaf.drift.values, strict=True):
             if math.isfinite(value):
                 at.setdefault(step, []).append(value)
     steps = sorted(at)
-    low, middle, high = ([float(np.quantile(at[step], q)) for step in steps] for q in (0.25, 0.5, 0.75))
+    low, middle, high = (
+        [float(np.quantile(at[step], q)) for step in steps] for q in (0.25, 0.5, 0.75)
+    )
     return steps, middle, low, high
 
 
 def _stable_start(axes: Axes, profile: Profile) -> None:
     if profile.stable_start is not None:
         axes.axvline(
-            profile.stable_start, color=_INK, linestyle="--", linewidth=1.2, label=f"stable start, {profile.stable_start}"
+            profile.stable_start,
+            color=_INK,
+            linestyle="--",
+            linewidth=1.2,
+            label=f"stable start, {profile.stable_start}",
         )
 
 
@@ -480,7 +649,16 @@ def _events(axes: Axes, events: Sequence[Event]) -> None:
     if events:
         place = axes.get_xaxis_transform()  # x in steps, y in the height of the panel
         at = [event.step for event in events]
-        axes.plot(at, [0.97] * len(at), "v", color=_RED, markersize=6, transform=place, label="event", clip_on=False)
+        axes.plot(
+            at,
+            [0.97] * len(at),
+            "v",
+            color=_RED,
+            markersize=6,
+            transform=place,
+            label="event",
+            clip_on=False,
+        )
 
 
 def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> None:
@@ -493,7 +671,13 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
         axes.axvspan(ends[at], ends[after], color=_STAGE_COLOURS.get(stage, "#EDEDED"), linewidth=0)
         at = after
     for step, (left, right) in zip(steps, itertools.pairwise(ends), strict=True):
-        tips.append(Tip(axes, (left, 0, right, 1), f"step {step.step}: stage {step.stage or 'none (exact policy)'}"))
+        tips.append(
+            Tip(
+                axes,
+                (left, 0, right, 1),
+                f"step {step.step}: stage {step.stage or 'none (exact policy)'}",
+            )
+        )
     if not steps:
         axes.set_xlim(0, 1)
         _say(axes, _NO_STEP)
@@ -503,22 +687,33 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
     axes.grid(False)
     axes.set_ylabel("stage", fontsize=8, rotation=0, ha="right", va="center")
     seen = {step.stage: None for step in steps}
-    handles = [Patch(color=_STAGE_COLOURS.get(stage, "#EDEDED"), label=stage or "none (exact)") for stage in seen]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.2), frameon=False, fontsize=8)
+    handles = [
+        Patch(color=_STAGE_COLOURS.get(stage, "#EDEDED"), label=stage or "none (exact)")
+        for stage in seen
+    ]
+    axes.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.2), frameon=False, fontsize=8
+    )
 
 
 def _bytes_under(step: StepRecord, contract: str) -> int:
-    return {"exact": step.exact_bytes, "bounded": step.bounded_bytes, "reused": step.reused_bytes}[contract]
+    return {"exact": step.exact_bytes, "bounded": step.bounded_bytes, "reused": step.reused_bytes}[
+        contract
+    ]
 
 
 def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> Held | None:
-    held = [held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind]
+    held = [
+        held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind
+    ]
     return max(held, key=lambda one: one.used, default=None)
 
 
 def clean(text: str) -> str:
     """``text`` with what cannot be shown escaped: a leaf may be called anything."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def _short(name: str, most: int = 44) -> str:

@@ -9,11 +9,14 @@ _TOKEN = re.compile(r"[/.]?[^/.]*")
 
 
 def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
-    """Leaf paths in at most ``most`` groups: name -> paths, in natural order (``layer.2`` before ``layer.10``).
+    """Leaf paths in at most ``most`` groups: name -> paths, in natural order (``layer.2`` before
+    ``layer.10``).
 
-    ``sizes``: path -> bytes. Begins with all leaves as one group and always splits the largest ones by the next component of their paths; a
-    component ends at ``/`` or ``.``. Numbers that are too many for a group each become runs. Where numbered entries hold leaves and nothing else,
-    as in ``optimizer/state/17/exp_avg``, leaves of one name belong together before leaves of one number do.
+    ``sizes``: path -> bytes. Begins with all leaves as one group and always splits the largest ones
+    by the next component of their paths; a component ends at ``/`` or ``.``. Numbers that are too
+    many for a group each become runs. Where numbered entries hold leaves and nothing else, as in
+    ``optimizer/state/17/exp_avg``, leaves of one name belong together before leaves of one number
+    do.
     """
     if not sizes:
         return {}
@@ -24,17 +27,25 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
         return sum(sizes[path] for paths in siblings for path in paths)
 
     whole: list[list[str]] = []
-    numbered: list[list[list[str]]] = []  # groups that have more numbers in them than there is room for
-    todo = [[sorted(sizes, key=natural)]]  # siblings, and layers of one size, are split together or not at all
+    numbered: list[
+        list[list[str]]
+    ] = []  # groups that have more numbers in them than there is room for
+    todo = [
+        [sorted(sizes, key=natural)]
+    ]  # siblings, and layers of one size, are split together or not at all
     while todo:
         most_bytes = max(map(bytes_of, todo))
-        largest = [paths for siblings in todo if bytes_of(siblings) == most_bytes for paths in siblings]
+        largest = [
+            paths for siblings in todo if bytes_of(siblings) == most_bytes for paths in siblings
+        ]
         todo = [siblings for siblings in todo if bytes_of(siblings) != most_bytes]
         pieces = [_pieces(paths, keys) for paths in largest]
         taken = len(whole) + len(numbered) + sum(map(len, todo))
         if sum(map(len, pieces)) <= most - taken:
             todo += [list(found.values()) for found in pieces if len(found) > 1]
-            whole += [paths for paths, found in zip(largest, pieces, strict=True) if len(found) == 1]
+            whole += [
+                paths for paths, found in zip(largest, pieces, strict=True) if len(found) == 1
+            ]
             continue
         for paths, found in zip(largest, pieces, strict=True):
             if len(found) > 1 and all(map(_is_number, found)) and 50 * bytes_of([paths]) >= total:
@@ -56,17 +67,28 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
 
 
 def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
-    """Leaves that differ in numbers alone together: ``state/*/exp_avg``. Where these are more than ``most``, as ``groups`` has them."""
+    """Leaves that differ in numbers alone together: ``state/*/exp_avg``. Where these are more than
+    ``most``, as ``groups`` has them.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted(sizes, key=natural):
-        name = "".join(token[: -len(token.lstrip("/."))] + "*" if _is_number(token) else token for token in _tokens(path))
+        name = "".join(
+            token[: -len(token.lstrip("/."))] + "*" if _is_number(token) else token
+            for token in _tokens(path)
+        )
         found.setdefault(name, []).append(path)
-    return {name: tuple(paths) for name, paths in found.items()} if len(found) <= most else groups(sizes, most)
+    return (
+        {name: tuple(paths) for name, paths in found.items()}
+        if len(found) <= most
+        else groups(sizes, most)
+    )
 
 
 def natural(path: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key in which numbers count as numbers."""
-    return tuple((0, int(t), "") if t.isdecimal() else (1, 0, t) for t in re.split(r"([0-9]+)", path) if t)
+    return tuple(
+        (0, int(t), "") if t.isdecimal() else (1, 0, t) for t in re.split(r"([0-9]+)", path) if t
+    )
 
 
 def _tokens(path: str) -> tuple[str, ...]:
@@ -79,9 +101,13 @@ def _is_number(token: str) -> bool:
 
 
 def _keys(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What paths are split by: their tokens, with the number of an entry that holds only leaves put last."""
+    """What paths are split by: their tokens, with the number of an entry that holds only leaves put
+    last.
+    """
     tokens = {path: _tokens(path) for path in paths}
-    below: dict[tuple[str, ...], set[int]] = {}  # of each node whose children are numbers: how many tokens come after them
+    below: dict[
+        tuple[str, ...], set[int]
+    ] = {}  # of each node whose children are numbers: how many tokens come after them
     for of in tokens.values():
         for at, token in enumerate(of):
             below.setdefault(of[:at], set()).add(len(of) - at - 1 if _is_number(token) else -1)
@@ -107,7 +133,9 @@ def _pieces(paths: Sequence[str], keys: Mapping[str, tuple[str, ...]]) -> dict[s
 
 
 def _name(paths: Sequence[str]) -> str:
-    """What the paths have in common; runs of numbers as ``3-7``, what differs otherwise as ``*``."""
+    """What the paths have in common; runs of numbers as ``3-7``, what differs otherwise as
+    ``*``.
+    """
     tokens = [_tokens(path) for path in paths]
     shortest = min(map(len, tokens))
     alike = all(len(of) == shortest for of in tokens)

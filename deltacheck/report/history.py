@@ -1,4 +1,6 @@
-"""What the save of a step did to each leaf, told from its manifest and its segments' tables: no leaf is read."""
+"""What the save of a step did to each leaf, told from its manifest and its segments' tables: no
+leaf is read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from deltacheck.store.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is stored of a leaf at one step, or of one of its tiles. ``chain``: what a restore reads, the keyframe and then the deltas in order."""
+    """What is stored of a leaf at one step, or of one of its tiles. ``chain``: what a restore
+    reads, the keyframe and then the deltas in order.
+    """
 
     spec: LeafSpec
     kind: LeafKind
@@ -34,19 +38,26 @@ class Part:
         return self.spec.raw_bytes // self.spec.word_bytes
 
     def changed_words(self) -> int | None:
-        """Words that this step's save found changed; ``None`` for a keyframe, which says nothing about that. Reads the index of the delta."""
+        """Words that this step's save found changed; ``None`` for a keyframe, which says nothing
+        about that. Reads the index of the delta.
+        """
         if self.kind is LeafKind.UNCHANGED:
             return 0
         segment, entry = self.chain[-1]
         if entry.is_whole:
             return None
-        rows = [segment.part(part).index[first : first + count, columns.CHANGED] for part, first, count in entry.delta]
+        rows = [
+            segment.part(part).index[first : first + count, columns.CHANGED]
+            for part, first, count in entry.delta
+        ]
         return sum(int(row.sum(dtype="uint64")) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafState:
-    """One leaf at one step. ``spec``: of what is stored; ``parts``: by the path that each is stored under, the leaf itself or its tiles."""
+    """One leaf at one step. ``spec``: of what is stored; ``parts``: by the path that each is stored
+    under, the leaf itself or its tiles.
+    """
 
     spec: LeafSpec
     parts: Mapping[str, Part]
@@ -67,7 +78,9 @@ class LeafState:
         return self.spec.raw_bytes // self.spec.word_bytes
 
     def changed_words(self) -> int | None:
-        """Words that this step's save found changed; ``None`` where it has written a part whole. Reads the indexes of the deltas."""
+        """Words that this step's save found changed; ``None`` where it has written a part whole.
+        Reads the indexes of the deltas.
+        """
         counts = [part.changed_words() for part in self.parts.values()]
         return None if None in counts else sum(count for count in counts if count is not None)
 
@@ -76,7 +89,8 @@ class LeafState:
 class Change:
     """Leaves of one step taken together.
 
-    ``words``, ``changed_words``: of the leaves that were not written whole; their quotient is the density. ``raw_bytes``: of all of them.
+    ``words``, ``changed_words``: of the leaves that were not written whole; their quotient is the
+    density. ``raw_bytes``: of all of them.
     """
 
     keyframes: int
@@ -94,7 +108,9 @@ class Change:
 
 def stored_bytes(manifest: Manifest) -> int:
     """Bytes of the segments that this step's save wrote; 0 where nothing had changed."""
-    return sum(ref.stored_bytes for ref in manifest.segments if layout.seq_of(ref.id) == manifest.seq)
+    return sum(
+        ref.stored_bytes for ref in manifest.segments if layout.seq_of(ref.id) == manifest.seq
+    )
 
 
 def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, LeafState]:
@@ -107,20 +123,37 @@ def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, Le
     for path in sorted([*manifest.leaves, *manifest.tiles]):
         spec = manifest.leaves[path].spec(path) if path in manifest.leaves else manifest.spec(path)
         found[path] = LeafState(
-            spec, {name: _part(name, manifest, every.get(name, ()), segments) for name in manifest.names_of(path)}
+            spec,
+            {
+                name: _part(name, manifest, every.get(name, ()), segments)
+                for name in manifest.names_of(path)
+            },
         )
     return found
 
 
-def _part(path: str, manifest: Manifest, every: Sequence[tuple[int, LeafEntry]], segments: Sequence[Segment]) -> Part:
+def _part(
+    path: str,
+    manifest: Manifest,
+    every: Sequence[tuple[int, LeafEntry]],
+    segments: Sequence[Segment],
+) -> Part:
     chain: list[tuple[Segment, LeafEntry]] = []
     for number, entry in reversed(every):
         chain.append((segments[number], entry))
         if entry.is_whole:
             own = layout.seq_of(chain[0][0].id) == manifest.seq
-            kind = LeafKind.UNCHANGED if not own else LeafKind.DELTA if len(chain) > 1 else LeafKind.KEYFRAME
+            kind = (
+                LeafKind.UNCHANGED
+                if not own
+                else LeafKind.DELTA
+                if len(chain) > 1
+                else LeafKind.KEYFRAME
+            )
             return Part(manifest.stored[path].spec(path), kind, tuple(reversed(chain)))
-    raise ChainBroken(f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe")
+    raise ChainBroken(
+        f"step {manifest.step}, leaf {path!r}: none of the step's segments holds its keyframe"
+    )
 
 
 def summed(states: Iterable[LeafState]) -> Change:
@@ -137,7 +170,9 @@ def summed(states: Iterable[LeafState]) -> Change:
     )
 
 
-def by_class(states: Mapping[str, LeafState], levels: int) -> dict[tuple[str, str], list[LeafState]]:
+def by_class(
+    states: Mapping[str, LeafState], levels: int
+) -> dict[tuple[str, str], list[LeafState]]:
     """Leaves grouped by the first ``levels`` components of their path and by their type."""
     groups: dict[tuple[str, str], list[LeafState]] = {}
     for path, state in states.items():
@@ -150,8 +185,8 @@ def by_class(states: Mapping[str, LeafState], levels: int) -> dict[tuple[str, st
 class Step:
     """One committed checkpoint.
 
-    ``segments``: those of the manifest, in its order. ``states``: its leaves. Where its segments are not whole, they are empty and ``None``, and
-    ``problem`` says why.
+    ``segments``: those of the manifest, in its order. ``states``: its leaves. Where its segments
+    are not whole, they are empty and ``None``, and ``problem`` says why.
     """
 
     ref: StepRef
@@ -175,12 +210,16 @@ class Committed(NamedTuple):
 
 
 def committed(root: Root, unreadable: list[str]) -> list[Committed]:
-    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is added to ``unreadable``."""
+    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is
+    added to ``unreadable``.
+    """
     found: list[Committed] = []
     for path in root.manifest_paths():
         try:
             manifest = read_manifest(path)
-            found.append(Committed(StepRef(manifest.step, manifest.seq, path), manifest, place.size_of(path)))
+            found.append(
+                Committed(StepRef(manifest.step, manifest.seq, path), manifest, place.size_of(path))
+            )
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
@@ -189,13 +228,18 @@ def committed(root: Root, unreadable: list[str]) -> list[Committed]:
 
 
 def steps(root: Root, found: Iterable[Committed]) -> Iterator[Step]:
-    """What the save of each checkpoint did. A segment's table is read once for neighbouring steps, which share most of theirs."""
+    """What the save of each checkpoint did. A segment's table is read once for neighbouring steps,
+    which share most of theirs.
+    """
     known: dict[SegmentRef, Segment] = {}
     for ref, manifest, manifest_bytes in found:
         segments: tuple[Segment, ...] = ()
         states, problem = None, None
         try:
-            known = {needed: known.get(needed) or root.store.segment(needed) for needed in manifest.segments}
+            known = {
+                needed: known.get(needed) or root.store.segment(needed)
+                for needed in manifest.segments
+            }
             states = leaf_states(manifest, list(known.values()))
             segments = tuple(known.values())
         except DeltacheckError as error:

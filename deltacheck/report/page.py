@@ -1,4 +1,6 @@
-"""Figures -> one HTML page that needs nothing else: no network, no script, graphics and tables in it."""
+"""Figures -> one HTML page that needs nothing else: no network, no script, graphics and tables in
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,25 @@ def page(
     drawings: Sequence[Drawing],
     alert: str = "Not everything could be read:",
 ) -> str:
-    """The page. ``facts``: what its head says, word -> value. ``alert``: what stands above the problems, where there are any."""
+    """The page. ``facts``: what its head says, word -> value. ``alert``: what stands above the
+    problems, where there are any.
+    """
     links = "".join(f'<a href="#{_text(d.name)}">{_text(d.title)}</a> ' for d in drawings)
-    head = "".join(f"<div><dt>{_text(word)}</dt><dd>{_text(value)}</dd></div>" for word, value in facts.items())
+    head = "".join(
+        f"<div><dt>{_text(word)}</dt><dd>{_text(value)}</dd></div>" for word, value in facts.items()
+    )
     wrong = "".join(f"<li>{_text(problem)}</li>" for problem in problems)
-    warning = f'<div class="problems" role="alert"><p>{_text(alert)}</p><ul>{wrong}</ul></div>' if wrong else ""
+    warning = (
+        f'<div class="problems" role="alert"><p>{_text(alert)}</p><ul>{wrong}</ul></div>'
+        if wrong
+        else ""
+    )
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
+        ' content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
-        f'<nav aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n{"".join(map(_section, drawings))}</main>\n</body>\n</html>\n'
+        "<nav"
+        f' aria-label="Figures">{links}</nav>\n<dl>{head}</dl>\n{warning}\n{"".join(map(_section, drawings))}</main>\n</body>\n</html>\n'
     )
 
 
@@ -76,7 +88,8 @@ def _text(text: str) -> str:
 
 def _save(drawing: Drawing, to: Path | io.StringIO, **how: Any) -> None:
     with warnings.catch_warnings():
-        # A leaf may be named in a script that the font of the images lacks; the page uses the reader's fonts.
+        # A leaf may be named in a script that the font of the images lacks; the page uses the
+        # reader's fonts.
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
         drawing.figure.savefig(to, **how)
 
@@ -84,8 +97,9 @@ def _save(drawing: Drawing, to: Path | io.StringIO, **how: Any) -> None:
 def _section(drawing: Drawing) -> str:
     name, title = _text(drawing.name), _text(drawing.title)
     return (
-        f'<section id="{name}">\n<h2>{title}</h2>\n<figure>\n<figcaption>{_text(drawing.caption)}</figcaption>\n'
-        f'<div class="scroll">{_svg(drawing)}</div>\n</figure>\n{_table(drawing)}\n</section>\n'
+        "<section"
+        f' id="{name}">\n<h2>{title}</h2>\n<figure>\n<figcaption>{_text(drawing.caption)}</figcaption>\n<div'
+        f' class="scroll">{_svg(drawing)}</div>\n</figure>\n{_table(drawing)}\n</section>\n'
     )
 
 
@@ -100,20 +114,32 @@ def _table(drawing: Drawing) -> str:
     head = cells(drawing.columns, "th", ' scope="col"')
     body = "\n".join(cells(row, "td") for row in drawing.rows)
     return (
-        f'<details><summary>The same as a table</summary>\n<div class="scroll"><table id="{_text(drawing.name)}-table">\n'
+        '<details><summary>The same as a table</summary>\n<div class="scroll"><table'
+        f' id="{_text(drawing.name)}-table">\n'
         f"<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div></details>"
     )
 
 
 def _svg(drawing: Drawing) -> str:
-    """The figure as an element of the page: text stays text, tips are shown by the browser itself."""
+    """The figure as an element of the page: text stays text, tips are shown by the browser
+    itself.
+    """
     content = io.StringIO()
-    # Identifiers must differ between the figures of a page, and be the same whenever the same is drawn.
+    # Identifiers must differ between the figures of a page, and be the same whenever the same is
+    # drawn.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.name}):
-        _save(drawing, content, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        _save(
+            drawing,
+            content,
+            format="svg",
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     text = content.getvalue()
     begin = text.index("<svg")
-    opening, body = text[begin : text.index(">", begin)], text[text.index(">", begin) + 1 : text.rindex("</svg>")]
+    opening, body = (
+        text[begin : text.index(">", begin)],
+        text[text.index(">", begin) + 1 : text.rindex("</svg>")],
+    )
     size = re.search(r'viewBox="([^"]*)"', opening)
     assert size is not None
     width, height = (float(number) for number in size.group(1).split()[2:])
@@ -122,15 +148,23 @@ def _svg(drawing: Drawing) -> str:
     body = _ID.sub(lambda found: found.group(0) if found.group(1) in used else "", body)
     tips = "".join(_tip(tip, drawing, width, height) for tip in drawing.tips)
     title = _text(drawing.title)
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{title}">{body}{tips}</svg>'
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img"'
+        f' aria-label="{title}">{body}{tips}</svg>'
+    )
 
 
 def _tip(tip: Tip, drawing: Drawing, width: float, height: float) -> str:
     left, bottom, right, top = tip.box
-    pixels = tip.axes.transData.transform([(left, bottom), (right, top)]) / drawing.figure.bbox.size * (width, height)
+    pixels = (
+        tip.axes.transData.transform([(left, bottom), (right, top)])
+        / drawing.figure.bbox.size
+        * (width, height)
+    )
     inside = tip.axes.bbox.get_points() / drawing.figure.bbox.size * (width, height)
     (x0, y0), (x1, y1) = pixels.clip(inside[0], inside[1])
     x, y, w, h = min(x0, x1), height - max(y0, y1), abs(x1 - x0), abs(y1 - y0)
     return (
-        f'<g class="tip"><title>{_text(tip.text)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/></g>'
+        f'<g class="tip"><title>{_text(tip.text)}</title><rect x="{x:.1f}" y="{y:.1f}"'
+        f' width="{w:.1f}" height="{h:.1f}"/></g>'
     )

@@ -1,7 +1,8 @@
-"""What is stored of a leaf: a keyframe and the deltas after it. Resolve -> read -> apply -> verify; returns host bytes.
+"""What is stored of a leaf: a keyframe and the deltas after it. Resolve -> read -> apply -> verify;
+returns host bytes.
 
-Every byte that is handed out has been compared with a digest that the step's manifest names: manifest -> digest of each
-segment's table -> digest of each leaf -> digests of its chunks -> bytes.
+Every byte that is handed out has been compared with a digest that the step's manifest names:
+manifest -> digest of each segment's table -> digest of each leaf -> digests of its chunks -> bytes.
 """
 
 from __future__ import annotations
@@ -32,25 +33,30 @@ from deltacheck.store.root import Root, open_segments
 from deltacheck.store.segment import Segment, StreamsReading, entries_by_path
 
 _HASH_THREADS = 4
-# Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small leaf keeps its whole block.
+# Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small
+# leaf keeps its whole block.
 _ALONE_BYTES = 1 << 20
 _BLOCK_BYTES = 16 << 20
 _PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
-# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per digest and row of a segment.
+# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per
+# digest and row of a segment.
 _CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
 _TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
-# Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside the result.
+# Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside
+# the result.
 _AHEAD_BYTES = 32 << 20
-# Of streams that lie apart, copied for one call of the decoder: copying more takes longer than another call.
+# Of streams that lie apart, copied for one call of the decoder: copying more takes longer than
+# another call.
 _JOINED_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every chunk must have in the end.
+    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every
+    chunk must have in the end.
 
-    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the caller has of the leaf already; it stands
-    for the keyframe and for the deltas before ``deltas``.
+    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the
+    caller has of the leaf already; it stands for the keyframe and for the deltas before ``deltas``.
     """
 
     spec: LeafSpec
@@ -72,20 +78,27 @@ class Chain:
     def delta_bytes(self) -> list[int]:
         """Bytes of the streams of each delta, which a restore decodes."""
         return [
-            sum(segment.part(part).stream_bytes(first, first + rows) for part, first, rows in entry.delta)
+            sum(
+                segment.part(part).stream_bytes(first, first + rows)
+                for part, first, rows in entry.delta
+            )
             for segment, entry in self.deltas
         ]
 
 
 class Held(NamedTuple):
-    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is known to have."""
+    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is
+    known to have.
+    """
 
     data: U8
     digest: str
 
 
 class _Filling(NamedTuple):
-    """Chunks of a stored leaf on their way: from number ``first`` on in a block, ``data`` being their memory there."""
+    """Chunks of a stored leaf on their way: from number ``first`` on in a block, ``data`` being
+    their memory there.
+    """
 
     chain: Chain
     chunks: list[int]
@@ -100,7 +113,9 @@ class _Filling(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Memory that chunks of leaves share, one leaf after the other, so that one call decodes or hashes many small ones.
+    """Memory that chunks of leaves share, one leaf after the other, so that one call decodes or
+    hashes
+    many small ones.
 
     ``bounds``: of its chunks, in words. ``expected``: the digests that they must have in the end.
     """
@@ -126,23 +141,31 @@ def resolve(
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
 ) -> dict[str, Chain]:
-    """The chain of everything named of ``manifest.stored``, each link checked by the digests that the tables carry.
+    """The chain of everything named of ``manifest.stored``, each link checked by the digests that
+    the
+    tables carry.
 
-    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger than this and than ``_TABLES_BYTES``.
-    ``held``: what the caller has of some leaves: where it is what the chain gives at some link, only what comes after that is read.
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment.
+    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger
+    than this and than ``_TABLES_BYTES``. ``held``: what the caller has of some leaves: where it is
+    what the chain gives at some link, only what comes after that is read. Raises ``ChainBroken`` or
+    ``Damaged`` naming leaf, step and segment.
     """
     paths = list(paths)
     segments = open_segments(root, manifest, paths)
     _refuse_large_tables(manifest, paths, segments, max_bytes)
     every = entries_by_path(segments, set(paths))
-    links = [_links(path, manifest.stored[path], every.get(path, []), segments, manifest) for path in paths]
+    links = [
+        _links(path, manifest.stored[path], every.get(path, []), segments, manifest)
+        for path in paths
+    ]
     chains: dict[str, Chain] = {}
-    for (spec, record, entries), digests in zip(links, _expected_digests(links, segments), strict=True):
+    for (spec, record, entries), digests in zip(
+        links, _expected_digests(links, segments), strict=True
+    ):
         if leaf_digest(digests) != record.digest:
             raise Damaged(
-                f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give {leaf_digest(digests)}, "
-                f"the manifest promises {record.digest}",
+                f"step {manifest.step}, leaf {spec.path!r}: the chunk digests of its segments give"
+                f" {leaf_digest(digests)}, the manifest promises {record.digest}",
                 leaf=spec.path,
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
@@ -156,8 +179,13 @@ def resolve(
 
 
 def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
-    """How many links of a chain give content with this digest, as many as possible; 0 where none do."""
-    return max((number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest), default=0)
+    """How many links of a chain give content with this digest, as many as possible; 0 where none
+    do.
+    """
+    return max(
+        (number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest),
+        default=0,
+    )
 
 
 def machine_bytes() -> int:
@@ -165,7 +193,9 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None) -> None:
+def _refuse_large_tables(
+    manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None
+) -> None:
     chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
     stored = sum(segment.table.digests for segment in segments)
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
@@ -173,13 +203,17 @@ def _refuse_large_tables(manifest: Manifest, paths: Iterable[str], segments: Seq
     budget = max(machine_bytes() if max_bytes is None else max_bytes, _TABLES_BYTES)
     if size > budget:
         raise BudgetExceeded(
-            f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size} bytes, more than {budget}; "
-            "raise max_bytes, or name fewer leaves"
+            f"step {manifest.step}: the digests and indexes of {chunks} chunks would take {size}"
+            f" bytes, more than {budget}; raise max_bytes, or name fewer leaves"
         )
 
 
 def _links(
-    path: str, record: LeafRecord, every: list[tuple[int, LeafEntry]], segments: Sequence[Segment], manifest: Manifest
+    path: str,
+    record: LeafRecord,
+    every: list[tuple[int, LeafEntry]],
+    segments: Sequence[Segment],
+    manifest: Manifest,
 ) -> _Links:
     """``every``: what the segments hold of the leaf, oldest first."""
     at = f"step {manifest.step}, leaf {path!r}"
@@ -193,23 +227,34 @@ def _links(
     for number, entry in entries[1:]:
         if entry.base != before.digest:
             raise ChainBroken(
-                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is {before.digest} there",
+                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is"
+                f" {before.digest} there",
                 leaf=path,
             )
         fits = fits and (entry.dtype, entry.shape, entry.chunk) == what
         before = entry
     if before.digest != record.digest or not fits:
-        raise ChainBroken(f"{at}: its segments give digest {before.digest}, the manifest promises {record.digest}", leaf=path)
+        raise ChainBroken(
+            f"{at}: its segments give digest {before.digest}, the manifest promises"
+            f" {record.digest}",
+            leaf=path,
+        )
     return _Links(record.spec(path), record, entries)
 
 
 def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
-    """The digests that the chunks of every leaf must have in the end, as its segments say one after the other."""
+    """The digests that the chunks of every leaf must have in the end, as its segments say one after
+    the other.
+    """
     counts = np.array([link.spec.chunk_count for link in links], np.int64)
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     digests = np.zeros((int(bases[-1]), 2), np.uint64)
-    keys: list[list[tuple[int, int, int]]] = [[] for _ in segments]  # leaf, row of its first digest, chunks
-    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [{} for _ in segments]  # by part: leaf, row of its digests, run
+    keys: list[list[tuple[int, int, int]]] = [
+        [] for _ in segments
+    ]  # leaf, row of its first digest, chunks
+    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [
+        {} for _ in segments
+    ]  # by part: leaf, row of its digests, run
     encoded_keys: list[list[int]] = [[] for _ in segments]
     for leaf, (spec, _, entries) in enumerate(links):
         for number, entry in entries:
@@ -231,12 +276,17 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
         for part, runs in rows[number].items():
             leaf_of, row_of, first_of, count_of = np.array(runs, np.int64).T
             owners = np.repeat(leaf_of, count_of)
-            chunks = segment.part(part).index[_ranges(first_of, count_of), columns.CHUNK].astype(np.int64)
+            chunks = (
+                segment.part(part)
+                .index[_ranges(first_of, count_of), columns.CHUNK]
+                .astype(np.int64)
+            )
             beyond = np.flatnonzero(chunks >= counts[owners])
             if beyond.size:
                 spec = links[owners[beyond[0]]].spec
                 raise Damaged(
-                    f"segment {segment.id}: leaf {spec.path!r} has a row beyond its {spec.chunk_count} chunks",
+                    f"segment {segment.id}: leaf {spec.path!r} has a row beyond its"
+                    f" {spec.chunk_count} chunks",
                     file=segment.path / layout.DELTA / str(part) / "index",
                     leaf=spec.path,
                 )
@@ -247,19 +297,27 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
             missing = np.flatnonzero(~covered[bases[leaf] : bases[leaf + 1]])
             if missing.size:
                 path = links[leaf].spec.path
-                message = f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0])}"
+                message = (
+                    f"segment {segment.id}: leaf {path!r} has no row for chunk {int(missing[0])}"
+                )
                 raise Damaged(message, file=segment.path / layout.DELTA, leaf=path)
     return [digests[bases[leaf] : bases[leaf + 1]] for leaf in range(len(links))]
 
 
 def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of ranges that begin at ``first`` and have ``count`` numbers, one range after the other."""
+    """The numbers of ranges that begin at ``first`` and have ``count`` numbers, one range after the
+    other.
+    """
     ends = np.cumsum(count)
-    numbers: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) + np.repeat(first - (ends - count), count)
+    numbers: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) + np.repeat(
+        first - (ends - count), count
+    )
     return numbers
 
 
-def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None) -> dict[str, U8]:
+def load(
+    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None
+) -> dict[str, U8]:
     """Read, decode and verify the named chunks of leaves: their bytes, one after the other.
 
     REQUIRES: the caller can hold them. Raises ``Damaged`` naming the leaf and file.
@@ -275,23 +333,33 @@ def load(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Co
 def follow(
     chains: Mapping[str, Chain], codec: Codec[Any] | None = None
 ) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
-    """The content of leaves after each segment of their chains, oldest first: the segment, its entries, and the leaves' bytes by path.
+    """The content of leaves after each segment of their chains, oldest first: the segment, its
+    entries, and the leaves' bytes by path.
 
-    Every chunk that a segment brings is compared with the digest that this segment has for it, so what is wrong is found where it is, and
-    one way through a chain proves the leaf in every step on it. The bytes are memory of the walk: they change when it goes on. Holds all
-    leaves at once. Raises ``Damaged`` naming leaf and file.
+    Every chunk that a segment brings is compared with the digest that this segment has for it, so
+    what is wrong is found where it is, and one way through a chain proves the leaf in every step on
+    it. The bytes are memory of the walk: they change when it goes on. Holds all leaves at once.
+    Raises ``Damaged`` naming leaf and file.
     """
-    blocks = _blocks(chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()})
+    blocks = _blocks(
+        chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()}
+    )
     items = {item.chain.spec.path: item for block in blocks for item in block}
     links: dict[str, tuple[Segment, dict[str, LeafEntry]]] = {}
     for path, chain in chains.items():
         for segment, entry in (chain.key, *chain.deltas):
             links.setdefault(segment.id, (segment, {}))[1][path] = entry
     for _, (segment, entries) in sorted(links.items()):
-        segment.start_tables({run[0] for entry in entries.values() for run in entry.delta}, digests=True)
+        segment.start_tables(
+            {run[0] for entry in entries.values() for run in entry.delta}, digests=True
+        )
         # One link as a chain of its own: its rows are applied to what the memory holds.
         link = {
-            path: items[path]._replace(chain=Chain(chains[path].spec, (segment, entry), (), chains[path].digests))
+            path: (
+                items[path]._replace(
+                    chain=Chain(chains[path].spec, (segment, entry), (), chains[path].digests)
+                )
+            )
             for path, entry in entries.items()
         }
         _read_keyframes(link)
@@ -302,7 +370,9 @@ def follow(
 
 
 def apply(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -> U8:
-    """A leaf's bytes after one segment, from those before it (``None``: of an entry that needs none). Raises ``Damaged``."""
+    """A leaf's bytes after one segment, from those before it (``None``: of an entry that needs
+    none). Raises ``Damaged``.
+    """
     link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
     ((item,),) = _blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
     if base is not None:
@@ -314,27 +384,45 @@ def apply(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -
 
 
 def _check_link(item: _Filling) -> None:
-    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain is that link alone."""
+    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain
+    is that link alone.
+    """
     (segment, entry), spec = item.chain.key, item.chain.spec
     rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
     digests = entry.digests
     for part, first, count in rows:
-        index = None if entry.key is not None else segment.part(part).index[first : first + count, columns.CHUNK]
+        index = (
+            None
+            if entry.key is not None
+            else segment.part(part).index[first : first + count, columns.CHUNK]
+        )
         chunks = np.arange(count) if index is None else index.astype(np.int64)
-        found = chunk_digests(item.block.data, item.block.bounds, item.block.word_bytes, (chunks + item.first).tolist())
+        found = chunk_digests(
+            item.block.data,
+            item.block.bounds,
+            item.block.word_bytes,
+            (chunks + item.first).tolist(),
+        )
         wrong = np.flatnonzero((found != segment.digests[digests : digests + count]).any(axis=1))
         digests += count
         if wrong.size:
-            file = segment.path / layout.DELTA / str(part) if entry.key is None else _keyframe_path(segment, entry.key)
+            file = (
+                segment.path / layout.DELTA / str(part)
+                if entry.key is None
+                else _keyframe_path(segment, entry.key)
+            )
             raise Damaged(
-                f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes that were saved",
+                f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes"
+                " that were saved",
                 file=file,
                 leaf=spec.path,
             )
 
 
 def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
-    return segment.path / (f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}")
+    return segment.path / (
+        f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}"
+    )
 
 
 def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
@@ -345,7 +433,9 @@ def bytes_of(spec: LeafSpec, chunks: Sequence[int]) -> int:
 
 
 def _blocks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> list[list[_Filling]]:
-    """Memory for the named chunks, block by block. Small leaves of one element size share it, in the order in which they are stored."""
+    """Memory for the named chunks, block by block. Small leaves of one element size share it, in
+    the order in which they are stored.
+    """
     groups: list[list[str]] = []
     filling: dict[tuple[int, int], tuple[list[str], int]] = {}
     for path in sorted(chains, key=lambda path: _place(chains[path])):
@@ -354,7 +444,10 @@ def _blocks(chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]) -> lis
         if size >= _ALONE_BYTES:
             groups.append([path])
             continue
-        kind = (chain.spec.element.item_bytes, chain.spec.word_bytes)  # no other: each leaf then begins at a whole element
+        kind = (
+            chain.spec.element.item_bytes,
+            chain.spec.word_bytes,
+        )  # no other: each leaf then begins at a whole element
         group, filled = filling.get(kind, ([], 0))
         if not group or filled + size > _BLOCK_BYTES:
             group, filled = [], 0
@@ -371,10 +464,17 @@ def _place(chain: Chain) -> tuple[int, int]:
 
 def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[_Filling]:
     sizes = [_sizes(chain.spec, numbers) for chain, numbers in leaves]
-    bounds = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)])
+    bounds = np.concatenate(
+        [np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)]
+    )
     expected = [c.digests if len(n) == c.spec.chunk_count else c.digests[n] for c, n in leaves]
     word_bytes = leaves[0][0].spec.word_bytes
-    block = _Block(word_bytes, np.empty(int(bounds[-1]) * word_bytes, np.uint8), bounds, np.concatenate(expected))
+    block = _Block(
+        word_bytes,
+        np.empty(int(bounds[-1]) * word_bytes, np.uint8),
+        bounds,
+        np.concatenate(expected),
+    )
     items, first = [], 0
     for chain, numbers in leaves:
         begin, end = int(bounds[first]) * word_bytes, int(bounds[first + len(numbers)]) * word_bytes
@@ -420,7 +520,9 @@ def _read_keyframes(items: Mapping[str, _Filling]) -> None:
 
 
 class _PackedRead(NamedTuple):
-    """Neighbouring packed leaves, read together; each with the byte at which it begins among them."""
+    """Neighbouring packed leaves, read together; each with the byte at which it begins among
+    them.
+    """
 
     segment: Segment
     storage: str
@@ -436,7 +538,10 @@ class _PackedRead(NamedTuple):
 def _packed_reads(storage: str, items: Sequence[_Filling]) -> Iterator[_PackedRead]:
     """REQUIRES: the leaves lie in one segment."""
     segment = items[0].chain.key[0]
-    placed = sorted(((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None), key=lambda one: one[0])
+    placed = sorted(
+        ((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None),
+        key=lambda one: one[0],
+    )
     begin = end = 0
     leaves: list[tuple[_Filling, int]] = []
     for offset, item in placed:
@@ -449,7 +554,14 @@ def _packed_reads(storage: str, items: Sequence[_Filling]) -> Iterator[_PackedRe
             begin = offset
         leaves.append((item, (offset - begin) * width))
         end = offset + spec.raw_bytes // width
-    yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * placed[0][1].chain.spec.element.item_bytes)
+    yield _PackedRead(
+        segment,
+        storage,
+        begin,
+        end - begin,
+        leaves,
+        (end - begin) * placed[0][1].chain.spec.element.item_bytes,
+    )
 
 
 def extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -476,7 +588,9 @@ class _Run(NamedTuple):
 
 
 def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
-    """Apply the deltas segment by segment, part by part: a part is read once, whatever number of leaves it serves."""
+    """Apply the deltas segment by segment, part by part: a part is read once, whatever number of
+    leaves it serves.
+    """
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
     for item in items.values():
         is_whole = item.is_whole
@@ -504,7 +618,9 @@ def _apply_deltas(items: Mapping[str, _Filling], codec: Codec[Any]) -> None:
 
 
 def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
-    """Apply what could not be read together, run by run: what lies between the runs may be damaged, and nobody needs it."""
+    """Apply what could not be read together, run by run: what lies between the runs may be damaged,
+    and nobody needs it.
+    """
     for run in span.runs:
         alone = span._replace(runs=[run])
         try:
@@ -547,7 +663,9 @@ _Read = TypeVar("_Read", _PackedRead, _Span)
 _Begun = TypeVar("_Begun")
 
 
-def _wanted_rows(index: U32, first: int, rows: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _wanted_rows(
+    index: U32, first: int, rows: int, chunks: Sequence[int]
+) -> Iterator[tuple[int, int]]:
     """Maximal runs of rows whose chunks are wanted."""
     wanted = np.isin(index[first : first + rows, columns.CHUNK], chunks)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8)))
@@ -559,7 +677,11 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
     runs = sorted(runs, key=lambda run: run.first)
     current: list[_Run] = []
     for run in runs:
-        if current and run.first != current[-1].stop and not segment.part(part).is_small(current[-1].stop, run.first):
+        if (
+            current
+            and run.first != current[-1].stop
+            and not segment.part(part).is_small(current[-1].stop, run.first)
+        ):
             yield _Span(segment, part, current)
             current = []
         current.append(run)
@@ -567,14 +689,19 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
         yield _Span(segment, part, current)
 
 
-def _ahead(reads: Sequence[_Read], start: Callable[[_Read], _Begun]) -> Iterator[tuple[_Read, _Begun]]:
-    """What to read, each with what ``start`` gave: started ahead, at least one and as many as fit, so that the disk works while the
-    decoder does.
+def _ahead(
+    reads: Sequence[_Read], start: Callable[[_Read], _Begun]
+) -> Iterator[tuple[_Read, _Begun]]:
+    """What to read, each with what ``start`` gave: started ahead, at least one and as many as fit,
+    so
+    that the disk works while the decoder does.
     """
     started: deque[tuple[_Read, _Begun, int]] = deque()
     held = following = 0
     while following < len(reads) or started:
-        while following < len(reads) and (len(started) < 2 or held + reads[following].size <= _AHEAD_BYTES):
+        while following < len(reads) and (
+            len(started) < 2 or held + reads[following].size <= _AHEAD_BYTES
+        ):
             read = reads[following]
             started.append((read, start(read), read.size))
             held += read.size
@@ -585,10 +712,12 @@ def _ahead(reads: Sequence[_Read], start: Callable[[_Read], _Begun]) -> Iterator
 
 
 def _calls(span: _Span) -> Iterator[list[_Run]]:
-    """Runs that one call of the codec takes: those of one block in its order, of each leaf at most one.
+    """Runs that one call of the codec takes: those of one block in its order, of each leaf at most
+    one.
 
-    The codec wants ascending rows, and those of a leaf that several devices have written ascend in each run only. It also wants the
-    streams of a call in one piece: what does not lie together is joined where that is little.
+    The codec wants ascending rows, and those of a leaf that several devices have written ascend in
+    each run only. It also wants the streams of a call in one piece: what does not lie together is
+    joined where that is little.
     """
     found: dict[tuple[int, int], list[_Run]] = {}
     before: Counter[int] = Counter()
@@ -609,7 +738,9 @@ def _calls(span: _Span) -> Iterator[list[_Run]]:
         yield call
 
 
-def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]) -> None:
+def _apply_runs(
+    span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]
+) -> None:
     block = runs[0].item.block
     rows = _rows(span, runs)
     lengths = [run.stop - run.first for run in runs]
@@ -617,24 +748,33 @@ def _apply_runs(span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], co
     at = 0
     for run, length in zip(runs, lengths, strict=True):
         if not run.item.is_whole:
-            local[at : at + length] = np.searchsorted(np.asarray(run.item.chunks), local[at : at + length])
+            local[at : at + length] = np.searchsorted(
+                np.asarray(run.item.chunks), local[at : at + length]
+            )
         at += length
     local += np.repeat(np.array([run.item.first for run in runs], np.int64), lengths)
     words = np.diff(block.bounds)
-    wrong = np.flatnonzero((rows[:, columns.WORDS] != words[local]) | (rows[:, columns.WORD_BYTES] != block.word_bytes))
+    wrong = np.flatnonzero(
+        (rows[:, columns.WORDS] != words[local]) | (rows[:, columns.WORD_BYTES] != block.word_bytes)
+    )
     if wrong.size:
         run = runs[int(np.searchsorted(np.cumsum(lengths), wrong[0], "right"))]
         spec = run.item.chain.spec
         raise Damaged(
-            f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype {spec.dtype}",
+            f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype"
+            f" {spec.dtype}",
             file=span.path,
             leaf=spec.path,
         )
     try:
-        codec.apply(_encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes)
+        codec.apply(
+            _encoded(span, runs, local, streams), block.data, block.bounds, block.word_bytes
+        )
     except DamagedStream as error:
         _name_damage(span, runs, local, streams, codec)
-        raise DamagedStream(f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}", file=span.path) from error
+        raise DamagedStream(
+            f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}", file=span.path
+        ) from error
 
 
 def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
@@ -652,8 +792,12 @@ def _stretches(runs: Sequence[_Run]) -> list[tuple[int, int]]:
     return found
 
 
-def _encoded(span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8]) -> Encoded:
-    """Some runs of a span with their bytes. ``local``: the chunk numbers of their rows for the codec."""
+def _encoded(
+    span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8]
+) -> Encoded:
+    """Some runs of a span with their bytes. ``local``: the chunk numbers of their rows for the
+    codec.
+    """
     rows = _rows(span, runs)
     encoded = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
     encoded[:, CHUNK] = local
@@ -670,7 +814,11 @@ def _encoded(span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], stream
 
 
 def _name_damage(
-    span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8], codec: Codec[Any]
+    span: _Span,
+    runs: Sequence[_Run],
+    local: NDArray[np.int64],
+    streams: Mapping[str, U8],
+    codec: Codec[Any],
 ) -> None:
     """Decode leaf by leaf what could not be decoded at once; raises for the leaf that cannot be."""
     at = 0
@@ -682,7 +830,9 @@ def _name_damage(
         try:
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)
         except DamagedStream as error:
-            raise DamagedStream(f"{_at(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path) from error
+            raise DamagedStream(
+                f"{_at(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path
+            ) from error
 
 
 def _at(span: _Span, run: _Run) -> str:
@@ -694,13 +844,16 @@ def _verify(blocks: Sequence[Sequence[_Filling]]) -> None:
 
     def check(items: Sequence[_Filling]) -> None:
         block = items[0].block
-        found = chunk_digests(block.data, block.bounds, block.word_bytes, range(block.expected.shape[0]))
+        found = chunk_digests(
+            block.data, block.bounds, block.word_bytes, range(block.expected.shape[0])
+        )
         wrong = np.flatnonzero((found != block.expected).any(axis=1))
         if wrong.size:
             number = int(wrong[0])
             item = next(item for item in items if number < item.first + len(item.chunks))
             raise Damaged(
-                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the bytes read are not those that were saved",
+                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the"
+                " bytes read are not those that were saved",
                 leaf=item.chain.spec.path,
             )
 

@@ -1,4 +1,6 @@
-"""What a damaged restore says: which step, leaf and file are at fault, and which steps still restore. And the way to those, if asked for."""
+"""What a damaged restore says: which step, leaf and file are at fault, and which steps still
+restore. And the way to those, if asked for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _MOST_SEQ = 10**10  # above every sequence number
 
 @contextmanager
 def named(root: Root, manifest: Manifest) -> Iterator[None]:
-    """Inside of it a ``Damaged`` names step, leaf and file, and ends with the steps that do not need what is damaged."""
+    """Inside of it a ``Damaged`` names step, leaf and file, and ends with the steps that do not
+    need what is damaged.
+    """
     try:
         yield
     except Damaged as error:
@@ -42,13 +46,23 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
     leaf = tiles.leaf_of(error.leaf)
     harmed = [leaf] if leaf else harmed_leaves(root, manifest, error.file)
     if harmed and repr(harmed[0]) not in text and (not error.leaf or repr(error.leaf) not in text):
-        text = f"leaf {harmed[0]!r}{f' and {len(harmed) - 1} others' if len(harmed) > 1 else ''}: {text}"
-    found = whole_steps(root, lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file))
-    return type(error)(f"step {manifest.step} of {root.path}: {text}. {way_out(found)}", file=error.file, leaf=leaf)
+        text = (
+            f"leaf {harmed[0]!r}{f' and {len(harmed) - 1} others' if len(harmed) > 1 else ''}:"
+            f" {text}"
+        )
+    found = whole_steps(
+        root,
+        lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file),
+    )
+    return type(error)(
+        f"step {manifest.step} of {root.path}: {text}. {way_out(found)}", file=error.file, leaf=leaf
+    )
 
 
 def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
-    """The same damage, found in the file where it is: a digest at the end of a chain tells the leaf only."""
+    """The same damage, found in the file where it is: a digest at the end of a chain tells the leaf
+    only.
+    """
     if error.leaf not in manifest.stored:
         return error
     try:
@@ -60,7 +74,9 @@ def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
 
 
 def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
-    """The leaves of a step that need an array or a file, as far as their tables can be read. Of one in tiles that some tile does."""
+    """The leaves of a step that need an array or a file, as far as their tables can be read. Of one
+    in tiles that some tile does.
+    """
     segments: list[Segment] = []
     for ref in manifest.segments:
         try:
@@ -89,7 +105,9 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
         path
         for path in holder.leaves_in(file)
         if path in manifest.stored
-        and not any(path in other.table.leaves and other.table.leaves[path].is_whole for other in later)
+        and not any(
+            path in other.table.leaves and other.table.leaves[path].is_whole for other in later
+        )
     ]
 
 
@@ -97,11 +115,15 @@ def _segment_of(file: str) -> str | None:
     return next((part for part in Path(file).parts if layout.is_segment_id(part)), None)
 
 
-def newest_whole(root: Root, step: int | str | None, restore: Callable[[Manifest], _T]) -> tuple[Manifest, _T]:
-    """``restore(manifest)`` of the asked step (by default the newest), or of the newest before it that is whole.
+def newest_whole(
+    root: Root, step: int | str | None, restore: Callable[[Manifest], _T]
+) -> tuple[Manifest, _T]:
+    """``restore(manifest)`` of the asked step (by default the newest), or of the newest before it
+    that
+    is whole.
 
-    Every step that is passed over is a warning in the log, and so is the step that is given in its place. Raises what the asked step raised
-    where no earlier one restores either.
+    Every step that is passed over is a warning in the log, and so is the step that is given in its
+    place. Raises what the asked step raised where no earlier one restores either.
     """
     return newest_whole_of([root], step, lambda _, manifest: restore(manifest))
 
@@ -109,7 +131,9 @@ def newest_whole(root: Root, step: int | str | None, restore: Callable[[Manifest
 def newest_whole_of(
     roots: Sequence[Root], step: int | str | None, restore: Callable[[Root, Manifest], _T]
 ) -> tuple[Manifest, _T]:
-    """``newest_whole`` of a run whose steps lie in several roots; of a step that more than one has, the first one's is tried first."""
+    """``newest_whole`` of a run whose steps lie in several roots; of a step that more than one has,
+    the first one's is tried first.
+    """
     first: DeltacheckError | None = None
     for root, manifest in _merged(roots, step):
         if isinstance(manifest, Damaged | UnsupportedFormat):
@@ -124,7 +148,12 @@ def newest_whole_of(
             continue
         if first is not None:
             asked = "the newest step" if step is None else f"step {step}"
-            log.warning("%s is damaged: step %d of %s is restored in its place", asked, manifest.step, root.path)
+            log.warning(
+                "%s is damaged: step %d of %s is restored in its place",
+                asked,
+                manifest.step,
+                root.path,
+            )
         return manifest, value
     assert first is not None  # _from gives at least one
     raise first
@@ -133,8 +162,12 @@ def newest_whole_of(
 _Found = tuple[int, Root, Manifest | Damaged | UnsupportedFormat]
 
 
-def _merged(roots: Sequence[Root], step: int | str | None) -> Iterator[tuple[Root, Manifest | Damaged | UnsupportedFormat]]:
-    """What ``_from`` gives for each root, newest first. Raises ``StepNotFound`` where no root has the asked step."""
+def _merged(
+    roots: Sequence[Root], step: int | str | None
+) -> Iterator[tuple[Root, Manifest | Damaged | UnsupportedFormat]]:
+    """What ``_from`` gives for each root, newest first. Raises ``StepNotFound`` where no root has
+    the asked step.
+    """
     missing: list[StepNotFound] = []
 
     def numbered(root: Root) -> Iterator[_Found]:
@@ -153,7 +186,9 @@ def _merged(roots: Sequence[Root], step: int | str | None) -> Iterator[tuple[Roo
 
 
 def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | UnsupportedFormat]:
-    """The asked step, then all that were saved before it, newest first; a manifest that cannot be read as its error."""
+    """The asked step, then all that were saved before it, newest first; a manifest that cannot be
+    read as its error.
+    """
     item: str | None = None
     before: Callable[[StepRef], bool]
     try:
@@ -163,10 +198,15 @@ def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | U
         before = (lambda ref: ref.step < step) if isinstance(step, int) else (lambda ref: True)
     else:
         yield asked
-        item = next((ref.manifest_path.parent.name for ref in root.checkpoints() if ref.seq == asked.seq), None)
+        item = next(
+            (ref.manifest_path.parent.name for ref in root.checkpoints() if ref.seq == asked.seq),
+            None,
+        )
         before = lambda ref: ref.seq < asked.seq  # noqa: E731 - one of three
     for ref in reversed(root.checkpoints()):
-        if before(ref) and (not root.is_manager_root or item in (None, ref.manifest_path.parent.name)):
+        if before(ref) and (
+            not root.is_manager_root or item in (None, ref.manifest_path.parent.name)
+        ):
             try:
                 yield root.read(ref.manifest_path)
             except FileNotFoundError:

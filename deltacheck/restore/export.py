@@ -1,7 +1,9 @@
-"""Write leaves of a checkpoint to a file of another format: safetensors or npz, streamed, so that memory does not grow with the checkpoint.
+"""Write leaves of a checkpoint to a file of another format: safetensors or npz, streamed, so that
+memory does not grow with the checkpoint.
 
-A leaf's chunks are consecutive runs of its memory, so a leaf is read, verified and written a batch of chunks at a time. The
-PyTorch format, which cannot be streamed, is in ``backends/torch/export.py``.
+A leaf's chunks are consecutive runs of its memory, so a leaf is read, verified and written a batch
+of chunks at a time. The PyTorch format, which cannot be streamed, is in
+``backends/torch/export.py``.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
-BATCH_BYTES = 16 << 20  # decoded bytes that are read at a time; larger: fewer, longer reads, more memory
+BATCH_BYTES = (
+    16 << 20
+)  # decoded bytes that are read at a time; larger: fewer, longer reads, more memory
 
 Progress: TypeAlias = Callable[[int], object]  # told how many more decoded bytes are done
 
-# https://github.com/huggingface/safetensors#format; the types that take one byte or more an element, which is how ours lie in
-# memory.
+# https://github.com/huggingface/safetensors#format; the types that take one byte or more an
+# element, which is how ours lie in memory.
 _SAFETENSORS = {
     "bool": "BOOL",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -51,15 +55,18 @@ _SAFETENSORS = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 _SAFETENSORS_HEADER_BYTES = 100_000_000  # the most that its readers accept
-_DTYPE_NOTE = ".dtype"  # suffix of the npz entry that names the true type of an entry that NumPy alone cannot type
+# Suffix of the npz entry that names the true type of an entry that NumPy alone cannot type
+_DTYPE_NOTE = ".dtype"
 
 
 def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") -> dict[str, str]:
-    """Which leaves to write, and as what: key -> path of the leaf that holds its bytes, keys ascending. Tied leaves each have their key.
+    """Which leaves to write, and as what: key -> path of the leaf that holds its bytes, keys
+    ascending. Tied leaves each have their key.
 
-    ``patterns``: leaf paths or ``fnmatch`` patterns, where ``*`` matches ``/`` too; none: all. ``strip``: removed from the
-    front of keys that begin with it. Raises ``StepNotFound`` for a pattern that matches nothing, ``ValueError`` where two
-    leaves would get the same key or one an empty key.
+    ``patterns``: leaf paths or ``fnmatch`` patterns, where ``*`` matches ``/`` too; none: all.
+    ``strip``: removed from the front of keys that begin with it. Raises ``StepNotFound`` for a
+    pattern that matches nothing, ``ValueError`` where two leaves would get the same key or one an
+    empty key.
     """
     owners = tree.array_paths(manifest.tree)
     for pattern in patterns:
@@ -71,7 +78,10 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
             continue
         key = path.removeprefix(strip)
         if key in keys or (not key and path):
-            raise ValueError(f"without {strip!r}, leaf {path!r} would be called {key!r}, as another is or as none can be")
+            raise ValueError(
+                f"without {strip!r}, leaf {path!r} would be called {key!r}, as another is or as"
+                " none can be"
+            )
         keys[key] = owner
     return dict(sorted(keys.items()))
 
@@ -80,8 +90,12 @@ def matches(path: str, pattern: str) -> bool:
     return path == pattern or fnmatchcase(path, pattern)
 
 
-def batches(leaves: Mapping[str, Leaf], batch_bytes: int = BATCH_BYTES) -> Iterator[dict[str, list[int]]]:
-    """All chunks of all leaves in order, in groups of at most ``batch_bytes`` decoded bytes, or of one chunk: leaf -> chunk numbers."""
+def batches(
+    leaves: Mapping[str, Leaf], batch_bytes: int = BATCH_BYTES
+) -> Iterator[dict[str, list[int]]]:
+    """All chunks of all leaves in order, in groups of at most ``batch_bytes`` decoded bytes, or of
+    one chunk: leaf -> chunk numbers.
+    """
     batch: dict[str, list[int]] = {}
     size = 0
     for path, leaf in leaves.items():
@@ -96,7 +110,9 @@ def batches(leaves: Mapping[str, Leaf], batch_bytes: int = BATCH_BYTES) -> Itera
         yield batch
 
 
-def stream(leaves: Mapping[str, Leaf], progress: Progress | None = None) -> Iterator[tuple[str, U8]]:
+def stream(
+    leaves: Mapping[str, Leaf], progress: Progress | None = None
+) -> Iterator[tuple[str, U8]]:
     """The verified bytes of every leaf in order, piece by piece; an empty leaf has no piece."""
     for batch in batches(leaves):
         for key, item in restore.load({key: leaves[key] for key in batch}, batch).items():
@@ -114,7 +130,10 @@ def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str
 def shapes(manifest: Manifest, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """The shape of every key whose leaf is stored flat."""
     tags = tree.flat_tags(manifest.tree)
-    found = {key: tree.shape_in(tags.get(owner), math.prod(manifest.spec(owner).shape), owner) for key, owner in keys.items()}
+    found = {
+        key: tree.shape_in(tags.get(owner), math.prod(manifest.spec(owner).shape), owner)
+        for key, owner in keys.items()
+    }
     return {key: shape for key, shape in found.items() if shape is not None}
 
 
@@ -125,28 +144,40 @@ def write_safetensors(
     progress: Progress | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Write a safetensors file. ``about``: its metadata; ``shapes``: of leaves that are stored flat.
+    """Write a safetensors file. ``about``: its metadata; ``shapes``: of leaves that are stored
+    flat.
 
-    Raises ``UnsupportedLeaf``, before anything is written, for an element type that the format does not have.
+    Raises ``UnsupportedLeaf``, before anything is written, for an element type that the format does
+    not have.
     """
-    # Wide elements first: every tensor is then aligned to its element, as the format's own writer does it.
-    ordered = dict(sorted(leaves.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0])))
+    # Wide elements first: every tensor is then aligned to its element, as the format's own writer
+    # does it.
+    ordered = dict(
+        sorted(leaves.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0]))
+    )
     header: dict[str, object] = {"__metadata__": dict(about)}
     begin = 0
     for key, leaf in ordered.items():
         spec = leaf.spec
         if spec.dtype not in _SAFETENSORS or key == "__metadata__":
             raise UnsupportedLeaf(
-                f"leaf {spec.path!r} of type {spec.dtype} cannot be put into a safetensors file; leave it out, or choose npz"
+                f"leaf {spec.path!r} of type {spec.dtype} cannot be put into a safetensors file;"
+                " leave it out, or choose npz"
             )
         end = begin + spec.raw_bytes
         shape = (shapes or {}).get(key, spec.shape)
-        header[key] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[key] = {
+            "dtype": _SAFETENSORS[spec.dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _SAFETENSORS_HEADER_BYTES:
-        raise UnsupportedLeaf(f"a safetensors file cannot name {len(leaves)} leaves; export them in groups")
+        raise UnsupportedLeaf(
+            f"a safetensors file cannot name {len(leaves)} leaves; export them in groups"
+        )
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for _, piece in stream(ordered, progress):
@@ -161,19 +192,24 @@ def write_npz(
 ) -> None:
     """Write an uncompressed npz file, which ``numpy.load`` opens without pickle.
 
-    A leaf of a type that NumPy alone does not have (bfloat16, float8, int4, ...) is stored as the unsigned integers of its
-    bits, and the entry ``<key>.dtype`` beside it names the type: ``z[key].view(getattr(ml_dtypes, str(z[key + ".dtype"])))``.
-    Raises ``UnsupportedLeaf`` where a leaf already has the name of such an entry.
+    A leaf of a type that NumPy alone does not have (bfloat16, float8, int4, ...) is stored as the
+    unsigned integers of its bits, and the entry ``<key>.dtype`` beside it names the type:
+    ``z[key].view(getattr(ml_dtypes, str(z[key + ".dtype"])))``. Raises ``UnsupportedLeaf`` where a
+    leaf already has the name of such an entry.
     """
     noted = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
     if taken := noted & leaves.keys():
-        raise UnsupportedLeaf(f"leaf {min(taken)!r} has the name that npz needs for the type of another; leave it out")
+        raise UnsupportedLeaf(
+            f"leaf {min(taken)!r} has the name that npz needs for the type of another; leave it out"
+        )
     pieces = stream(leaves, progress)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for key, leaf in leaves.items():
             spec = leaf.spec
             with _entry(archive, key) as entry:
-                _write_npy_header(entry, (shapes or {}).get(key, spec.shape), np.dtype(spec.element.storage))
+                _write_npy_header(
+                    entry, (shapes or {}).get(key, spec.shape), np.dtype(spec.element.storage)
+                )
                 left = spec.raw_bytes
                 while left:
                     _, piece = next(pieces)
@@ -204,7 +240,8 @@ def _write_npy_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[np
 def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     """A file that appears at ``path`` whole and durable when the block ends, or not at all.
 
-    Raises ``FileExistsError``, at the start or at the end, where ``path`` is there and ``overwrite`` is not set.
+    Raises ``FileExistsError``, at the start or at the end, where ``path`` is there and
+    ``overwrite`` is not set.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
@@ -228,7 +265,9 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Give the file its name unless another has it: a hard link does both in one act, where the file system has them."""
+    """Give the file its name unless another has it: a hard link does both in one act, where the
+    file system has them.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -1,4 +1,6 @@
-"""Follow a run while it goes on: each committed step as what changed in it, for processes that keep a copy of its weights."""
+"""Follow a run while it goes on: each committed step as what changed in it, for processes that keep
+a copy of its weights.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ from deltacheck.store.segment import Segment
 
 # Leaves that are loaded together. Larger: fewer calls; that much more memory beside what is held.
 _BATCH_BYTES = 256 << 20
-# A change is told element by element where fewer than one in so many changed: a position takes 8 bytes.
+# A change is told element by element where fewer than one in so many changed: a position takes 8
+# bytes.
 _SPARSE_BELOW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """What became of one leaf. ``positions``: int64, ascending, of the changed elements of the flattened leaf; ``None``: all of them.
-    ``values``: their new content, 1-D, in the leaf's own dtype. ``digest``: of the leaf's bytes with these values in place; empty where the leaf is
+    """What became of one leaf. ``positions``: int64, ascending, of the changed elements of the
+    flattened leaf; ``None``: all of them. ``values``: their new content, 1-D, in the leaf's own
+    dtype. ``digest``: of the leaf's bytes with these values in place; empty where the leaf is
     stored in ``tiles``, which then has theirs.
     """
 
@@ -44,16 +48,24 @@ class LeafChange:
     tiles: Tiles | None = None
 
     def apply(self, array: NDArray[Any]) -> None:
-        """Put the values into ``array``, a writable C-contiguous array of the leaf's shape and dtype, in place. Raises ``TreeMismatch``."""
-        if (array.shape, array.dtype) != (self.spec.shape, self.spec.element.numpy) or not array.flags.c_contiguous:
+        """Put the values into ``array``, a writable C-contiguous array of the leaf's shape and
+        dtype, in place. Raises ``TreeMismatch``.
+        """
+        if (array.shape, array.dtype) != (
+            self.spec.shape,
+            self.spec.element.numpy,
+        ) or not array.flags.c_contiguous:
             raise TreeMismatch(
-                f"leaf {self.spec.path!r} is {self.spec.dtype}{list(self.spec.shape)}; the array to change is "
+                f"leaf {self.spec.path!r} is {self.spec.dtype}{list(self.spec.shape)}; the array to"
+                " change is "
                 f"{array.dtype}{list(array.shape)}{'' if array.flags.c_contiguous else ', not contiguous'}"
             )
         array.reshape(-1)[slice(None) if self.positions is None else self.positions] = self.values
 
     def check(self, array: NDArray[Any]) -> None:
-        """Compare a copy of the leaf, of its shape, with the digests of the step. Raises ``Damaged`` where a bit of it is another."""
+        """Compare a copy of the leaf, of its shape, with the digests of the step. Raises
+        ``Damaged`` where a bit of it is another.
+        """
         if self.tiles is None:
             self._check(self.spec, array, self.digest)
             return
@@ -65,19 +77,22 @@ class LeafChange:
         found = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if found != digest:
             raise Damaged(
-                f"leaf {spec.path!r}: this copy has digest {found}, the step has {digest}. Take the whole state again: "
-                "follow(...) anew, or Follower.anchor()",
+                f"leaf {spec.path!r}: this copy has digest {found}, the step has {digest}. Take the"
+                " whole state again: follow(...) anew, or Follower.anchor()",
                 leaf=self.spec.path,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One committed step. ``changes``: by leaf path, ties once; leaves that did not change are not in it.
+    """One committed step. ``changes``: by leaf path, ties once; leaves that did not change are not
+    in
+    it.
 
-    ``since``: the step that the changes are relative to, the update before; ``None`` where every leaf is given whole: in the first
-    update, and where the follower had to begin again because the tree is another one, or after an error. ``names``: every path of the
-    tree -> the path of the leaf in ``changes`` that it is tied to.
+    ``since``: the step that the changes are relative to, the update before; ``None`` where every
+    leaf is given whole: in the first update, and where the follower had to begin again because the
+    tree is another one, or after an error. ``names``: every path of the tree -> the path of the
+    leaf in ``changes`` that it is tied to.
     """
 
     step: int
@@ -94,15 +109,22 @@ class Update:
 
 
 class Follower:
-    """The committed steps of a root, one after the other, as they appear. Made by ``deltacheck.follow``; takes no lock, writes nothing.
+    """The committed steps of a root, one after the other, as they appear. Made by
+    ``deltacheck.follow``; takes no lock, writes nothing.
 
-    Holds one copy of the leaves that it follows, whose digests it has compared with the manifest's, and finds changes by
-    comparing each step with it. So there is no gap between updates: what retention removes or a chain no longer offers is read whole and
-    compared all the same. After an error the next update is whole.
+    Holds one copy of the leaves that it follows, whose digests it has compared with the manifest's,
+    and finds changes by comparing each step with it. So there is no gap between updates: what
+    retention removes or a chain no longer offers is read whole and compared all the same. After an
+    error the next update is whole.
     """
 
     def __init__(
-        self, root: Root, wanted: Callable[[str], bool], newest_only: bool, poll_seconds: float, timeout: float | None
+        self,
+        root: Root,
+        wanted: Callable[[str], bool],
+        newest_only: bool,
+        poll_seconds: float,
+        timeout: float | None,
     ) -> None:
         self._root = root
         self._wanted = wanted
@@ -115,7 +137,9 @@ class Follower:
         self.anchor()
 
     def __iter__(self) -> Iterator[Update]:
-        """Every update, waiting for the next one; ends when none has come for ``timeout`` seconds."""
+        """Every update, waiting for the next one; ends when none has come for ``timeout``
+        seconds.
+        """
         begin = time.monotonic()
         while True:
             update = self.poll()
@@ -130,8 +154,9 @@ class Follower:
     def poll(self) -> Update | None:
         """The next update, or ``None`` where no new step is committed.
 
-        Raises ``Damaged`` or ``ChainBroken`` (naming leaf, step and file) where the step is not whole, ``ReplayNeeded`` where it is kept as
-        gradients; the poll after that goes on with the step after it, whole.
+        Raises ``Damaged`` or ``ChainBroken`` (naming leaf, step and file) where the step is not
+        whole, ``ReplayNeeded`` where it is kept as gradients; the poll after that goes on with the
+        step after it, whole.
         """
         found = self._next()
         if found is None:
@@ -170,18 +195,31 @@ class Follower:
         return newer[-1] if self._newest_only or self._seq < 0 else newer[0]
 
     def _update(self, manifest: Manifest) -> Update:
-        names = {path: owner for path, owner in tree.array_paths(manifest.tree).items() if self._wanted(path)}
+        names = {
+            path: owner
+            for path, owner in tree.array_paths(manifest.tree).items()
+            if self._wanted(path)
+        }
         specs = {path: manifest.spec(path) for path in dict.fromkeys(names.values())}
         if not specs:
-            raise StepNotFound(f"step {manifest.step} of {self._root.path} has none of the leaves that are to be followed")
+            raise StepNotFound(
+                f"step {manifest.step} of {self._root.path} has none of the leaves that are to be"
+                " followed"
+            )
         if {path: leaf.spec for path, leaf in self._leaves.items()} != specs:
             self.anchor()
         since, segments = self._step, open_segments(self._root, manifest)
         changes: dict[str, LeafChange] = {}
-        stale = [p for p in specs if p not in self._leaves or self._leaves[p].mark != (manifest.mark_of(p) or "")]
+        stale = [
+            p
+            for p in specs
+            if p not in self._leaves or self._leaves[p].mark != (manifest.mark_of(p) or "")
+        ]
         for paths in batches(stale, lambda path: specs[path].raw_bytes, _BATCH_BYTES):
             changes |= self._changes(manifest, paths)
-        self._segments = segments  # kept, so that those which the next step shares are not read again
+        self._segments = (
+            segments  # kept, so that those which the next step shares are not read again
+        )
         self._step = manifest.step
         return Update(manifest.step, manifest.seq, since, changes, names, dict(manifest.metrics))
 
@@ -189,27 +227,45 @@ class Follower:
         known = {path: self._leaves[path] for path in paths if path in self._leaves}
         # What was cut otherwise is compared whole.
         recut = {
-            p: self._bytes_of(leaf) for p, leaf in known.items() if _cuts_of(leaf.tiles) != _cuts_of(manifest.tiles.get(p))
+            p: self._bytes_of(leaf)
+            for p, leaf in known.items()
+            if _cuts_of(leaf.tiles) != _cuts_of(manifest.tiles.get(p))
         }
-        changes = self._changes_of_whole(manifest, [path for path in paths if path not in manifest.tiles], recut)
-        changes |= self._changes_of_tiled(manifest, [path for path in paths if path in manifest.tiles], recut)
+        changes = self._changes_of_whole(
+            manifest, [path for path in paths if path not in manifest.tiles], recut
+        )
+        changes |= self._changes_of_tiled(
+            manifest, [path for path in paths if path in manifest.tiles], recut
+        )
         for path in recut:
             current = set(manifest.names_of(path))
-            for name in [name for name in self._stored if boxes.leaf_of(name) == path and name not in current]:
+            for name in [
+                name for name in self._stored if boxes.leaf_of(name) == path and name not in current
+            ]:
                 del self._stored[name]
         return changes
 
     def _changes_of_whole(
         self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, LeafChange]:
-        """Of leaves that are not stored in tiles. ``recut``: what is held of leaves that were cut otherwise."""
+        """Of leaves that are not stored in tiles. ``recut``: what is held of leaves that were cut
+        otherwise.
+        """
         leaves = restore.resolve(self._root, manifest, paths, held=self._stored)
         stored: dict[str, NDArray[np.uint8]] = {}
         loaded = restore.load(leaves, stored=stored)
-        self._stored |= {path: chain.Held(data, manifest.stored[path].digest) for path, data in stored.items()}
+        self._stored |= {
+            path: chain.Held(data, manifest.stored[path].digest) for path, data in stored.items()
+        }
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
-            before = recut[path] if path in recut else self._leaves[path].data if path in self._leaves else None
+            before = (
+                recut[path]
+                if path in recut
+                else self._leaves[path].data
+                if path in self._leaves
+                else None
+            )
             digest = manifest.digest_of(path) or digest_of(spec, data)
             self._leaves[path] = _Leaf(spec, data, None, digest)
             positions = None if before is None else _changed_elements(spec, before, data)
@@ -220,19 +276,32 @@ class Follower:
         self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, LeafChange]:
         """Of leaves that are stored in tiles: only those that are others than before are read."""
-        fresh = [name for path in paths for name in manifest.names_of(path) if not self._holds(manifest, name)]
+        fresh = [
+            name
+            for path in paths
+            for name in manifest.names_of(path)
+            if not self._holds(manifest, name)
+        ]
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
         chains = chain.resolve(self._root, manifest, fresh, held=self._stored)
-        loaded = chain.load(chains, {name: list(range(one.spec.chunk_count)) for name, one in chains.items()})
-        self._stored |= {name: chain.Held(data, manifest.stored[name].digest) for name, data in loaded.items()}
+        loaded = chain.load(
+            chains, {name: list(range(one.spec.chunk_count)) for name, one in chains.items()}
+        )
+        self._stored |= {
+            name: chain.Held(data, manifest.stored[name].digest) for name, data in loaded.items()
+        }
         changes: dict[str, LeafChange] = {}
         for path in paths:
             spec, of, known = manifest.spec(path), manifest.tiles[path], self._leaves.get(path)
             self._leaves[path] = _Leaf(spec, None, of, manifest.mark_of(path))
             positions = None
             if path not in recut and known is not None:
-                names = {number: name for number, name in enumerate(of.names(path)) if name in loaded}
-                positions = _changed_in_tiles(spec, of, {n: (before[name], loaded[name]) for n, name in names.items()})
+                names = {
+                    number: name for number, name in enumerate(of.names(path)) if name in loaded
+                }
+                positions = _changed_in_tiles(
+                    spec, of, {n: (before[name], loaded[name]) for n, name in names.items()}
+                )
             values = self._bytes_of(self._leaves[path])
             if path in recut:
                 positions = _changed_elements(spec, recut[path], values)
@@ -262,7 +331,9 @@ def _note(
     digest: str,
     of: Tiles | None,
 ) -> None:
-    """Add what became of a leaf, if anything. ``values``: of all of it; they are not written to from here on."""
+    """Add what became of a leaf, if anything. ``values``: of all of it; they are not written to
+    from here on.
+    """
     values.flags.writeable = False
     if positions is None:
         changes[spec.path] = LeafChange(spec, None, values, digest, of)
@@ -275,8 +346,9 @@ def _cuts_of(of: Tiles | None) -> boxes.Cuts | None:
 
 
 class _Leaf(NamedTuple):
-    """A followed leaf. ``data``: ``None`` of one in ``tiles``, which are held as such. ``mark``: what tells whether a step has other bytes; of a leaf
-    whose digest no manifest has, that of its bytes.
+    """A followed leaf. ``data``: ``None`` of one in ``tiles``, which are held as such. ``mark``:
+    what
+    tells whether a step has other bytes; of a leaf whose digest no manifest has, that of its bytes.
     """
 
     spec: LeafSpec
@@ -285,28 +357,46 @@ class _Leaf(NamedTuple):
     mark: object
 
 
-def _changed_elements(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.int64] | None:
-    """Where two contents of a leaf differ in a bit; ``None`` where in so many elements that telling them one by one takes more memory."""
+def _changed_elements(
+    spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
+) -> NDArray[np.int64] | None:
+    """Where two contents of a leaf differ in a bit; ``None`` where in so many elements that telling
+    them one by one takes more memory.
+    """
     differs = _differs(spec, before, now)
     positions = np.flatnonzero(differs)
-    return None if positions.size * _SPARSE_BELOW > differs.size else positions.astype(np.int64, copy=False)
+    return (
+        None
+        if positions.size * _SPARSE_BELOW > differs.size
+        else positions.astype(np.int64, copy=False)
+    )
 
 
 def _changed_in_tiles(
     spec: LeafSpec, of: Tiles, contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 ) -> NDArray[np.int64] | None:
-    """As ``_changed_elements``, in coordinates of the leaf. ``contents``: of the tiles whose digests differ, by number, before and now."""
+    """As ``_changed_elements``, in coordinates of the leaf. ``contents``: of the tiles whose
+    digests differ, by number, before and now.
+    """
     found = [np.zeros(0, np.int64)]
     for number, (before, now) in contents.items():
         box = boxes.box(of.cuts, number)
-        inner = np.unravel_index(np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box])
-        found.append(np.ravel_multi_index([at + s.start for at, s in zip(inner, box, strict=True)], spec.shape))
+        inner = np.unravel_index(
+            np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box]
+        )
+        found.append(
+            np.ravel_multi_index(
+                [at + s.start for at, s in zip(inner, box, strict=True)], spec.shape
+            )
+        )
         if sum(part.size for part in found) * _SPARSE_BELOW > math.prod(spec.shape):
             return None
     return np.sort(np.concatenate(found))
 
 
-def _differs(spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _differs(
+    spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
+) -> NDArray[np.bool_]:
     """Per element, whether a bit of it is another."""
     width = spec.element.item_bytes
     word = np.dtype(f"u{min(width, 8)}")
@@ -327,20 +417,25 @@ def follow(
     timeout: float | None = None,
     storage: ObjectStore | None = None,
 ) -> Follower:
-    """Follow a run live: an iterator over its committed steps as changed leaves, beginning with the newest step, whole.
+    """Follow a run live: an iterator over its committed steps as changed leaves, beginning with the
+    newest step, whole.
 
-    ``leaves``: paths, or a function that says whether a path is followed, such as ``lambda path: path.startswith("model/")``; fewer: less
-    memory and less to read; by default all. ``item``: of a ``CheckpointManager``'s steps, where they have several. ``newest_only``: leave out
-    steps that were committed while the consumer was busy: less work, but not every step is seen. ``poll_seconds``: between two looks for a new
-    step; shorter: sooner there, more calls to the storage. ``timeout``: the iteration ends when nothing new has come for so many seconds;
+    ``leaves``: paths, or a function that says whether a path is followed, such as ``lambda path:
+    path.startswith("model/")``; fewer: less memory and less to read; by default all. ``item``: of a
+    ``CheckpointManager``'s steps, where they have several. ``newest_only``: leave out steps that
+    were committed while the consumer was busy: less work, but not every step is seen.
+    ``poll_seconds``: between two looks for a new step; shorter: sooner there, more calls to the
+    storage. ``timeout``: the iteration ends when nothing new has come for so many seconds;
     ``None``: never. ``storage``: how an object store is reached.
 
-    Every value has been compared with the digests of its step; a step that is not whole raises, and the one after it comes whole.
-    Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
+    Every value has been compared with the digests of its step; a step that is not whole raises, and
+    the one after it comes whole. Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
     """
     if callable(leaves) or leaves is None:
         wanted = leaves or (lambda path: True)
     else:
         chosen = frozenset(leaves)
         wanted = chosen.__contains__
-    return Follower(open_root(path, item, storage=storage), wanted, newest_only, poll_seconds, timeout)
+    return Follower(
+        open_root(path, item, storage=storage), wanted, newest_only, poll_seconds, timeout
+    )

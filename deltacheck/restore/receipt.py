@@ -1,4 +1,6 @@
-"""Rebuild a step from disk and compare it with the state as it was captured: what of a save is true, shown and not concluded."""
+"""Rebuild a step from disk and compare it with the state as it was captured: what of a save is
+true, shown and not concluded.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 
-# Whether and when a save is read back. none: never. commit: before the step exists, on the thread that commits. receipt: after it, behind.
+# Whether and when a save is read back. none: never. commit: before the step exists, on the thread
+# that commits. receipt: after it, behind.
 WHEN = ("none", "commit", "receipt")
 _BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof that a step was rebuilt from disk as it was captured. ``leaves``: how many, of ``raw_bytes`` in memory; ``seconds``: it took."""
+    """Proof that a step was rebuilt from disk as it was captured. ``leaves``: how many, of
+    ``raw_bytes`` in memory; ``seconds``: it took.
+    """
 
     step: int
     leaves: int
@@ -36,11 +41,15 @@ def check_when(verify: str) -> None:
         raise ValueError(f"verify must be one of {', '.join(WHEN)}, not {verify!r}")
 
 
-def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: Iterable[str]) -> Receipt:
-    """Rebuild leaves of a step from disk. ``live``: the digest of each captured leaf, of what was handed to the encoder.
+def rebuild(
+    store: Store, manifest: Manifest, live: Mapping[str, str], paths: Iterable[str]
+) -> Receipt:
+    """Rebuild leaves of a step from disk. ``live``: the digest of each captured leaf, of what was
+    handed to the encoder.
 
-    Nothing that this process has in memory is used, and the files' pages are dropped from the system's cache first (where it can: they are
-    written). Raises ``ReceiptFailed`` naming leaf and file.
+    Nothing that this process has in memory is used, and the files' pages are dropped from the
+    system's cache first (where it can: they are written). Raises ``ReceiptFailed`` naming leaf and
+    file.
     """
     begin = time.perf_counter()
     wanted = [path for path in paths if path in manifest.stored]
@@ -48,7 +57,8 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
         recorded = manifest.stored[path].digest
         if live.get(path, recorded) != recorded:
             raise ReceiptFailed(
-                f"step {manifest.step}, leaf {path!r}: the state had digest {live[path]} when it was captured, what was encoded has {recorded}",
+                f"step {manifest.step}, leaf {path!r}: the state had digest {live[path]} when it"
+                f" was captured, what was encoded has {recorded}",
                 leaf=tiles.leaf_of(path),
             )
     fresh = Store(store.path, store.threads)
@@ -58,12 +68,16 @@ def rebuild(store: Store, manifest: Manifest, live: Mapping[str, str], paths: It
         chains = chain.resolve(Root(store.path, fresh), manifest, wanted)
         for paths in batches(chains, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
             batch = {path: chains[path] for path in paths}
-            data = chain.load(batch, {path: list(range(one.spec.chunk_count)) for path, one in batch.items()})
+            data = chain.load(
+                batch, {path: list(range(one.spec.chunk_count)) for path, one in batch.items()}
+            )
             raw_bytes += sum(values.size for values in data.values())
     except Damaged as error:
         leaf = error.leaf or _leaf_in(fresh, manifest, error.file)
         named = "" if repr(leaf) in str(error) else f"leaf {leaf!r}: "
-        message = f"step {manifest.step} does not come back from disk as it was captured: {named}{error}"
+        message = (
+            f"step {manifest.step} does not come back from disk as it was captured: {named}{error}"
+        )
         raise ReceiptFailed(message, file=error.file, leaf=tiles.leaf_of(leaf)) from error
     return Receipt(manifest.step, len(wanted), raw_bytes, time.perf_counter() - begin)
 
@@ -80,7 +94,9 @@ def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
 
 
 def forget(store: Store, manifest: Manifest) -> None:
-    """Ask the system to drop the pages of a step's segments, so that they are read from the disk."""
+    """Ask the system to drop the pages of a step's segments, so that they are read from the
+    disk.
+    """
     if not isinstance(store.path, Path):
         return
     for ref in manifest.segments:

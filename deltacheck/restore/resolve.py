@@ -1,4 +1,6 @@
-"""Carry out a restore: which chains a leaf stands on -> read them -> compute what is derived. Returns host bytes; backends place them."""
+"""Carry out a restore: which chains a leaf stands on -> read them -> compute what is derived.
+Returns host bytes; backends place them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from deltacheck.store.root import Root
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A leaf that is computed: from what is stored under its own path (``codes``), and from other leaves of the step."""
+    """A leaf that is computed: from what is stored under its own path (``codes``), and from other
+    leaves of the step.
+    """
 
     spec: LeafSpec
     derived: Derived
@@ -66,15 +70,18 @@ def resolve(
     partly: Container[str] = (),
     boxes: Mapping[str, tiles.Box] | None = None,
 ) -> dict[str, Leaf]:
-    """Where every asked leaf (by default all) comes from, each link checked by the digests that the tables carry.
+    """Where every asked leaf (by default all) comes from, each link checked by the digests that the
+    tables carry.
 
-    ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf that a replay gives is refused
-    (``ReplayNeeded``). ``max_bytes``: the budget, which neither the leaves (but for those of which the caller wants a part, ``partly``) nor,
-    beyond 64 MiB, the step's tables may exceed; nothing is opened before that is known. ``held``: what the caller has of leaves as
-    they are stored, which is then not read again. ``boxes``: what is wanted of leaves that are wanted in part; tiles outside are left out.
+    ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf
+    that a replay gives is refused (``ReplayNeeded``). ``max_bytes``: the budget, which neither the
+    leaves (but for those of which the caller wants a part, ``partly``) nor, beyond 64 MiB, the
+    step's tables may exceed; nothing is opened before that is known. ``held``: what the caller has
+    of leaves as they are stored, which is then not read again. ``boxes``: what is wanted of leaves
+    that are wanted in part; tiles outside are left out.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf that the step does not have;
-    ``BudgetExceeded``.
+    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf
+    that the step does not have; ``BudgetExceeded``.
     """
     specs = manifest.specs
     inputs = set() if manifest.replay is None else manifest.replay.inputs
@@ -85,19 +92,33 @@ def resolve(
     for path in wanted:
         if path not in specs and path not in inputs:
             near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
-            raise StepNotFound(f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}")
+            raise StepNotFound(
+                f"step {manifest.step} has no leaf {path!r}; near it: {', '.join(map(repr, near))}"
+            )
     boxes = boxes or {}
     refuse_more_than(
-        max_bytes, sum(specs[path].raw_bytes for path in wanted if path in specs and path not in partly and path not in boxes)
+        max_bytes,
+        sum(
+            specs[path].raw_bytes
+            for path in wanted
+            if path in specs and path not in partly and path not in boxes
+        ),
     )
     needed = dict.fromkeys(wanted)
     for path in needed_by(manifest, wanted):
         needed.setdefault(path)
-    numbers = {path: _numbers(manifest.tiles[path].cuts, boxes.get(path)) for path in needed if path in manifest.tiles}
-    names = {
-        path: dict(zip(of, sharding.names_of(path, manifest.tiles[path].cuts, of), strict=True)) for path, of in numbers.items()
+    numbers = {
+        path: _numbers(manifest.tiles[path].cuts, boxes.get(path))
+        for path in needed
+        if path in manifest.tiles
     }
-    kept = [path for path in needed if path in manifest.leaves] + [name for of in names.values() for name in of.values()]
+    names = {
+        path: dict(zip(of, sharding.names_of(path, manifest.tiles[path].cuts, of), strict=True))
+        for path, of in numbers.items()
+    }
+    kept = [path for path in needed if path in manifest.leaves] + [
+        name for of in names.values() for name in of.values()
+    ]
     chains = chain.resolve(root, manifest, kept, max_bytes, held)
     made: dict[str, Leaf] = {}
 
@@ -106,11 +127,17 @@ def resolve(
             derived = manifest.derived.get(path)
             if path in names:
                 cuts = manifest.tiles[path].cuts
-                made[path] = Tiled(specs[path], cuts, {number: chains[name] for number, name in names[path].items()})
+                made[path] = Tiled(
+                    specs[path],
+                    cuts,
+                    {number: chains[name] for number, name in names[path].items()},
+                )
             elif derived is None:
                 made[path] = chains[path]
             else:
-                made[path] = Formula(specs[path], derived, chains.get(path), {p: make(p) for p in derived.sources})
+                made[path] = Formula(
+                    specs[path], derived, chains.get(path), {p: make(p) for p in derived.sources}
+                )
         return made[path]
 
     return {path: make(path) for path in wanted}
@@ -118,7 +145,11 @@ def resolve(
 
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
     """The tiles that a box touches; without one, all."""
-    return list(range(tiles.count(cuts))) if box is None else [one.number for one in tiles.overlaps(cuts, box)]
+    return (
+        list(range(tiles.count(cuts)))
+        if box is None
+        else [one.number for one in tiles.overlaps(cuts, box)]
+    )
 
 
 def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
@@ -134,10 +165,12 @@ def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
 
 
 def require(manifest: Manifest, contract: str | None, paths: Iterable[str] | None = None) -> None:
-    """Refuse a step that cannot give leaves (by default all) under a contract at least as strong as ``contract``.
+    """Refuse a step that cannot give leaves (by default all) under a contract at least as strong as
+    ``contract``.
 
-    ``contract``: ``"exact"``, ``"bounded"``, ``"reused"``; ``None`` takes whatever was saved. Raises ``ContractNotMet`` naming leaves, both
-    contracts and the way out; ``ValueError`` for another word.
+    ``contract``: ``"exact"``, ``"bounded"``, ``"reused"``; ``None`` takes whatever was saved.
+    Raises ``ContractNotMet`` naming leaves, both contracts and the way out; ``ValueError`` for
+    another word.
     """
     if contract is None:
         return
@@ -151,12 +184,14 @@ def require(manifest: Manifest, contract: str | None, paths: Iterable[str] | Non
     }
     if weak:
         named = [
-            f"leaf {path!r} is {name_of(promise.terms)} (measured {promise.measured:.3g})" for path, promise in weak.items()
+            f"leaf {path!r} is {name_of(promise.terms)} (measured {promise.measured:.3g})"
+            for path, promise in weak.items()
         ]
         more = f"; and {len(named) - 3} more" if len(named) > 3 else ""
         raise ContractNotMet(
-            f"step {manifest.step} cannot be restored as {contract}: {'; '.join(named[:3])}{more}. Restore it without "
-            f"contract={contract!r}, or save with a policy that keeps these leaves {contract}"
+            f"step {manifest.step} cannot be restored as {contract}: {'; '.join(named[:3])}{more}."
+            f" Restore it without contract={contract!r}, or save with a policy that keeps these"
+            f" leaves {contract}"
         )
 
 
@@ -189,23 +224,36 @@ def load(
 ) -> dict[str, Loaded]:
     """Read, decode, verify and compute leaves, or the named chunks of each.
 
-    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be larger (default: the machine's memory).
-    ``stored``: where to leave, by path, the bytes that the chains of ``leaves`` gave. ``into``: memory for whole leaves that are computed, by
-    path; the ``data`` of those that were computed there is that memory, and nothing is written to it before everything that has a digest was
-    verified. Raises ``Damaged`` naming the leaf and file.
+    ``max_bytes``: refuse (``BudgetExceeded``) before anything is allocated if the result would be
+    larger (default: the machine's memory). ``stored``: where to leave, by path, the bytes that the
+    chains of ``leaves`` gave. ``into``: memory for whole leaves that are computed, by path; the
+    ``data`` of those that were computed there is that memory, and nothing is written to it before
+    everything that has a digest was verified. Raises ``Damaged`` naming the leaf and file.
     """
     named = chunks or {}
     # First what can be told without a list of chunks, which may itself be too long.
-    refuse_more_than(max_bytes, sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in named))
-    wanted = {path: named[path] if path in named else list(range(leaf.spec.chunk_count)) for path, leaf in leaves.items()}
+    refuse_more_than(
+        max_bytes, sum(leaf.spec.raw_bytes for path, leaf in leaves.items() if path not in named)
+    )
+    wanted = {
+        path: named[path] if path in named else list(range(leaf.spec.chunk_count))
+        for path, leaf in leaves.items()
+    }
     needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     for path, leaf in leaves.items():
         for first, stop in _runs(leaf.spec, wanted[path]):
             _need(leaf, first, stop, needed)
-    made = sum(chain.bytes_of(leaf.spec, wanted[path]) for path, leaf in leaves.items() if not isinstance(leaf, Chain))
+    made = sum(
+        chain.bytes_of(leaf.spec, wanted[path])
+        for path, leaf in leaves.items()
+        if not isinstance(leaf, Chain)
+    )
 
     def give(values: _Values) -> dict[str, Loaded]:
-        proven_first = sorted(leaves.items(), key=lambda one: not (isinstance(one[1], Formula) and one[1].derived.digest))
+        proven_first = sorted(
+            leaves.items(),
+            key=lambda one: not (isinstance(one[1], Formula) and one[1].derived.digest),
+        )
         data = {path: values.of(leaf, wanted[path]) for path, leaf in proven_first}
         return {path: Loaded(leaf.spec, wanted[path], data[path]) for path, leaf in leaves.items()}
 
@@ -220,8 +268,12 @@ def load_boxes(
     codec: Codec[Any] | None = None,
     stored: dict[str, U8] | None = None,
 ) -> dict[str, Array]:
-    """Read, decode, verify and compute a box of each leaf; only the chunks that it touches are read. Else as ``load``."""
-    refuse_more_than(max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items()))
+    """Read, decode, verify and compute a box of each leaf; only the chunks that it touches are
+    read. Else as ``load``.
+    """
+    refuse_more_than(
+        max_bytes, sum(box_bytes(leaf.spec, boxes[path]) for path, leaf in leaves.items())
+    )
     needed: dict[str, set[int]] = {path: set() for path in stored_chains(leaves.values())}
     chunks: dict[str, list[int]] = {}
     for path, leaf in leaves.items():
@@ -233,13 +285,20 @@ def load_boxes(
         for first, stop in _runs(spec, chunks[path]):
             _need(leaf, first, stop, needed)
     made = sum(
-        box_bytes(leaf.spec, boxes[path]) if isinstance(leaf, Tiled) else chain.bytes_of(leaf.spec, chunks[path])
+        (
+            box_bytes(leaf.spec, boxes[path])
+            if isinstance(leaf, Tiled)
+            else chain.bytes_of(leaf.spec, chunks[path])
+        )
         for path, leaf in leaves.items()
         if not isinstance(leaf, Chain)
     )
 
     def give(values: _Values) -> dict[str, Array]:
-        return {path: values.box(leaf, boxes[path], chunks.get(path, [])) for path, leaf in leaves.items()}
+        return {
+            path: values.box(leaf, boxes[path], chunks.get(path, []))
+            for path, leaf in leaves.items()
+        }
 
     return _read(leaves, needed, made, give, max_bytes, codec, stored)
 
@@ -254,31 +313,46 @@ def _read(
     stored: dict[str, U8] | None,
     into: Mapping[str, U8] | None = None,
 ) -> dict[str, _Given]:
-    """Read the chunks ``needed`` of the chains of ``leaves`` and let ``give`` make of them what was asked for, ``made`` bytes of which are new.
+    """Read the chunks ``needed`` of the chains of ``leaves`` and let ``give`` make of them what was
+    asked for, ``made`` bytes of which are new.
 
     ``stored``: where to leave the bytes of chains that were read whole.
     """
     chains = stored_chains(leaves.values())
     reads = {path: sorted(numbers) for path, numbers in needed.items()}
-    total = made + sum(chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items())
+    total = made + sum(
+        chain.bytes_of(chains[path].spec, numbers) for path, numbers in reads.items()
+    )
     refuse_more_than(max_bytes, total)
     try:
         data = chain.load(chains, reads, codec)
         if stored is not None:
             stored.update(
-                {path: data[path] for path, numbers in reads.items() if len(numbers) == chains[path].spec.chunk_count}
+                {
+                    path: data[path]
+                    for path, numbers in reads.items()
+                    if len(numbers) == chains[path].spec.chunk_count
+                }
             )
         return give(_Values(reads, data, into or {}))
     except MemoryError as error:
-        raise BudgetExceeded(f"this process cannot have the {total} bytes that the restore takes; name fewer leaves") from error
+        raise BudgetExceeded(
+            f"this process cannot have the {total} bytes that the restore takes; name fewer leaves"
+        ) from error
 
 
 def unshared(loaded: Mapping[str, Loaded], stored: Mapping[str, U8]) -> set[str]:
-    """The leaves whose memory is theirs alone and all theirs: neither another leaf's, nor kept in ``stored``. Who has them may change it."""
+    """The leaves whose memory is theirs alone and all theirs: neither another leaf's, nor kept in
+    ``stored``. Who has them may change it.
+    """
     memory = {path: _memory_of(item.data) for path, item in loaded.items()}
-    users = Counter(map(id, memory.values())) + Counter(id(_memory_of(data)) for data in stored.values())
+    users = Counter(map(id, memory.values())) + Counter(
+        id(_memory_of(data)) for data in stored.values()
+    )
     return {
-        path for path, of in memory.items() if of.flags.owndata and of.nbytes == loaded[path].data.nbytes and users[id(of)] == 1
+        path
+        for path, of in memory.items()
+        if of.flags.owndata and of.nbytes == loaded[path].data.nbytes and users[id(of)] == 1
     }
 
 
@@ -290,16 +364,21 @@ def _memory_of(array: Array) -> Array:
 
 
 def refuse_more_than(max_bytes: int | None, size: int) -> None:
-    """``BudgetExceeded`` where a restore of ``size`` bytes is more than the caller, or by default the machine, has memory for."""
+    """``BudgetExceeded`` where a restore of ``size`` bytes is more than the caller, or by default
+    the machine, has memory for.
+    """
     budget = chain.machine_bytes() if max_bytes is None else max_bytes
     if size > budget:
         raise BudgetExceeded(
-            f"the restore would allocate {size} bytes, more than max_bytes={budget}; name fewer leaves or slices"
+            f"the restore would allocate {size} bytes, more than max_bytes={budget}; name fewer"
+            " leaves or slices"
         )
 
 
 def _runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """The elements of some chunks, as ranges ``(first, stop)``; those of neighbouring chunks as one."""
+    """The elements of some chunks, as ranges ``(first, stop)``; those of neighbouring chunks as
+    one.
+    """
     bounds = spec.element_bounds()
     runs: list[tuple[int, int]] = []
     for number in chunks:
@@ -313,7 +392,9 @@ def _runs(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
 def _covering(spec: LeafSpec, first: int, stop: int) -> range:
     """The chunks that hold elements ``first`` to ``stop``."""
     bounds = spec.element_bounds()
-    return range(int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, stop, "left")))
+    return range(
+        int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, stop, "left"))
+    )
 
 
 def _need(leaf: Leaf, first: int, stop: int, needed: dict[str, set[int]]) -> None:
@@ -337,11 +418,14 @@ def _need_box(leaf: Tiled, box: tiles.Box, needed: dict[str, set[int]]) -> None:
 
 
 class _Values:
-    """Leaves from the chunks of chains that were read. ``reads``: their numbers, ascending; ``data``: their bytes; ``into``: memory for leaves
-    that are computed whole; all by path.
+    """Leaves from the chunks of chains that were read. ``reads``: their numbers, ascending;
+    ``data``:
+    their bytes; ``into``: memory for leaves that are computed whole; all by path.
     """
 
-    def __init__(self, reads: Mapping[str, list[int]], data: Mapping[str, U8], into: Mapping[str, U8]) -> None:
+    def __init__(
+        self, reads: Mapping[str, list[int]], data: Mapping[str, U8], into: Mapping[str, U8]
+    ) -> None:
         self._reads = reads
         self._data = data
         self._into = into
@@ -352,7 +436,9 @@ class _Values:
         spec = leaf.spec
         if isinstance(leaf, Chain) and self._reads[spec.path] == chunks:
             return self._data[spec.path]
-        runs = [self._range(leaf, first, stop).view(np.uint8) for first, stop in _runs(spec, chunks)]
+        runs = [
+            self._range(leaf, first, stop).view(np.uint8) for first, stop in _runs(spec, chunks)
+        ]
         values = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
         if isinstance(leaf, Formula) and leaf.derived.digest and len(chunks) == spec.chunk_count:
             _check_digest(leaf, leaf.derived.digest, values)
@@ -371,7 +457,11 @@ class _Values:
         for one in tiles.overlaps(leaf.cuts, box):
             spec = leaf.chains[one.number].spec
             tile = Loaded(spec, self._reads[spec.path], self._data[spec.path])
-            out[one.in_box] = as_array(tile)[one.in_tile] if len(tile.chunks) == spec.chunk_count else cut(tile, one.in_tile)
+            out[one.in_box] = (
+                as_array(tile)[one.in_tile]
+                if len(tile.chunks) == spec.chunk_count
+                else cut(tile, one.in_tile)
+            )
 
     def _range(self, leaf: Leaf, first: int, stop: int) -> Array:
         """Elements ``first`` to ``stop`` of a leaf, 1-D."""
@@ -393,14 +483,22 @@ class _Values:
             return values
         if key not in self._known:
             codes = None if leaf.codes is None else self._range(leaf.codes, first, stop)
-            sources = {path: self._range(source, first, stop) for path, source in leaf.sources.items()}
+            sources = {
+                path: self._range(source, first, stop) for path, source in leaf.sources.items()
+            }
             memory = self._into.get(spec.path)
             size = (stop - first) * spec.element.item_bytes
-            out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
+            out = (
+                None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
+            )
             try:
-                self._known[key] = derive.compute(leaf.derived, codes, sources, first, stop - first, out)
+                self._known[key] = derive.compute(
+                    leaf.derived, codes, sources, first, stop - first, out
+                )
             except ValueError as error:  # of codes that no value has
-                raise Damaged(f"leaf {spec.path!r}: what is stored of it is not what it says: {error}") from error
+                raise Damaged(
+                    f"leaf {spec.path!r}: what is stored of it is not what it says: {error}"
+                ) from error
         return self._known[key]
 
 
@@ -409,8 +507,9 @@ def _check_digest(leaf: Formula, recorded: str, values: U8) -> None:
     found = digest_of(spec, values)
     if found != recorded:
         raise Damaged(
-            f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that gives digest {found} where "
-            f"{recorded} was saved: this machine computes it otherwise than the one that saved it. Restore on one of that kind",
+            f"leaf {spec.path!r} follows from {leaf.derived.of!r} by {leaf.derived.how}, but that"
+            f" gives digest {found} where {recorded} was saved: this machine computes it otherwise"
+            " than the one that saved it. Restore on one of that kind",
             leaf=spec.path,
         )
 
@@ -429,10 +528,21 @@ def cut(item: Loaded, slices: Sequence[slice]) -> Array:
         if chunk not in wanted:
             continue
         box = grid.box(spec.shape, spec.chunk, chunk)
-        values = item.data[begin:end].view(spec.element.numpy).reshape([s.stop - s.start for s in box])
-        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, slices, strict=True)]
-        to = tuple(slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True))
-        out[to] = values[tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True))]
+        values = (
+            item.data[begin:end].view(spec.element.numpy).reshape([s.stop - s.start for s in box])
+        )
+        common = [
+            slice(max(a.start, b.start), min(a.stop, b.stop))
+            for a, b in zip(box, slices, strict=True)
+        ]
+        to = tuple(
+            slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True)
+        )
+        out[to] = values[
+            tuple(
+                slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, box, strict=True)
+            )
+        ]
     return out
 
 
@@ -443,17 +553,25 @@ def box_bytes(spec: LeafSpec, box: Sequence[slice]) -> int:
 
 
 def bounded(path: str, shape: Sequence[int], slices: Sequence[slice | int]) -> tuple[slice, ...]:
-    """User slices of a leaf as bounded step-1 slices, one an axis; an integer keeps its axis with length 1.
+    """User slices of a leaf as bounded step-1 slices, one an axis; an integer keeps its axis with
+    length 1.
 
-    Raises ``ValueError`` for more axes than the leaf has, a step other than 1 or an index out of range.
+    Raises ``ValueError`` for more axes than the leaf has, a step other than 1 or an index out of
+    range.
     """
     if len(slices) > len(shape):
-        raise ValueError(f"leaf {path!r} has shape {tuple(shape)}; {len(slices)} slices are too many")
+        raise ValueError(
+            f"leaf {path!r} has shape {tuple(shape)}; {len(slices)} slices are too many"
+        )
     found = []
-    for size, wanted in zip(shape, [*slices, *[slice(None)] * (len(shape) - len(slices))], strict=True):
+    for size, wanted in zip(
+        shape, [*slices, *[slice(None)] * (len(shape) - len(slices))], strict=True
+    ):
         if isinstance(wanted, int):
             if not -size <= wanted < size:
-                raise ValueError(f"leaf {path!r}: index {wanted} is out of range for an axis of {size}")
+                raise ValueError(
+                    f"leaf {path!r}: index {wanted} is out of range for an axis of {size}"
+                )
             wanted = slice(wanted % size, wanted % size + 1)
         start, stop, step = wanted.indices(size)
         if step != 1:
@@ -463,4 +581,6 @@ def bounded(path: str, shape: Sequence[int], slices: Sequence[slice | int]) -> t
 
 
 def _common_prefix(a: str, b: str) -> int:
-    return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -1,8 +1,12 @@
-"""Write leaves whole again from what is stored of them: behind a training, between two of its saves, or by a command.
+"""Write leaves whole again from what is stored of them: behind a training, between two of its
+saves,
+or by a command.
 
-Behind a training no manifest is touched. The segment that is written has a sequence number which was set aside between two saves, and
-holds the leaves as the first of the two has them. Once it is durable the next save's chains hang from it, with the deltas that came
-after it; until then everything is as if there were none. So a kill at any moment leaves an unneeded segment, and nothing else.
+Behind a training no manifest is touched. The segment that is written has a sequence number which
+was set aside between two saves, and holds the leaves as the first of the two has them. Once it is
+durable the next save's chains hang from it, with the deltas that came after it; until then
+everything is as if there were none. So a kill at any moment leaves an unneeded segment, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -39,14 +43,17 @@ def write_whole(
 ) -> SegmentRef:
     """Write leaves as keyframes of a new segment, durably. Holds a few of them in memory at a time.
 
-    Raises ``Damaged`` or ``ChainBroken`` where they are not whole, ``SaveFailed`` where the storage hangs or ``give_up`` says so.
+    Raises ``Damaged`` or ``ChainBroken`` where they are not whole, ``SaveFailed`` where the storage
+    hangs or ``give_up`` says so.
     """
     whole = WholeLeaves(writer, [found.spec for found in chains.values()], io_timeout_seconds)
     for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
         if give_up():
             raise SaveFailed("the compaction was given up")
         batch = {path: chains[path] for path in paths}
-        data = chain.load(batch, {path: list(range(found.spec.chunk_count)) for path, found in batch.items()})
+        data = chain.load(
+            batch, {path: list(range(found.spec.chunk_count)) for path, found in batch.items()}
+        )
         for path, found in batch.items():
             whole.add(found.spec, leaf_digest(found.digests), found.digests, data[path])
     return whole.finish()
@@ -54,7 +61,9 @@ def write_whole(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Leaves to write whole, and where each stands as of one save. ``seq``: set aside for it, right after that save's."""
+    """Leaves to write whole, and where each stands as of one save. ``seq``: set aside for it, right
+    after that save's.
+    """
 
     seq: int
     links: Mapping[str, Links]
@@ -62,7 +71,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The leaves of ``links`` stand in the segment ``ref`` too, as they were at the end of these chains."""
+    """The leaves of ``links`` stand in the segment ``ref`` too, as they were at the end of these
+    chains.
+    """
 
     ref: SegmentRef
     links: Mapping[str, Links]
@@ -78,14 +89,20 @@ def due(leaves: Mapping[str, Leaf], after: int) -> dict[str, Links]:
 
 
 def hang(leaves: Mapping[str, Leaf], done: Compacted) -> int:
-    """Let the leaves' chains begin at the compacted segment, where they still begin with what was compacted; how many did.
+    """Let the leaves' chains begin at the compacted segment, where they still begin with what was
+    compacted; how many did.
 
-    The deltas after it stay: the first of them is one to the digest that the leaf has in the segment. REQUIRES: no save is being encoded.
+    The deltas after it stay: the first of them is one to the digest that the leaf has in the
+    segment. REQUIRES: no save is being encoded.
     """
     hung = 0
     for path, (key, deltas) in done.links.items():
         leaf = leaves.get(path)
-        if leaf is not None and leaf.key_segment == key and tuple(leaf.delta_segments[: len(deltas)]) == deltas:
+        if (
+            leaf is not None
+            and leaf.key_segment == key
+            and tuple(leaf.delta_segments[: len(deltas)]) == deltas
+        ):
             leaf.key_segment, leaf.delta_segments = done.ref.id, leaf.delta_segments[len(deltas) :]
             leaf.delta_bytes = leaf.delta_bytes[len(deltas) :]
             hung += 1
@@ -102,7 +119,9 @@ class _Running:
 
 
 class Compactor:
-    """Compactions of one saver, one at a time, on a thread of their own. ``after``: deltas from which on a leaf is due."""
+    """Compactions of one saver, one at a time, on a thread of their own. ``after``: deltas from
+    which on a leaf is due.
+    """
 
     def __init__(self, store: Store, after: int, io_timeout_seconds: float) -> None:
         if after < 1:
@@ -115,7 +134,9 @@ class Compactor:
         self._stop = threading.Event()
 
     def plan(self, leaves: Mapping[str, Leaf], seq: int) -> Plan | None:
-        """What to compact as of the save that was captured last; ``None`` where nothing is due, or one is under way."""
+        """What to compact as of the save that was captured last; ``None`` where nothing is due, or
+        one is under way.
+        """
         with self._lock:
             if self._running.thread is not None:
                 return None
@@ -128,7 +149,9 @@ class Compactor:
             if self._running.thread is not None or self._stop.is_set():
                 return
             segments = {name for key, deltas in plan.links.values() for name in (key, *deltas)}
-            thread = threading.Thread(target=self._run, args=(plan, manifest), name="deltacheck-compactor", daemon=True)
+            thread = threading.Thread(
+                target=self._run, args=(plan, manifest), name="deltacheck-compactor", daemon=True
+            )
             self._running = _Running(thread, segments)
         thread.start()
 
@@ -163,12 +186,22 @@ class Compactor:
         running.segments = running.segments | {writer.id}
         try:
             root = Root(self._store.path, self._store).afresh()
-            found = chain.resolve(root, manifest, [path for path in plan.links if path in manifest.stored])
-            chains = {p: c for p, c in found.items() if (c.key[0].id, tuple(c.delta_segments)) == plan.links[p]}
+            found = chain.resolve(
+                root, manifest, [path for path in plan.links if path in manifest.stored]
+            )
+            chains = {
+                p: c
+                for p, c in found.items()
+                if (c.key[0].id, tuple(c.delta_segments)) == plan.links[p]
+            }
             if chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
                 running.result = Compacted(ref, {path: plan.links[path] for path in chains})
         except BaseException as error:  # noqa: BLE001 - the training has lost nothing
             remove_tree(writer.path, ignore_errors=True)
             if not self._stop.is_set():
-                log.warning("step %d was not compacted; its chains stay as they are: %s", manifest.step, error)
+                log.warning(
+                    "step %d was not compacted; its chains stay as they are: %s",
+                    manifest.step,
+                    error,
+                )

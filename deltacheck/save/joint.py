@@ -1,8 +1,11 @@
-"""A save that several ranks do together: each writes its tiles like a save of its own, and rank 0 commits one step for all.
+"""A save that several ranks do together: each writes its tiles like a save of its own, and rank 0
+commits one step for all.
 
-At the beginning, on the training thread, the ranks agree on what is saved and who writes which tile; that takes one exchange of a few bytes where
-nothing has changed since the save before. At the end, behind the training, each rank reports what is durable of its part, which is
-also the barrier: the step exists only after every rank's report, and every rank learns of it, or of the first failure, before its own save is done.
+At the beginning, on the training thread, the ranks agree on what is saved and who writes which
+tile; that takes one exchange of a few bytes where nothing has changed since the save before. At the
+end, behind the training, each rank reports what is durable of its part, which is also the barrier:
+the step exists only after every rank's report, and every rank learns of it, or of the first
+failure, before its own save is done.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ _DIGITS = 32
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a rank says when a save begins. ``known``: it holds what it held at the save before. ``tree``: digest of its tree. ``busy``: it would
-    rather skip this save.
+    """What a rank says when a save begins. ``known``: it holds what it held at the save before.
+    ``tree``: digest of its tree. ``busy``: it would rather skip this save.
     """
 
     step: int
@@ -44,7 +47,9 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Go(msgspec.Struct, frozen=True):
-    """What rank 0 answers: the number of the checkpoint, which none of them has used, and what the save still needs to be told."""
+    """What rank 0 answers: the number of the checkpoint, which none of them has used, and what the
+    save still needs to be told.
+    """
 
     seq: int
     skip: bool
@@ -53,7 +58,9 @@ class Go(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a rank then tells. ``copies``: digests of leaves of which every rank that has them has all."""
+    """What a rank then tells. ``copies``: digests of leaves of which every rank that has them has
+    all.
+    """
 
     holdings: Holdings | None
     tree: dict[str, Any] | None
@@ -68,7 +75,9 @@ class Assigned(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a rank has made durable. ``segments``: those that its tiles need. ``digests``: of its tiles in the order of the plan, 32 digits each."""
+    """What a rank has made durable. ``segments``: those that its tiles need. ``digests``: of its
+    tiles in the order of the plan, 32 digits each.
+    """
 
     step: int
     segments: tuple[SegmentRef, ...]
@@ -79,8 +88,8 @@ known(Hello, Go, Told, Assigned, Report)
 
 
 class Begun(NamedTuple):
-    """A save that the ranks have agreed on. ``tiles``: what this rank writes: leaf path -> cuts (``None``: whole), numbers of its tiles.
-    ``tree``: of all ranks. ``seq``: of the checkpoint.
+    """A save that the ranks have agreed on. ``tiles``: what this rank writes: leaf path -> cuts
+    (``None``: whole), numbers of its tiles. ``tree``: of all ranks. ``seq``: of the checkpoint.
     """
 
     seq: int
@@ -111,7 +120,9 @@ class Attempt:
         return self._joint.commit(manifest, make)
 
     def abandon(self, error: BaseException) -> None:
-        """This rank's part has failed: no step will exist. Waits for the other ranks; once the end was told does nothing."""
+        """This rank's part has failed: no step will exist. Waits for the other ranks; once the end
+        was told does nothing.
+        """
         if self._tell():
             with contextlib.suppress(RankFailed):  # what all ranks are told
                 consult(self._joint.ranks.end, error, lambda reports: [])
@@ -123,7 +134,9 @@ class Attempt:
 
 
 class Joint:
-    """The saves of one root by several ranks, on one of them. Every rank calls the same methods in the same order."""
+    """The saves of one root by several ranks, on one of them. Every rank calls the same methods in
+    the same order.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -147,9 +160,10 @@ class Joint:
     ) -> Begun | None:
         """Agree on a save: ``None`` where one of the ranks is busy, and all skip it.
 
-        ``held``: what this rank holds of each leaf; ``skeleton``: of its tree, whose leaves may be other ones than those of other ranks.
-        ``copies``: digests of leaves that must be the same on every rank that has them, asked for where the ranks plan anew.
-        Raises ``RankFailed`` on every rank, naming the rank and the cause, where they disagree.
+        ``held``: what this rank holds of each leaf; ``skeleton``: of its tree, whose leaves may be
+        other ones than those of other ranks. ``copies``: digests of leaves that must be the same on
+        every rank that has them, asked for where the ranks plan anew. Raises ``RankFailed`` on
+        every rank, naming the rank and the cause, where they disagree.
         """
         holdings = Holdings.of(held)
         known = self._known is not None and self._known.holdings == holdings
@@ -162,7 +176,9 @@ class Joint:
         if go.holdings or go.trees:
             told = Told(holdings, None, copies()) if go.holdings else Told(None, None)
             told = msgspec.structs.replace(told, tree=skeleton if go.trees else None)
-            answer: Assigned = decoded(consult(self.ranks.begin, encoded(told), self._plan), Assigned)
+            answer: Assigned = decoded(
+                consult(self.ranks.begin, encoded(told), self._plan), Assigned
+            )
             if answer.share is not None:
                 self._known = _Known(holdings, answer.share.tiles(), self._planned)
             merged = answer.tree or skeleton
@@ -174,16 +190,24 @@ class Joint:
         consult(self.ranks.begin, error, _agree)
 
     def agree(self, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What rank 0 makes of what every rank says, on every rank. Plain values. Raises ``RankFailed``."""
+        """What rank 0 makes of what every rank says, on every rank. Plain values. Raises
+        ``RankFailed``.
+        """
 
         def answer(every: list[bytes]) -> Sequence[bytes]:
             return [encoded(decide([decoded(one, Any) for one in every]))] * len(every)
 
-        return decoded(consult(self.ranks.begin, said if isinstance(said, BaseException) else encoded(said), answer), Any)
+        return decoded(
+            consult(
+                self.ranks.begin, said if isinstance(said, BaseException) else encoded(said), answer
+            ),
+            Any,
+        )
 
     def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
-        """Go on from a step that all ranks have restored: later saves keep its cuts where they fit. ``held``: as of the next save, where that is
-        known. Returns what of the step's stored leaves and tiles this rank will write.
+        """Go on from a step that all ranks have restored: later saves keep its cuts where they fit.
+        ``held``: as of the next save, where that is known. Returns what of the step's stored leaves
+        and tiles this rank will write.
         """
         self._known = None
         self._before = {path: Before(None) for path in manifest.leaves}
@@ -195,24 +219,40 @@ class Joint:
         answer: Assigned = decoded(consult(self.ranks.begin, encoded(told), self._plan), Assigned)
         assert answer.share is not None
         self._known = _Known(holdings, answer.share.tiles(), self._planned)
-        names = [name for path, (cuts, of) in self._known.tiles.items() for name in sharding.names_of(path, cuts, of)]
+        names = [
+            name
+            for path, (cuts, of) in self._known.tiles.items()
+            for name in sharding.names_of(path, cuts, of)
+        ]
         return [name for name in names if name in manifest.stored]
 
     def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
-        """Report this rank's part, ``manifest`` (its tiles as leaves), and wait for the step of all.
+        """Report this rank's part, ``manifest`` (its tiles as leaves), and wait for the step of
+        all.
 
         ``make(manifest of all)``, on rank 0: makes the step exist. Raises ``RankFailed``
         where any rank's part is missing: no step exists then.
         """
         known = self._known
         assert known is not None
-        names = [name for path, (cuts, numbers) in known.tiles.items() for name in sharding.names_of(path, cuts, numbers)]
-        report = Report(manifest.step, manifest.segments, "".join(manifest.leaves[name].digest for name in names))
+        names = [
+            name
+            for path, (cuts, numbers) in known.tiles.items()
+            for name in sharding.names_of(path, cuts, numbers)
+        ]
+        report = Report(
+            manifest.step,
+            manifest.segments,
+            "".join(manifest.leaves[name].digest for name in names),
+        )
 
         def decide(reports: list[bytes]) -> Sequence[bytes]:
             assert known.plan is not None
             made = make(merged(manifest, known.plan, [decoded(one, Report) for one in reports]))
-            return [encoded((made.stored_bytes if rank == 0 else 0, made.digest)) for rank in range(len(reports))]
+            return [
+                encoded((made.stored_bytes if rank == 0 else 0, made.digest))
+                for rank in range(len(reports))
+            ]
 
         return Written(*decoded(consult(self.ranks.end, encoded(report), decide), tuple[int, str]))
 
@@ -225,13 +265,18 @@ class Joint:
         if holdings:
             before = self._before
             if self._known is not None and self._known.plan is not None:
-                before = {path: Before(one.cuts, one.owners) for path, one in self._known.plan.items()}
+                before = {
+                    path: Before(one.cuts, one.owners) for path, one in self._known.plan.items()
+                }
             self._planned = sharding.plan(holdings, before)
             _check_copies([one.copies for one in every])
             shares = sharding.shares(self._planned, len(every))
         one_tree = tree.merged(trees) if trees else None
         # Only rank 0 writes it.
-        return [encoded(Assigned(share, one_tree if rank == 0 else None)) for rank, share in enumerate(shares)]
+        return [
+            encoded(Assigned(share, one_tree if rank == 0 else None))
+            for rank, share in enumerate(shares)
+        ]
 
 
 def _agree(hellos: list[bytes]) -> Sequence[bytes]:
@@ -241,11 +286,15 @@ def _agree(hellos: list[bytes]) -> Sequence[bytes]:
     for rank, one in enumerate(every):
         if one.step != first.step:
             raise RankFailed(
-                f"rank {rank} saves step {one.step}, rank 0 step {first.step}: every rank has to make the same calls"
+                f"rank {rank} saves step {one.step}, rank 0 step {first.step}: every rank has to"
+                " make the same calls"
             )
     seq = max(one.seq for one in every)
     go = Go(
-        seq, any(one.busy for one in every), not all(one.known for one in every), any(one.tree != first.tree for one in every)
+        seq,
+        any(one.busy for one in every),
+        not all(one.known for one in every),
+        any(one.tree != first.tree for one in every),
     )
     return [encoded(go)] * len(every)
 
@@ -257,13 +306,16 @@ def _check_copies(every: Sequence[Mapping[str, str]]) -> None:
             first, expected = known.setdefault(path, (rank, digest))
             if digest != expected:
                 raise RankFailed(
-                    f"the copies of leaf {path!r} on rank {first} and on rank {rank} differ: {expected} and {digest}. One of them would be lost; "
-                    "save what each rank has for itself under a key of its own, such as f'rank {rank}'"
+                    f"the copies of leaf {path!r} on rank {first} and on rank {rank} differ:"
+                    f" {expected} and {digest}. One of them would be lost; save what each rank has"
+                    " for itself under a key of its own, such as f'rank {rank}'"
                 )
 
 
 def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest:
-    """The manifest of all ranks. ``mine``: rank 0's own, which has the tree of all. Raises ``RankFailed`` where a report is not of this step."""
+    """The manifest of all ranks. ``mine``: rank 0's own, which has the tree of all. Raises
+    ``RankFailed`` where a report is not of this step.
+    """
     for rank, report in enumerate(reports):
         if report.step != mine.step:
             raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {mine.step}")
@@ -274,7 +326,10 @@ def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest
     for rank, report in enumerate(reports):
         own = order[edges[rank] : edges[rank + 1]]
         if len(report.digests) != _DIGITS * own.size:
-            raise RankFailed(f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it {own.size}")
+            raise RankFailed(
+                f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
+                f" {own.size}"
+            )
         digests[own] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
     refs = {ref.id: ref for report in reports for ref in report.segments}
     number = {name: at for at, name in enumerate(sorted(refs))}

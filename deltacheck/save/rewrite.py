@@ -1,4 +1,6 @@
-"""Write leaves that a step already has once more, whole: what compaction and repair share. Nothing that is there is touched."""
+"""Write leaves that a step already has once more, whole: what compaction and repair share. Nothing
+that is there is touched.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ from deltacheck.store.segment import SegmentWriter, is_packed
 
 
 class WholeLeaves:
-    """A segment of keyframes. ``specs``: of all leaves that will be added. REQUIRES: the caller holds the lease."""
+    """A segment of keyframes. ``specs``: of all leaves that will be added. REQUIRES: the caller
+    holds the lease.
+    """
 
-    def __init__(self, writer: SegmentWriter, specs: Sequence[LeafSpec], io_timeout_seconds: float) -> None:
+    def __init__(
+        self, writer: SegmentWriter, specs: Sequence[LeafSpec], io_timeout_seconds: float
+    ) -> None:
         self._writer = writer
         self._names = layout.array_names([spec.path for spec in specs if not is_packed(spec)])
         self._timeout_seconds = io_timeout_seconds
@@ -31,23 +37,37 @@ class WholeLeaves:
         self._rows = 0
 
     def add(self, spec: LeafSpec, digest: str, digests: U64, data: U8) -> None:
-        """Write a leaf; when this returns its bytes are not needed any more. ``digests``: of its chunks."""
+        """Write a leaf; when this returns its bytes are not needed any more. ``digests``: of its
+        chunks.
+        """
         if is_packed(spec):
             key = self._writer.put_packed(spec, data)
         else:
-            await_write(self._writer.put_natural(spec, self._names[spec.path], data), self._timeout_seconds)
+            await_write(
+                self._writer.put_natural(spec, self._names[spec.path], data), self._timeout_seconds
+            )
             key = KeyframeAt(array=self._names[spec.path])
-        self._entries[spec.path] = LeafEntry(spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key)
+        self._entries[spec.path] = LeafEntry(
+            spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key
+        )
         self._tables.append(digests)
         self._rows += digests.shape[0]
 
     def finish(self) -> SegmentRef:
         """Make the segment durable."""
-        return self._writer.finish(self._entries, np.concatenate(self._tables), time.monotonic() + self._timeout_seconds)
+        return self._writer.finish(
+            self._entries, np.concatenate(self._tables), time.monotonic() + self._timeout_seconds
+        )
 
 
-def renewed(root: Root, manifest: Manifest, seq: int, segments: Sequence[SegmentRef], doing: str) -> Manifest:
-    """The same save as another checkpoint, on other segments: its nonce stays, and tags go by that. ``doing``: who wrote it, for people."""
+def renewed(
+    root: Root, manifest: Manifest, seq: int, segments: Sequence[SegmentRef], doing: str
+) -> Manifest:
+    """The same save as another checkpoint, on other segments: its nonce stays, and tags go by that.
+    ``doing``: who wrote it, for people.
+    """
     about = f"process {os.getpid()} on {socket.gethostname()}, {doing}"
     durability = root.store.durability.value
-    return msgspec.structs.replace(manifest.on(segments), seq=seq, writer=about, durability=durability)
+    return msgspec.structs.replace(
+        manifest.on(segments), seq=seq, writer=about, durability=durability
+    )

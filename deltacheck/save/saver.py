@@ -1,13 +1,15 @@
-"""Carry out saves behind the training loop, one after the other: which thread does what, and what a failure means for the next.
+"""Carry out saves behind the training loop, one after the other: which thread does what, and what a
+failure means for the next.
 
-Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and hands them to the store; the
-*committer* waits for the disk, writes the manifest and promotes the step; what it waits for goes on on a third thread, which it
-leaves behind where the storage hangs. A save may be captured while the one before it is still on its way to disk. ``work.py`` is
-what they do.
+Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and
+hands them to the store; the *committer* waits for the disk, writes the manifest and promotes the
+step; what it waits for goes on on a third thread, which it leaves behind where the storage hangs. A
+save may be captured while the one before it is still on its way to disk. ``work.py`` is what they
+do.
 
-The shadow (``Leaf.base``) is the decoded content of the newest captured save. It is updated while encoding, so a save that
-fails after that leaves no shadow: the next save writes keyframes (``Saver._fail``), and saves already encoded on top of the
-failed one fail too.
+The shadow (``Leaf.base``) is the decoded content of the newest captured save. It is updated while
+encoding, so a save that fails after that leaves no shadow: the next save writes keyframes
+(``Saver._fail``), and saves already encoded on top of the failed one fail too.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ log = logging.getLogger("deltacheck")
 _Result = TypeVar("_Result")
 
 _JOIN_SECONDS = 30.0  # for threads that have nothing left to do
-# What may hang has deadlines of its own where it can, which say more. This is for what has none, such as fsync.
+# What may hang has deadlines of its own where it can, which say more. This is for what has none,
+# such as fsync.
 _PATIENCE = 1.5  # times io_timeout_seconds
 _MOST_REMOVAL_SECONDS = 5.0  # waited for, of a failed save's files
 
@@ -64,20 +67,25 @@ class _GivenUp(SaveFailed):
 class Saver:
     """Saves of one root, one after the other. Made by a backend; one saver a root and process.
 
-    ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk. Larger: a slow disk blocks
-    training later; smaller: less memory. ``max_pending``: saves under way at most. ``io_timeout_seconds``: longest wait for the
-    storage before a save is given up; where nothing at all has happened for twice as long, a save is given up by whoever waits for it, though a
-    thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf that changed is a delta; without, it is
-    written whole, and only leaves that did not change at all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``,
-    ``"normal"``, ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"`` goes by where the save
-    before has waited; equal states then no longer give equal files. ``verify``: whether a save is read back from disk and compared with
-    the digest that each leaf had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``: what this save
-    wrote, before its step exists: a fault between memory and disk becomes a failed save; it commits later, by the time that a restore of
-    these leaves takes. ``"receipt"``: the whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged and
-    raised by the next call, and the next save writes whole leaves. Either reads about as much as a restore at every save, and hashes the whole
-    state once more at the capture (what lies on a device crosses to the host for it). ``compact_after``: a leaf whose
-    chain has this many deltas is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster restores, more
-    reading and writing beside the training.
+    ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk.
+    Larger: a slow disk blocks training later; smaller: less memory. ``max_pending``: saves under
+    way at most. ``io_timeout_seconds``: longest wait for the storage before a save is given up;
+    where nothing at all has happened for twice as long, a save is given up by whoever waits for it,
+    though a thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf
+    that changed is a delta; without, it is written whole, and only leaves that did not change at
+    all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``, ``"normal"``,
+    ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"``
+    goes by where the save before has waited; equal states then no longer give equal files.
+    ``verify``: whether a save is read back from disk and compared with the digest that each leaf
+    had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``:
+    what this save wrote, before its step exists: a fault between memory and disk becomes a failed
+    save; it commits later, by the time that a restore of these leaves takes. ``"receipt"``: the
+    whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged
+    and raised by the next call, and the next save writes whole leaves. Either reads about as much
+    as a restore at every save, and hashes the whole state once more at the capture (what lies on a
+    device crosses to the host for it). ``compact_after``: a leaf whose chain has this many deltas
+    is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster
+    restores, more reading and writing beside the training.
     """
 
     def __init__(
@@ -97,7 +105,10 @@ class Saver:
     ) -> None:
         receipt.check_when(verify)
         if max_pending < 1 or host_cache_bytes < 1:
-            raise ValueError(f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and {host_cache_bytes}")
+            raise ValueError(
+                f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and"
+                f" {host_cache_bytes}"
+            )
         if effort not in EFFORTS:
             raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
         self._adapts = effort == "auto"
@@ -105,29 +116,43 @@ class Saver:
         self._last_begin: float | None = None
         self.codec = codec
         self.max_pending = max_pending
-        self._setup = Setup(store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify)
+        self._setup = Setup(
+            store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify
+        )
         self._treatment = Treatment(policy, codec.host, self._shadow)
-        self._compactor = None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
-        self._compacted: dict[str, SegmentRef] = {}  # the newest compacted segment: no save may have used it yet
-        self._newest: Manifest | None = None  # of the last step that was committed, or restored since
+        self._compactor = (
+            None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
+        )
+        self._compacted: dict[
+            str, SegmentRef
+        ] = {}  # the newest compacted segment: no save may have used it yet
+        self._newest: Manifest | None = (
+            None  # of the last step that was committed, or restored since
+        )
         self.epoch = 0
         self.leaves: dict[str, Leaf] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._reads: dict[str, int] = {}  # arrays of deltas in each segment
-        self._plans: dict[int, Plan] = {}  # what to compact once the save of a sequence number is committed
+        self._plans: dict[
+            int, Plan
+        ] = {}  # what to compact once the save of a sequence number is committed
         self._writing: set[str] = set()  # segments of saves under way
         self._next_seq = next_seq
         self._handles: list[SaveHandle] = []
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.RLock()  # a signal's handler may interrupt its holder, and look at what is pending
+        self._lock = (
+            threading.RLock()
+        )  # a signal's handler may interrupt its holder, and look at what is pending
         self._pulse = Pulse(2 * io_timeout_seconds)
         self._stuck: set[SaveHandle] = set()  # given up, but a thread is still in them
         self._when_stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._to_commit: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
-        self._uncertain: set[str] = set()  # segments of saves that were given up while they were being committed
+        self._uncertain: set[str] = (
+            set()
+        )  # segments of saves that were given up while they were being committed
         self._threads = [
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
@@ -135,7 +160,9 @@ class Saver:
         self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
         self._unchecked: dict[int, Manifest] = {}  # by sequence number
         if verify == "receipt":
-            self._threads.append(threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
@@ -154,19 +181,22 @@ class Saver:
     ) -> SaveHandle:
         """Begin to save. Returns once everything not lazy is captured.
 
-        ``commit(manifest)`` makes the step exist; it runs on the committer thread. ``abandon(error)``: called once, behind the training, where
-        the save fails, also in ``commit``. ``on_busy``:
-        what happens when ``max_pending`` saves are under way, ``"wait"`` or ``"skip"`` (the handle is then ``"skipped"``).
-        ``replay``: how the tree's leaves are computed from those of ``sources``, where they are not simply stored (REQUIRES: an
-        exact policy). ``note``: for the report.
-        Raises ``SaveFailed`` for an earlier save's failure that nobody has been told of yet (this step is then not saved),
-        ``ValueError`` for a wrong ``on_busy``.
+        ``commit(manifest)`` makes the step exist; it runs on the committer thread.
+        ``abandon(error)``: called once, behind the training, where the save fails, also in
+        ``commit``. ``on_busy``: what happens when ``max_pending`` saves are under way, ``"wait"``
+        or ``"skip"`` (the handle is then ``"skipped"``). ``replay``: how the tree's leaves are
+        computed from those of ``sources``, where they are not simply stored (REQUIRES: an exact
+        policy). ``note``: for the report. Raises ``SaveFailed`` for an earlier save's failure that
+        nobody has been told of yet (this step is then not saved), ``ValueError`` for a wrong
+        ``on_busy``.
         """
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         self.check_usable()
         with undisturbed():
-            return self._save(step, tree, sources, commit, metrics or {}, on_busy, replay, note, abandon)
+            return self._save(
+                step, tree, sources, commit, metrics or {}, on_busy, replay, note, abandon
+            )
 
     def _save(
         self,
@@ -229,14 +259,18 @@ class Saver:
             self._to_encode.put(work)
         except Exception as error:  # noqa: BLE001 - training goes on: the failure is on the handle
             self._fail(work, error)
-        except BaseException as error:  # Ctrl-C: nobody may wait for this save any more, and no later one stand on it
+        except (
+            BaseException
+        ) as error:  # Ctrl-C: nobody may wait for this save any more, and no later one stand on it
             self._fail(work, error)
             raise
         handle._add_blocking(time.perf_counter() - begin)
         return handle
 
     def _compaction(self) -> Plan | None:
-        """Hang the chains from what has been compacted, and plan the next compaction. REQUIRES: every save before is encoded."""
+        """Hang the chains from what has been compacted, and plan the next compaction. REQUIRES:
+        every save before is encoded.
+        """
         if self._compactor is None:
             return None
         done = self._compactor.take()
@@ -253,36 +287,53 @@ class Saver:
         return self._setup.policy.is_exact
 
     def standing(self) -> tuple[int, int]:
-        """What changes with every save that is begun and whenever the shadow is dropped or replaced."""
+        """What changes with every save that is begun and whenever the shadow is dropped or
+        replaced.
+        """
         with self._lock:
             return self.epoch, self._next_seq
 
     def number_from(self, seq: int) -> None:
-        """Give the next save at least this sequence number: savers that share a store must not use one twice."""
+        """Give the next save at least this sequence number: savers that share a store must not use
+        one twice.
+        """
         with self._lock:
             self._next_seq = max(self._next_seq, seq)
 
-    def adopt(self, chains: Mapping[str, Chain], bases: Mapping[str, Any], manifest: Manifest) -> None:
+    def adopt(
+        self, chains: Mapping[str, Chain], bases: Mapping[str, Any], manifest: Manifest
+    ) -> None:
         """Take a restored step as the shadow, so that its chains go on without new keyframes.
 
-        ``bases``: what the chains gave, in the codec's form, owned from now on. REQUIRES: no save is pending.
+        ``bases``: what the chains gave, in the codec's form, owned from now on. REQUIRES: no save
+        is pending.
         """
         with self._lock:
             self.epoch += 1
             self._refs = {ref.id: ref for ref in manifest.segments}
             self._newest, self._compacted = manifest, {}
-            self._reads = {s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas}
-            self.leaves = {path: self._adopted(chain, bases[path]) for path, chain in chains.items()}
+            self._reads = {
+                s.id: s.table.delta_arrays for chain in chains.values() for s, _ in chain.deltas
+            }
+            self.leaves = {
+                path: self._adopted(chain, bases[path]) for path, chain in chains.items()
+            }
         self._treatment.resumed()
 
     def _adopted(self, chain: Chain, base: Any) -> Leaf:
         kept, spec, digests = base if self._setup.keep_shadow else None, chain.spec, chain.digests
         digest, key = leaf_digest(digests), chain.key[0].id
-        return Leaf(spec, spec.bounds(), kept, digests, digest, key, chain.delta_segments, chain.delta_bytes)
+        return Leaf(
+            spec, spec.bounds(), kept, digests, digest, key, chain.delta_segments, chain.delta_bytes
+        )
 
     def _shadow(self, path: str) -> Shadow | None:
         leaf = self.leaves.get(path)
-        return None if leaf is None or leaf.base is None else Shadow(leaf.spec, self.codec.host(leaf.base))
+        return (
+            None
+            if leaf is None or leaf.base is None
+            else Shadow(leaf.spec, self.codec.host(leaf.base))
+        )
 
     def forget(self) -> None:
         """Drop the shadow: the next save writes keyframes."""
@@ -297,7 +348,11 @@ class Saver:
     def pending(self) -> list[SaveHandle]:
         """The saves under way, oldest first."""
         with self._lock:
-            self._handles = [h for h in self._handles if not h.done() or h._error is not None or h._awaits_receipt]
+            self._handles = [
+                h
+                for h in self._handles
+                if not h.done() or h._error is not None or h._awaits_receipt
+            ]
             return [handle for handle in self._handles if not handle.done()]
 
     def protected_segments(self) -> set[str]:
@@ -312,13 +367,17 @@ class Saver:
             return found
 
     def settle(self) -> None:
-        """Let the training thread wait until no save is under way; what failed them is raised by the next call."""
+        """Let the training thread wait until no save is under way; what failed them is raised by
+        the next call.
+        """
         for handle in self.pending():
             self._settle(handle, "committed")
 
     def settle_reads(self) -> None:
-        """Let the training thread wait until every save under way has read the state, or enqueued all that reads it on a device: the
-        caller then holds that device's writes back. Counts as blocking time.
+        """Let the training thread wait until every save under way has read the state, or enqueued
+        all
+        that reads it on a device: the caller then holds that device's writes back. Counts as
+        blocking time.
         """
         if not self.is_ours():  # a forked child trains on a copy: nobody reads its state
             return
@@ -326,7 +385,9 @@ class Saver:
             self._settle(handle, "captured", or_enqueued=True)
 
     def _settle(self, handle: SaveHandle, state: str, or_enqueued: bool = False) -> None:
-        """Let the training thread wait for a save; one that gets on no more is given up, so that training does not stop with it."""
+        """Let the training thread wait for a save; one that gets on no more is given up, so that
+        training does not stop with it.
+        """
         try:
             handle._settle(state, or_enqueued)
         except StorageTimeout as error:
@@ -343,7 +404,8 @@ class Saver:
         stuck = min(self._stuck, key=lambda handle: handle.step, default=None)
         if stuck is not None:
             raise SaveFailed(
-                f"the storage still hangs in the save of step {stuck.step}; nothing can be saved before it answers, or by another process"
+                f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
+                " before it answers, or by another process"
             )
 
     def _drop_shadow(self) -> None:
@@ -355,16 +417,18 @@ class Saver:
         """Raise the oldest failure that nobody has been told of."""
         with self._lock:
             handles = [handle for handle in self._handles if handle._error is not None]
-            self._handles = [handle for handle in self._handles if not handle.done() or handle._awaits_receipt]
+            self._handles = [
+                handle for handle in self._handles if not handle.done() or handle._awaits_receipt
+            ]
         for handle in handles:
             error = handle._unseen_error()
             if error is not None:
                 raise error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed, and read back where ``verify`` asks for it; raises the first failure,
-        ``TimeoutError`` where time ran out, ``StorageTimeout`` (one, too) where there is no ``timeout`` and nothing has happened for
-        twice ``io_timeout_seconds``.
+        """Wait until every save under way is committed, and read back where ``verify`` asks for it;
+        raises the first failure, ``TimeoutError`` where time ran out, ``StorageTimeout`` (one, too)
+        where there is no ``timeout`` and nothing has happened for twice ``io_timeout_seconds``.
         """
         self._check_owner()
         deadline = Deadline.after(timeout)
@@ -383,17 +447,24 @@ class Saver:
         self._check_owner()
 
     def is_ours(self) -> bool:
-        """Whether this process made it; a forked child has neither its threads nor a right to its root."""
+        """Whether this process made it; a forked child has neither its threads nor a right to its
+        root.
+        """
         return os.getpid() == self._owner
 
     def _check_owner(self) -> None:
         if not self.is_ours():
-            raise SaveFailed(f"this saver belongs to process {self._owner}; a forked child must open its own root")
+            raise SaveFailed(
+                f"this saver belongs to process {self._owner}; a forked child must open its own"
+                " root"
+            )
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the saves under way and stop; raises what ``wait`` raises. More than once does nothing.
+        """Finish the saves under way and stop; raises what ``wait`` raises. More than once does
+        nothing.
 
-        Where time ran out, the threads go on with them as long as the process lives; see ``when_stopped``.
+        Where time ran out, the threads go on with them as long as the process lives; see
+        ``when_stopped``.
         """
         if self._closed or not self.is_ours():
             return
@@ -409,14 +480,16 @@ class Saver:
                     self._compactor.close(_JOIN_SECONDS)
 
     def when_stopped(self, callback: Callable[[], None]) -> None:
-        """Call this once the threads have ended: at once, or by the last of them. REQUIRES: ``close`` was called."""
+        """Call this once the threads have ended: at once, or by the last of them. REQUIRES:
+        ``close`` was called.
+        """
         with self._lock:
             if self._threads:
                 self._when_stopped = callback
                 return
         callback()
 
-    # --- the two threads ----------------------------------------------------------------------------------------------------
+    # --- the two threads --------------------------------------------------------------------------
 
     def _encode_loop(self) -> None:
         while (work := self._to_encode.get()) is not None:
@@ -438,7 +511,8 @@ class Saver:
             try:
                 if work.epoch != self.epoch:
                     raise SaveFailed(
-                        f"the save of step {work.handle.step} stands on an earlier one that failed; the next writes whole leaves"
+                        f"the save of step {work.handle.step} stands on an earlier one that failed;"
+                        " the next writes whole leaves"
                     )
                 ref = self._on_disk(work, work.finish_segment)
                 self._adapt(work)
@@ -447,13 +521,19 @@ class Saver:
                     self._refs = {name: known[name] for name in known if name in work.segments}
                 work.handle._advance("durable")
                 self._reads = {
-                    name: count for name, count in list(self._reads.items()) if name >= min(work.segments, default="")
+                    name: count
+                    for name, count in list(self._reads.items())
+                    if name >= min(work.segments, default="")
                 }
                 if work.handle.done():
-                    raise SaveFailed(f"the save of step {work.handle.step} was given up before it was committed")
+                    raise SaveFailed(
+                        f"the save of step {work.handle.step} was given up before it was committed"
+                    )
                 manifest = work.manifest(self._refs)
                 if self._setup.verify == "commit":
-                    again = partial(receipt.rebuild, self._setup.store, manifest, work.live, work.entries)
+                    again = partial(
+                        receipt.rebuild, self._setup.store, manifest, work.live, work.entries
+                    )
                     work.handle._give_receipt(self._on_disk(work, again))
                 work.may_be_committed = True
                 if self._setup.verify == "receipt":
@@ -484,9 +564,11 @@ class Saver:
             stopped()
 
     def _on_disk(self, work: Work, action: Callable[[], _Result]) -> _Result:
-        """Do what waits for the storage, on a thread that is given up where that hangs: the saves after this one get a new one.
+        """Do what waits for the storage, on a thread that is given up where that hangs: the saves
+        after this one get a new one.
 
-        Raises what ``action`` raises, ``SaveFailed`` where it takes too long. It may then still go on, and end at any time.
+        Raises what ``action`` raises, ``SaveFailed`` where it takes too long. It may then still go
+        on, and end at any time.
         """
         results: list[_Result] = []
         seconds = _PATIENCE * self._setup.io_timeout_seconds
@@ -494,7 +576,8 @@ class Saver:
         if not wait_for([done], seconds).done:
             self._disk = Background(1, "deltacheck-disk")
             raise _GivenUp(
-                f"the save of step {work.handle.step}: the storage did not answer within {seconds:.3g} s; it may hang"
+                f"the save of step {work.handle.step}: the storage did not answer within"
+                f" {seconds:.3g} s; it may hang"
             )
         done.result()
         return results[0]
@@ -503,11 +586,15 @@ class Saver:
         while (job := self._to_check.get()) is not None:
             work, manifest = job
             try:
-                given: Receipt | Exception = receipt.rebuild(self._setup.store, manifest, work.live, manifest.leaves)
+                given: Receipt | Exception = receipt.rebuild(
+                    self._setup.store, manifest, work.live, manifest.leaves
+                )
             except ReceiptFailed as error:
                 given = error
             except BaseException as error:  # noqa: BLE001 - as above
-                given = ReceiptFailed(f"step {manifest.step} could not be read back: {type(error).__name__}: {error}")
+                given = ReceiptFailed(
+                    f"step {manifest.step} could not be read back: {type(error).__name__}: {error}"
+                )
                 given.__cause__ = error
             if isinstance(given, Exception):
                 log.error("%s", given)
@@ -538,7 +625,9 @@ class Saver:
             if work.abandon is not None:
                 Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
             if not work.may_be_committed:
-                removal = self._disk.start(partial(remove_tree, work.writer.path, ignore_errors=True))
+                removal = self._disk.start(
+                    partial(remove_tree, work.writer.path, ignore_errors=True)
+                )
                 wait_for([removal], _MOST_REMOVAL_SECONDS)
             elif isinstance(error, _GivenUp):  # the manifest may appear yet, and need them
                 with self._lock:

@@ -1,8 +1,10 @@
-"""Carry out a policy's decisions: turn live leaves into what is stored of them, and measure what a restore will give.
+"""Carry out a policy's decisions: turn live leaves into what is stored of them, and measure what a
+restore will give.
 
-One ``Treatment`` a saver. At each save it decides, from small things only, how every leaf is kept; the leaves themselves are read
-when the saver captures them, often behind the training loop. There codes are made, the error of what they decode to is measured, and
-a leaf whose contract would not hold is stored exactly after all. Laws are numbered as in ``docs/explanation/policy.md``.
+One ``Treatment`` a saver. At each save it decides, from small things only, how every leaf is kept;
+the leaves themselves are read when the saver captures them, often behind the training loop. There
+codes are made, the error of what they decode to is measured, and a leaf whose contract would not
+hold is stored exactly after all. Laws are numbered as in ``docs/explanation/policy.md``.
 """
 
 from __future__ import annotations
@@ -37,9 +39,17 @@ log = logging.getLogger("deltacheck")
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-_BLOCK = 1 << 18  # elements of a weight whose error is measured at once, in memory that is used again
-SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64  # elements of a leaf that drift is measured on: blocks, evenly spread, and their length
-_RATES = ("learning_rate", "lr")  # names of the metric that tells the learning rate where the state does not
+_BLOCK = (
+    1 << 18
+)  # elements of a weight whose error is measured at once, in memory that is used again
+SAMPLE_BLOCKS, SAMPLE_BLOCK = (
+    64,
+    64,
+)  # elements of a leaf that drift is measured on: blocks, evenly spread, and their length
+_RATES = (
+    "learning_rate",
+    "lr",
+)  # names of the metric that tells the learning rate where the state does not
 _NORMS = ("gradient_norm", "grad_norm")  # and the norm before clipping
 
 
@@ -52,21 +62,31 @@ class Shadow:
 
 
 class Treatment:
-    """Decides and carries out, save after save. ``host``: a source's bytes in host memory. ``shadow``: what is stored of a leaf so far."""
+    """Decides and carries out, save after save. ``host``: a source's bytes in host memory.
+    ``shadow``: what is stored of a leaf so far.
+    """
 
-    def __init__(self, policy: Policy, host: Callable[[Any], U8], shadow: Callable[[str], Shadow | None]) -> None:
+    def __init__(
+        self, policy: Policy, host: Callable[[Any], U8], shadow: Callable[[str], Shadow | None]
+    ) -> None:
         self._policy = policy
         self._host = host
         self._shadow = shadow
         self._stage = Stage()
         self._detector = Detector()
-        self._drifts: list[float] = []  # of second moments, measured while the last save was captured
+        self._drifts: list[
+            float
+        ] = []  # of second moments, measured while the last save was captured
         self._spacings: dict[str, float] = {}
         self._scales: dict[str, float] = {}
-        self._pairs: dict[str, int] = {}  # the step at which the moments of a parameter were stored that are reused since
+        self._pairs: dict[
+            str, int
+        ] = {}  # the step at which the moments of a parameter were stored that are reused since
         self._counts: dict[str, int | None] = {}  # of the optimizer, at the last save
         self._find = roles.Finder()
-        self._settled: tuple[Roles, Roles] | None = None  # before and after a proof that no capture has contradicted since
+        self._settled: tuple[Roles, Roles] | None = (
+            None  # before and after a proof that no capture has contradicted since
+        )
 
     def resumed(self) -> None:
         """A step was restored: nothing is known of the run that goes on from it."""
@@ -78,7 +98,9 @@ class Treatment:
     def plan(
         self, step: int, sources: Mapping[str, LeafSource], tree: Node, metrics: Mapping[str, float]
     ) -> tuple[dict[str, LeafSource], Callable[[], Terms]]:
-        """What to store at this save, and what its manifest will say of it; that is complete once every source was captured."""
+        """What to store at this save, and what its manifest will say of it; that is complete once
+        every source was captured.
+        """
         if self._policy.is_exact:
             return dict(sources), Terms
         specs = {path: source.spec for path, source in sources.items()}
@@ -87,7 +109,9 @@ class Treatment:
         told = next((metrics[name] for name in _RATES if name in metrics), None)
         rates = {
             group: own if own.lr is not None else replace(own, lr=told)
-            for group, own in (roles.hyperparameters(found, known) | {"": Hyperparameters()}).items()
+            for group, own in (
+                roles.hyperparameters(found, known) | {"": Hyperparameters()}
+            ).items()
         }
         self._observe(step, rates, metrics, specs)
         if self._stage.name == STABLE:
@@ -100,19 +124,29 @@ class Treatment:
             spacing = self._spacings.get(parameter.master or "")
             situation = Situation(own, count, spacing, self._scale(parameter.master, sources))
             taken |= save.take(
-                parameter, situation, decide(self._policy, self._stage.name, parameter, specs, situation), sources
+                parameter,
+                situation,
+                decide(self._policy, self._stage.name, parameter, specs, situation),
+                sources,
             )
         return dict(sources) | taken, save.terms
 
     def _observe(
-        self, step: int, rates: Mapping[str, Hyperparameters], metrics: Mapping[str, float], specs: Mapping[str, LeafSpec]
+        self,
+        step: int,
+        rates: Mapping[str, Hyperparameters],
+        metrics: Mapping[str, float],
+        specs: Mapping[str, LeafSpec],
     ) -> None:
         """Bring the stage to this save."""
         hidden = self._policy.hidden
         if hidden is None:
             return
         learning_rates = tuple(own.lr for own in rates.values() if own.lr is not None)
-        about = tuple((group, own.beta1, own.beta2) for group, own in rates.items()), tuple(specs.values())
+        about = (
+            tuple((group, own.beta1, own.beta2) for group, own in rates.items()),
+            tuple(specs.values()),
+        )
         seen = Seen(
             step,
             loss=metrics.get("loss"),
@@ -123,11 +157,16 @@ class Treatment:
         self._detector, events = self._detector.advance(seen)
         for event in events:
             log.info(
-                "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again", step, event.what, event.size
+                "step %d: %s (%.3g): every leaf is saved exactly until the run is quiet again",
+                step,
+                event.what,
+                event.size,
             )
         drifts, self._drifts = self._drifts, []
         drift = float(np.median(drifts)) if drifts else None
-        observed = Observation(step, max(learning_rates, default=None), drift, tuple(event.what for event in events))
+        observed = Observation(
+            step, max(learning_rates, default=None), drift, tuple(event.what for event in events)
+        )
         self._stage = advance(self._stage, observed, hidden.max_drift_octaves, hidden.stable_from)
 
     def _single(self, sources: Mapping[str, LeafSource]) -> dict[str, float]:
@@ -135,7 +174,10 @@ class Treatment:
         found = {}
         for path, source in sources.items():
             spec = source.spec
-            if spec.raw_bytes == spec.element.item_bytes and np.dtype(spec.element.numpy).kind in "iuf":
+            if (
+                spec.raw_bytes == spec.element.item_bytes
+                and np.dtype(spec.element.numpy).kind in "iuf"
+            ):
                 found[path] = float(self._live(source)[0])
         return found
 
@@ -144,11 +186,17 @@ class Treatment:
         return self._host(source.current()).view(source.spec.element.numpy)
 
     def _proven(self, found: Roles, sources: Mapping[str, LeafSource]) -> Roles:
-        """Whose weights they are, by content; looked at again while a master has none, and once a weight is not what its master says."""
+        """Whose weights they are, by content; looked at again while a master has none, and once a
+        weight is not what its master says.
+        """
         if self._settled is not None and self._settled[0] == found:
             return self._settled[1]
         proven = roles.prove(found, partial(self._is_cast, sources))
-        self._settled = (found, proven) if all(p.proven or p.master is None for p in proven.parameters) else None
+        self._settled = (
+            (found, proven)
+            if all(p.proven or p.master is None for p in proven.parameters)
+            else None
+        )
         return proven
 
     def doubt(self) -> None:
@@ -156,9 +204,13 @@ class Treatment:
         self._settled = None
 
     def _is_cast(self, sources: Mapping[str, LeafSource], weight: str, master: str) -> bool:
-        """Whether a weight is its master, rounded; told from a sample, since every value is checked again when it is captured."""
+        """Whether a weight is its master, rounded; told from a sample, since every value is checked
+        again when it is captured.
+        """
         one, other = (sample(self._live(sources[path])) for path in (weight, master))
-        return bool(np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8)))
+        return bool(
+            np.array_equal(one.view(np.uint8), derive.cast(other, one.dtype).view(np.uint8))
+        )
 
     def _scale(self, master: str | None, sources: Mapping[str, LeafSource]) -> float:
         """Root mean square of a master, sampled once: it hardly changes in a run."""
@@ -166,14 +218,17 @@ class Treatment:
             return 0.0
         if master not in self._scales:
             values = sample(self._live(sources[master])).astype(np.float64)
-            self._scales[master] = float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+            self._scales[master] = (
+                float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+            )
         return self._scales[master]
 
 
 class _Save:
     """One save: what came of the leaves that are kept otherwise than exactly.
 
-    It lives until the commit, and so holds no leaf: memory that the training has left, as JAX leaves a state at every step, goes once captured.
+    It lives until the commit, and so holds no leaf: memory that the training has left, as JAX
+    leaves a state at every step, goes once captured.
     """
 
     def __init__(self, treatment: Treatment, step: int, stage: str) -> None:
@@ -186,16 +241,33 @@ class _Save:
     def terms(self) -> Terms:
         """What the manifest says. REQUIRES: every source was captured."""
         policy = self.treatment._policy
-        return Terms(self._derived, self._contracts, self._stage if policy.hidden is not None else "")
+        return Terms(
+            self._derived, self._contracts, self._stage if policy.hidden is not None else ""
+        )
 
     def take(
-        self, parameter: Parameter, situation: Situation, decisions: Mapping[str, Decision], sources: Mapping[str, LeafSource]
+        self,
+        parameter: Parameter,
+        situation: Situation,
+        decisions: Mapping[str, Decision],
+        sources: Mapping[str, LeafSource],
     ) -> dict[str, LeafSource]:
-        """The sources of one parameter's leaves as decided, of those that are not just what they were."""
+        """The sources of one parameter's leaves as decided, of those that are not just what they
+        were.
+        """
         paths = (parameter.weight, parameter.master, parameter.first, parameter.second)
-        group = _Group(self, parameter, situation, decisions, {path: sources[path] for path in paths if path is not None})
+        group = _Group(
+            self,
+            parameter,
+            situation,
+            decisions,
+            {path: sources[path] for path in paths if path is not None},
+        )
         together = list(group.sources.values())
-        taken = {path: _read_as(group.sources[path], group.capture_of(path, d), together) for path, d in decisions.items()}
+        taken = {
+            path: _read_as(group.sources[path], group.capture_of(path, d), together)
+            for path, d in decisions.items()
+        }
         second, hidden = parameter.second, self.treatment._policy.hidden
         rescale = group.rescale_since_last()
         if second is not None and parameter.adam and hidden is not None and self._stage != STABLE:
@@ -204,11 +276,15 @@ class _Save:
         return taken
 
     def share_equal(self, sources: Mapping[str, LeafSource]) -> dict[str, LeafSource]:
-        """Store leaves of one number that are equal once: the step counts that an optimizer keeps for every parameter."""
+        """Store leaves of one number that are equal once: the step counts that an optimizer keeps
+        for every parameter.
+        """
         owners: dict[tuple[LeafSpec, bytes], LeafSource] = {}
         taken = {}
         for path, source in sources.items():
-            owner = owners.setdefault((replace(source.spec, path=""), self.live(source).tobytes()), source)
+            owner = owners.setdefault(
+                (replace(source.spec, path=""), self.live(source).tobytes()), source
+            )
             if owner is not source:
                 taken[path] = _read_as(source, partial(self._same, source, owner), [source, owner])
         return taken
@@ -217,7 +293,11 @@ class _Save:
         live, spec = self.live(source), source.spec
         if live.tobytes() != self.live(owner).tobytes():
             return source.current()
-        self.promise(spec.path, Derived("same", spec.dtype, spec.shape, _digest(spec, live), of=owner.spec.path), None)
+        self.promise(
+            spec.path,
+            Derived("same", spec.dtype, spec.shape, _digest(spec, live), of=owner.spec.path),
+            None,
+        )
         return Coded(None, None)
 
     def live(self, source: LeafSource) -> Array:
@@ -226,7 +306,11 @@ class _Save:
     def stored(self, path: str, spec: LeafSpec) -> Array | None:
         """What is stored of a leaf so far, where it is of this form."""
         shadow = self.treatment._shadow(path)
-        return shadow.data.view(spec.element.numpy) if shadow is not None and shadow.spec == spec else None
+        return (
+            shadow.data.view(spec.element.numpy)
+            if shadow is not None and shadow.spec == spec
+            else None
+        )
 
     def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
         self._derived[path] = derived
@@ -234,9 +318,12 @@ class _Save:
             self._contracts[path] = promise
 
     def _watched(self, source: LeafSource, scale: float) -> Any:
-        """A second moment that is stored exactly; its drift since the save before is measured on the way.
+        """A second moment that is stored exactly; its drift since the save before is measured on
+        the
+        way.
 
-        ``scale``: what reuse would multiply it with. Without it, the growth from zero of a young v would look like drift.
+        ``scale``: what reuse would multiply it with. Without it, the growth from zero of a young v
+        would look like drift.
         """
         spec = source.spec
         before = self.stored(spec.path, spec)
@@ -247,13 +334,17 @@ class _Save:
         return source.current()
 
 
-def _read_as(source: LeafSource, current: Callable[[], Any], together: Sequence[LeafSource]) -> LeafSource:
+def _read_as(
+    source: LeafSource, current: Callable[[], Any], together: Sequence[LeafSource]
+) -> LeafSource:
     """A leaf that is read ``together`` with others is read when the first of them must be."""
     return replace(source, current=current, lazy=all(other.lazy for other in together))
 
 
 class _Group:
-    """The leaves of one parameter at one save. Codes are made when the first leaf that needs them is captured."""
+    """The leaves of one parameter at one save. Codes are made when the first leaf that needs them
+    is captured.
+    """
 
     def __init__(
         self,
@@ -298,10 +389,12 @@ class _Group:
             known["scale"] = self._scale(decision)
         return Derived(decision.how, spec.dtype, spec.shape, **known | about)
 
-    # --- weights and masters --------------------------------------------------------------------------------------------------
+    # --- weights and masters ----------------------------------------------------------------------
 
     def _lattice(self, path: str, decision: Decision) -> Any:
-        """A master on its lattice; exactly, where some value does not fit or is not in the cell of its weight."""
+        """A master on its lattice; exactly, where some value does not fit or is not in the cell of
+        its weight.
+        """
         save, rate = self._save, self._situation.hyperparameters.lr
         assert rate is not None  # else there were no spacing
         assert isinstance(decision.terms, Bounded)
@@ -318,7 +411,9 @@ class _Group:
         return Coded(spec, made.codes.view(np.uint8))
 
     def _cast(self, path: str, decision: Decision) -> Any:
-        """A weight that is the cast of its master as a restore gives it: not stored where that is the promise, and it holds."""
+        """A weight that is the cast of its master as a restore gives it: not stored where that is
+        the promise, and it holds.
+        """
         save, spec = self._save, self._spec(path)
         live = self._live(path)
         master = self._live(decision.of)
@@ -339,7 +434,9 @@ class _Group:
         return Coded(None, None)
 
     def _cast_error(self, live: Array, master: Array, bounded: Decision) -> float | None:
-        """``||given - live|| / ||live||`` of the weight that the bounded master gives; ``None`` where a value of the master does not fit."""
+        """``||given - live|| / ||live||`` of the weight that the bounded master gives; ``None``
+        where a value of the master does not fit.
+        """
         rate = self._situation.hyperparameters.lr
         assert rate is not None  # else there were no spacing
         assert isinstance(bounded.terms, Bounded)
@@ -353,11 +450,13 @@ class _Group:
             error.add(live[block], derive.cast(values, live.dtype))
         return error.l2
 
-    # --- moments --------------------------------------------------------------------------------------------------------------
+    # --- moments ----------------------------------------------------------------------------------
 
     def _zeros(self, path: str, decision: Decision) -> Any:
         assert isinstance(decision.terms, Bounded)
-        self._save.promise(path, self._derive(path, decision), Promise(decision.terms, decision.terms.limit))
+        self._save.promise(
+            path, self._derive(path, decision), Promise(decision.terms, decision.terms.limit)
+        )
         return Coded(None, None)
 
     def _moment(self, path: str) -> Any:
@@ -367,7 +466,11 @@ class _Group:
         return self._moments.pop(path)
 
     def _both(self) -> dict[str, Any]:
-        coded = {path: decision for path, decision in self._decisions.items() if decision.how == "octaves"}
+        coded = {
+            path: decision
+            for path, decision in self._decisions.items()
+            if decision.how == "octaves"
+        }
         exactly = {path: self._exactly(path) for path in coded}
         if self._breaks_the_law():
             return exactly
@@ -377,7 +480,9 @@ class _Group:
         made: dict[str, Any] = {}
         promises = {}
         for path, decision in coded.items():
-            spec = LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits).name)
+            spec = LeafSpec.of(
+                path, self._spec(path).shape, octaves.code_dtype(decision.fraction_bits).name
+            )
             found = octaves.codes(
                 self._coded_values(path, decision),
                 fraction_bits=decision.fraction_bits,
@@ -392,8 +497,13 @@ class _Group:
             measured, from_step = found.largest_error_octaves, None
             if isinstance(decision.terms, Reused):
                 live, codes = (sample(values) for values in (self._live(path), found.codes))
-                given = octaves.values(codes, fraction_bits=decision.fraction_bits, signed=decision.signed)
-                measured = octaves_apart(np.abs(live), np.abs(given) * np.float32(self._scale(decision))) or 0.0
+                given = octaves.values(
+                    codes, fraction_bits=decision.fraction_bits, signed=decision.signed
+                )
+                measured = (
+                    octaves_apart(np.abs(live), np.abs(given) * np.float32(self._scale(decision)))
+                    or 0.0
+                )
                 from_step = self._save.step
             assert decision.terms is not None
             promises[path] = Promise(decision.terms, measured, from_step)
@@ -404,11 +514,17 @@ class _Group:
         return made
 
     def _scale(self, decision: Decision) -> float:
-        """What the values of codes are multiplied with. Of v, the share of its mean square that it has so far, growing from zero: codes are
-        of what it would be without that. So a young v does not cross cells by growing, and one that is reused is one of now (law 5).
+        """What the values of codes are multiplied with. Of v, the share of its mean square that it
+        has
+        so far, growing from zero: codes are of what it would be without that. So a young v does not
+        cross cells by growing, and one that is reused is one of now (law 5).
         """
         known, step = self._betas(), self._situation.step
-        return 1.0 if decision.signed or known is None or step is None else adam.bias_correction(step, known[1])
+        return (
+            1.0
+            if decision.signed or known is None or step is None
+            else adam.bias_correction(step, known[1])
+        )
 
     def _coded_values(self, path: str, decision: Decision) -> Array:
         scale = self._scale(decision)
@@ -420,7 +536,9 @@ class _Group:
         return None if hidden is None else betas(hidden, self._situation.hyperparameters)
 
     def _breaks_the_law(self) -> bool:
-        """Whether the live moments are not those of an Adam with these betas, whatever they are called."""
+        """Whether the live moments are not those of an Adam with these betas, whatever they are
+        called.
+        """
         first, second = self._parameter.first, self._parameter.second
         limit = next((d.limit for d in self._decisions.values() if d.limit), None)
         if limit is None or first is None or second is None:
@@ -434,18 +552,24 @@ class _Group:
         if stored_step is None or first is None or second is None:
             return None
         specs = {
-            path: LeafSpec.of(path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits).name)
+            path: LeafSpec.of(
+                path, self._spec(path).shape, octaves.code_dtype(d.fraction_bits).name
+            )
             for path, d in coded.items()
         }
         codes = {path: save.stored(path, spec) for path, spec in specs.items()}
         terms = coded[second].terms
         assert isinstance(terms, Reused)
         age = save.step - stored_step
-        if any(found is None for found in codes.values()) or not 0 < age <= staggered(second, terms.max_age_steps):
+        if any(found is None for found in codes.values()) or not 0 < age <= staggered(
+            second, terms.max_age_steps
+        ):
             return None
         old = {path: found for path, found in codes.items() if found is not None}
         live = self._live(second)
-        if np.any((old[second] == 0) & (live > 0)):  # law 8: rows that are touched for the first time
+        if np.any(
+            (old[second] == 0) & (live > 0)
+        ):  # law 8: rows that are touched for the first time
             return None
         given = self._given(coded, {path: sample(found) for path, found in old.items()})
         now = {path: sample(self._live(path)) for path in (first, second)}
@@ -456,9 +580,15 @@ class _Group:
         if drift is None or most is None or drift > most or change > most:
             return None
         for path, decision in coded.items():
-            measured = drift if path == second else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0
+            measured = (
+                drift
+                if path == second
+                else octaves_apart(np.abs(now[path]), np.abs(given[path])) or 0.0
+            )
             assert isinstance(decision.terms, Reused)
-            save.promise(path, self._derive(path, decision), Promise(decision.terms, measured, stored_step))
+            save.promise(
+                path, self._derive(path, decision), Promise(decision.terms, measured, stored_step)
+            )
         return {path: Coded(specs[path], None) for path in coded}
 
     def rescale_since_last(self) -> float:
@@ -485,16 +615,24 @@ def _digest(spec: LeafSpec, values: Array) -> str:
 
 
 def octaves_apart(one: Array, other: Array) -> float | None:
-    """Median ``|log2(one / other)|`` of the elements that are positive in both, ``None`` where there are none."""
+    """Median ``|log2(one / other)|`` of the elements that are positive in both, ``None`` where
+    there are none.
+    """
     both = (one > 0) & (other > 0) & np.isfinite(one) & np.isfinite(other)
     if not both.any():
         return None
-    return float(np.median(np.abs(np.log2(one[both].astype(np.float64)) - np.log2(other[both].astype(np.float64)))))
+    return float(
+        np.median(
+            np.abs(np.log2(one[both].astype(np.float64)) - np.log2(other[both].astype(np.float64)))
+        )
+    )
 
 
 @dataclass(slots=True)
 class RelativeError:
-    """``||given - live|| / ||live||`` of arrays that come in parts, in float64; 0 where both are zero, infinite or NaN where elements are."""
+    """``||given - live|| / ||live||`` of arrays that come in parts, in float64; 0 where both are
+    zero, infinite or NaN where elements are.
+    """
 
     _size: float = 0.0
     _error: float = 0.0
@@ -507,7 +645,11 @@ class RelativeError:
 
     @property
     def l2(self) -> float:
-        return math.sqrt(self._error / self._size) if self._size else (0.0 if self._error == 0 else math.inf)
+        return (
+            math.sqrt(self._error / self._size)
+            if self._size
+            else (0.0 if self._error == 0 else math.inf)
+        )
 
 
 def sample(values: Array) -> Array:
@@ -520,7 +662,9 @@ def sample(values: Array) -> Array:
 
 
 def _as_count(value: object) -> int | None:
-    """A step count that is kept as an integer or as a float, ``None`` where it is none or before the first step."""
+    """A step count that is kept as an integer or as a float, ``None`` where it is none or before
+    the first step.
+    """
     if not isinstance(value, int | float) or not math.isfinite(value) or value < 1:
         return None
     return int(value)

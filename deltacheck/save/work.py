@@ -1,4 +1,6 @@
-"""One save under way: capture -> encode -> write, and what its manifest will say. ``save.py`` runs it on the right threads."""
+"""One save under way: capture -> encode -> write, and what its manifest will say. ``save.py`` runs
+it on the right threads.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,20 @@ from deltacheck.store.manifest import (
 from deltacheck.store.root import Store, Written
 from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 
-# Encoded bytes after which a part is closed and written, and its share of the host cache where that is less: one part is being
-# made, one run of the codec at work, and the others on their way to disk.
+# Encoded bytes after which a part is closed and written, and its share of the host cache where that
+# is less: one part is being made, one run of the codec at work, and the others on their way to
+# disk.
 PART_BYTES = 64 << 20
 PARTS_PER_CACHE = 8
-KEYFRAME_WINDOW_BYTES = 32 << 20  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
+KEYFRAME_WINDOW_BYTES = (
+    32 << 20
+)  # of keyframes that TensorStore holds encoded at a time; no more than the host cache
 
 
 class Coded(NamedTuple):
-    """What is stored in place of a leaf's bytes: ``data``, in the form that the codec takes, of which ``spec`` says what it is.
+    """What is stored in place of a leaf's bytes: ``data``, in the form that the codec takes, of
+    which
+    ``spec`` says what it is.
 
     Without ``data`` what is stored already stays; without ``spec`` nothing is stored.
     """
@@ -61,7 +68,9 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a manifest says beside what is stored: of leaves that are derived or not exact, and the stage of the policy."""
+    """What a manifest says beside what is stored: of leaves that are derived or not exact, and the
+    stage of the policy.
+    """
 
     derived: Mapping[str, Derived] = field(default_factory=dict)
     contracts: Mapping[str, Promise] = field(default_factory=dict)
@@ -70,11 +79,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class LeafSource:
-    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec takes, or what is stored instead.
+    """One leaf of a save. ``current()`` gives its bytes as they are now, in the form that the codec
+    takes, or what is stored instead.
 
-    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else they are read before
-    ``save`` returns. ``recheck()``, called after the capture, raises ``SnapshotTorn`` where that promise was broken. ``whole``: the
-    leaf has nothing to do with what was saved before: it is written whole, encoded, and no shadow of it is kept; ``current()`` then
+    ``lazy``: the caller promises that the bytes stay as they are until the handle is captured; else
+    they are read before ``save`` returns. ``recheck()``, called after the capture, raises
+    ``SnapshotTorn`` where that promise was broken. ``whole``: the leaf has nothing to do with what
+    was saved before: it is written whole, encoded, and no shadow of it is kept; ``current()`` then
     gives host memory.
     """
 
@@ -114,7 +125,12 @@ class Leaf:
 
     def is_due(self, policy: Policy) -> bool:
         """Whether it is written whole."""
-        return needs_keyframe(policy, self.spec.path, self.spec.raw_bytes, None if self.base is None else self.delta_bytes)
+        return needs_keyframe(
+            policy,
+            self.spec.path,
+            self.spec.raw_bytes,
+            None if self.base is None else self.delta_bytes,
+        )
 
     def free_base(self, timeout: float) -> None:
         """Wait until no write reads the base any more."""
@@ -128,11 +144,15 @@ def await_write(pending: Pending, timeout: float) -> None:
     try:
         pending.result(timeout=timeout)
     except TimeoutError:
-        raise StorageTimeout(f"the storage did not finish a write within {timeout:g} s; it may hang") from None
+        raise StorageTimeout(
+            f"the storage did not finish a write within {timeout:g} s; it may hang"
+        ) from None
 
 
 class _Span(NamedTuple):
-    """Chunks of one leaf in a piece: those that the piece numbers from ``start`` on are the leaf's from ``first_chunk`` on."""
+    """Chunks of one leaf in a piece: those that the piece numbers from ``start`` on are the leaf's
+    from ``first_chunk`` on.
+    """
 
     path: str
     start: int
@@ -141,7 +161,9 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one call of the codec made: chunks of one leaf or of several, as the spans say (in order)."""
+    """What one call of the codec made: chunks of one leaf or of several, as the spans say (in
+    order).
+    """
 
     spans: tuple[_Span, ...]
     encoded: Encoded
@@ -149,7 +171,9 @@ class _Piece:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(stream.size for stream in self.encoded.streams.values()) + self.encoded.rows.nbytes
+        return (
+            sum(stream.size for stream in self.encoded.streams.values()) + self.encoded.rows.nbytes
+        )
 
 
 class Work:
@@ -206,13 +230,16 @@ class Work:
         self.digest_tables: list[U64] = []
         self.segments: set[str] = set()
         self.records: dict[str, LeafRecord] = {}
-        self.live: dict[str, str] = {}  # digest of each leaf as the training had it, where the save is read back
+        self.live: dict[
+            str, str
+        ] = {}  # digest of each leaf as the training had it, where the save is read back
 
-    # --- capture: memory work only, from the training thread or the encoder thread ------------------------------------------
+    # --- capture: memory work only, from the training thread or the encoder thread ----------------
 
     def capture(self, sources: deque[LeafSource]) -> None:
-        """Bring the shadow to the leaves' present content, keeping what changed. Takes what it captures out of ``sources``: a leaf that only
-        the save still holds is then freed before the next one is read.
+        """Bring the shadow to the leaves' present content, keeping what changed. Takes what it
+        captures out of ``sources``: a leaf that only the save still holds is then freed before the
+        next one is read.
         """
         codec, policy = self.setup.codec, self.setup.policy
         grouped: list[tuple[Leaf, LeafSource, Any]] = []
@@ -230,7 +257,10 @@ class Work:
                 spec, current = current.spec, current.data
             self.specs[spec.path] = spec
             if current is None and (known is None or known.spec != spec):
-                raise SaveFailed(f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took it along")
+                raise SaveFailed(
+                    f"leaf {spec.path!r} was to stay as it is, but an earlier save that failed took"
+                    " it along"
+                )
             if current is not None and self.setup.verify != "none":
                 host = codec.host(current)
                 self.live[spec.path] = digest_of(spec, host)
@@ -260,7 +290,11 @@ class Work:
         codec, word_bytes, bounds = self.setup.codec, leaf.spec.word_bytes, leaf.bounds
         chunks = bounds.size - 1
         longest = max(1, int(np.diff(bounds).max(initial=1)) * word_bytes)
-        step = chunks if codec.run_bytes is None else max(1, min(codec.run_bytes, self.part_bytes) // longest)
+        step = (
+            chunks
+            if codec.run_bytes is None
+            else max(1, min(codec.run_bytes, self.part_bytes) // longest)
+        )
         for first in range(0, chunks, max(1, step)):
             stop = min(chunks, first + step)
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
@@ -269,7 +303,10 @@ class Work:
                 encoded, leaf.base = codec.encode(current, leaf.base, bounds, word_bytes)
             else:
                 encoded, _ = codec.encode(
-                    current[low:high], leaf.base[low:high], bounds[first : stop + 1] - bounds[first], word_bytes
+                    current[low:high],
+                    leaf.base[low:high],
+                    bounds[first : stop + 1] - bounds[first],
+                    word_bytes,
                 )
             self._keep(_Piece((_Span(leaf.spec.path, 0, first),), encoded, None))
 
@@ -280,7 +317,11 @@ class Work:
         bounds, chunks = leaf.bounds, spec.chunk_count
         leaf.digests = np.zeros((chunks, 2), np.uint64)
         longest = int(np.diff(bounds).max()) * word_bytes
-        step = chunks if codec.run_bytes is None else max(1, min(codec.run_bytes, self.part_bytes) // longest)
+        step = (
+            chunks
+            if codec.run_bytes is None
+            else max(1, min(codec.run_bytes, self.part_bytes) // longest)
+        )
         for first in range(0, chunks, step):
             stop = min(chunks, first + step)
             low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
@@ -300,7 +341,10 @@ class Work:
                     source.recheck()
             self.handle._mark_reads_enqueued()
 
-        jobs = [GroupJob(current, leaf.base, leaf.bounds, leaf.spec.word_bytes) for leaf, _, current in grouped]
+        jobs = [
+            GroupJob(current, leaf.base, leaf.bounds, leaf.spec.word_bytes)
+            for leaf, _, current in grouped
+        ]
         for made in codec.encode_group(jobs, self._make_room, all_read):
             for job, base in made.bases.items():
                 grouped[job][0].base = base
@@ -320,9 +364,13 @@ class Work:
             self.seal()
 
     def _make_room(self, wanted: int) -> None:
-        """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives) would not fit the host cache."""
+        """Wait for the disk where ``wanted`` more bytes (the most that encoding as many gives)
+        would not fit the host cache.
+        """
         self.handle._beat()
-        limit = self.setup.host_cache_bytes - self.writer.scratch_bytes - wanted - self.unsealed_bytes
+        limit = (
+            self.setup.host_cache_bytes - self.writer.scratch_bytes - wanted - self.unsealed_bytes
+        )
         while self.in_flight and self.in_flight_bytes > limit:
             size, pending = self.in_flight.popleft()
             for write in pending:
@@ -330,7 +378,8 @@ class Work:
                 self.handle._beat()
             self.in_flight_bytes -= size
 
-    # --- encode: from the encoder thread (and from the training thread where host_cache_bytes is used up) ---------------------
+    # --- encode: from the encoder thread (and from the training thread where host_cache_bytes is
+    # used up)
 
     def seal(self) -> None:
         """Close the pieces at hand as a part and start to write it."""
@@ -347,10 +396,15 @@ class Work:
                 self.delta_rows.setdefault(path, []).append((part, row, rows.shape[0]))
                 self.row_chunks.setdefault(path, []).append(rows[:, CHUNK])
                 if piece.digests is not None:
-                    self.row_digests.setdefault(path, []).append(piece.digests[first : first + rows.shape[0]])
+                    self.row_digests.setdefault(path, []).append(
+                        piece.digests[first : first + rows.shape[0]]
+                    )
                 row += rows.shape[0]
         names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
-        streams = {name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams] for name in names}
+        streams = {
+            name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams]
+            for name in names
+        }
         del pieces, piece  # each stream's memory goes when it is written
         table = np.concatenate(index)
         self._count(table)
@@ -365,23 +419,31 @@ class Work:
         # The rows of a leaf are consecutive.
         starts = np.flatnonzero(np.diff(table[:, segment.LEAF], prepend=np.uint32(0xFFFFFFFF)))
         changed = np.add.reduceat(table[:, segment.CHANGED].astype(np.uint64), starts)
-        for start, words, size in zip(starts.tolist(), changed.tolist(), np.add.reduceat(stored, starts).tolist(), strict=True):
+        for start, words, size in zip(
+            starts.tolist(), changed.tolist(), np.add.reduceat(stored, starts).tolist(), strict=True
+        ):
             path = self.paths[table[start, segment.LEAF]]
             self.changed[path] = self.changed.get(path, 0) + words
             self.encoded_bytes[path] = self.encoded_bytes.get(path, 0) + size
 
     def encode(self) -> None:
-        """Everything between capture and the disk: parts, keyframe writes, digests, and what the manifest will say."""
+        """Everything between capture and the disk: parts, keyframe writes, digests, and what the
+        manifest will say.
+        """
         self.seal()
         leaves = self.leaves
-        names = layout.array_names([path for path in self.keyframes if not is_packed(leaves[path].spec)])
+        names = layout.array_names(
+            [path for path in self.keyframes if not is_packed(leaves[path].spec)]
+        )
         window_bytes = min(KEYFRAME_WINDOW_BYTES, self.setup.host_cache_bytes)
         window: deque[tuple[int, Any]] = deque()
         for path in sorted(self.keyframes):
             self.handle._beat()
             leaf = leaves[path]
             host = self.setup.codec.host(leaf.base)
-            digests = chunk_digests(host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1))
+            digests = chunk_digests(
+                host, leaf.bounds, leaf.spec.word_bytes, range(leaf.bounds.size - 1)
+            )
             if not self.setup.keep_shadow:
                 leaf.base = None
                 if leaf.key_segment and np.array_equal(digests, leaf.digests):
@@ -407,7 +469,12 @@ class Work:
             fresh = (
                 np.concatenate(made)
                 if made
-                else chunk_digests(self.setup.codec.host(leaf.base), leaf.bounds, leaf.spec.word_bytes, stored.tolist())
+                else chunk_digests(
+                    self.setup.codec.host(leaf.base),
+                    leaf.bounds,
+                    leaf.spec.word_bytes,
+                    stored.tolist(),
+                )
             )
             leaf.digests = leaf.digests.copy()
             leaf.digests[stored] = fresh
@@ -423,16 +490,22 @@ class Work:
             self.records[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf.digest)
 
     def _enter(
-        self, leaf: Leaf, digests: U64, key: KeyframeAt | None = None, delta: tuple[tuple[int, int, int], ...] = ()
+        self,
+        leaf: Leaf,
+        digests: U64,
+        key: KeyframeAt | None = None,
+        delta: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
         before, leaf.digest = leaf.digest, leaf_digest(leaf.digests)
         start = sum(table.shape[0] for table in self.digest_tables)
         self.digest_tables.append(digests)
         spec = leaf.spec
         base = before if key is None else ""
-        self.entries[spec.path] = LeafEntry(spec.dtype, spec.shape, spec.chunk, leaf.digest, start, base, key, delta)
+        self.entries[spec.path] = LeafEntry(
+            spec.dtype, spec.shape, spec.chunk, leaf.digest, start, base, key, delta
+        )
 
-    # --- commit: from the committer thread ------------------------------------------------------------------------------------
+    # --- commit: from the committer thread --------------------------------------------------------
 
     def finish_segment(self) -> SegmentRef | None:
         """Make the segment durable; ``None`` where nothing changed and there is none."""
@@ -447,8 +520,16 @@ class Work:
         several = len({layout.seq_of(ref.id) for ref in segments}) < len(
             segments
         )  # goes on from what ranks have written together
-        features = {DERIVED: terms.derived or terms.contracts, REPLAY: self.replay is not None, TILES: several}
-        weakest = max((name_of(promise.terms) for promise in terms.contracts.values()), key=RANK.index, default="exact")
+        features = {
+            DERIVED: terms.derived or terms.contracts,
+            REPLAY: self.replay is not None,
+            TILES: several,
+        }
+        weakest = max(
+            (name_of(promise.terms) for promise in terms.contracts.values()),
+            key=RANK.index,
+            default="exact",
+        )
         return Manifest(
             format=layout.FORMAT,
             version=layout.VERSION,
@@ -462,7 +543,10 @@ class Work:
             lanes=(tuple(range(len(segments))),) if several else (),
             tree=self.tree,
             leaves=self.records,
-            metrics={name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()},
+            metrics={
+                name: value if math.isfinite(value) else str(value)
+                for name, value in self.metrics.items()
+            },
             must_understand=tuple(name for name, there in features.items() if there),
             derived=dict(terms.derived),
             contracts=dict(terms.contracts),
@@ -491,20 +575,36 @@ class Work:
 
     def _leaf_report(self, spec: LeafSpec) -> LeafReport:
         entry = self.entries.get(spec.path)
-        kind = LeafKind.UNCHANGED if entry is None else LeafKind.KEYFRAME if entry.is_whole else LeafKind.DELTA
+        kind = (
+            LeafKind.UNCHANGED
+            if entry is None
+            else LeafKind.KEYFRAME
+            if entry.is_whole
+            else LeafKind.DELTA
+        )
         stored = self.specs.get(spec.path)
         if stored is None:
             kind, stored = LeafKind.DERIVED, spec
         words = stored.raw_bytes // stored.word_bytes
         return LeafReport(
-            spec.path, kind, spec.raw_bytes, self.encoded_bytes.get(spec.path, 0), words, self.changed.get(spec.path, 0)
+            spec.path,
+            kind,
+            spec.raw_bytes,
+            self.encoded_bytes.get(spec.path, 0),
+            words,
+            self.changed.get(spec.path, 0),
         )
 
 
 def _rows_of_spans(piece: _Piece) -> Iterator[tuple[_Span, int, U32]]:
-    """Per span of a piece that has rows: the span, its first row, and its rows with the leaf's own chunk numbers."""
+    """Per span of a piece that has rows: the span, its first row, and its rows with the leaf's own
+    chunk numbers.
+    """
     rows = piece.encoded.rows
-    edges = [*np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(), rows.shape[0]]
+    edges = [
+        *np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(),
+        rows.shape[0],
+    ]
     for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
         if first < stop:
             own = rows[first:stop].copy()
@@ -517,6 +617,6 @@ def _index_rows(rows: U32, leaf_number: int, leaf: Leaf) -> U32:
     """The encoder's rows as rows of a part's index."""
     words = np.diff(leaf.bounds)[rows[:, CHUNK]].astype(np.uint32)
     about = [np.full(rows.shape[0], leaf_number, np.uint32), rows[:, CHUNK], words]
-    return np.column_stack([*about, np.full(rows.shape[0], leaf.spec.word_bytes, np.uint32), rows[:, METHOD:]]).astype(
-        np.uint32
-    )
+    return np.column_stack(
+        [*about, np.full(rows.shape[0], leaf.spec.word_bytes, np.uint32), rows[:, METHOD:]]
+    ).astype(np.uint32)

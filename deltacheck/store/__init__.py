@@ -1,1 +1,3 @@
-"""Segments, manifests, commit and collection on disk: zarr through TensorStore. What is public is re-exported by `deltacheck`."""
+"""Segments, manifests, commit and collection on disk: zarr through TensorStore. What is public is
+re-exported by `deltacheck`.
+"""

@@ -1,8 +1,9 @@
 """Garbage collection: remove segments that no committed step needs, and never one that any needs.
 
-The order is what makes it safe beside a writer: list segments first, *then* read the live manifests. A segment that appears
-after the listing is not a candidate; a manifest that appears after it can only need segments that are protected, newer, or
-needed by an older step too. What goes is what has been unneeded for a grace period and no reader has open.
+The order is what makes it safe beside a writer: list segments first, *then* read the live
+manifests. A segment that appears after the listing is not a candidate; a manifest that appears
+after it can only need segments that are protected, newer, or needed by an older step too. What goes
+is what has been unneeded for a grace period and no reader has open.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _MARKS = "marks"  # group under control/: which segments were found unneeded, an
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids; ``freed_bytes``: of the removed, 0 on an
-    object store, whose listing has no sizes.
+    """What a collection did, or would do. ``removed``, ``waiting``, ``in_use``: segment ids;
+    ``freed_bytes``: of the removed, 0 on an object store, whose listing has no sizes.
 
-    ``waiting``: unneeded for less than the grace period. ``in_use``: unneeded, but a reader has them open.
+    ``waiting``: unneeded for less than the grace period. ``in_use``: unneeded, but a reader has
+    them open.
     """
 
     removed: tuple[str, ...]
@@ -43,7 +45,9 @@ class Collected:
 
 
 class _Mark(NamedTuple):
-    """When a segment was first found unneeded: seconds of a clock that nobody can set, which counts from a start of the machine."""
+    """When a segment was first found unneeded: seconds of a clock that nobody can set, which counts
+    from a start of the machine.
+    """
 
     boot: str
     seconds: float
@@ -51,7 +55,10 @@ class _Mark(NamedTuple):
 
 def delete_checkpoint(root: Root, seq: int) -> None:
     """Make a checkpoint of an engine root not exist; its segments stay until they are collected."""
-    folder, durability = root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq), root.store.durability
+    folder, durability = (
+        root.path / layout.CHECKPOINTS / layout.checkpoint_id(seq),
+        root.store.durability,
+    )
     (folder / "zarr.json").unlink(missing_ok=True)  # <- the step is gone from here on
     durability.sync_directory(folder)
     remove_tree(folder)
@@ -69,19 +76,22 @@ def collect(
 ) -> Collected:
     """Remove segments that are not needed.
 
-    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a restore that has read its manifest
-    may open what it needs; what it has open stays as long as it reads (``pins.py``). Longer: safer for readers on file systems without
-    locks, and on object stores; shorter: disk space sooner. ``protected``: segments of saves under way.
-    ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in directories of steps and tags
-    (REQUIRES: the caller holds the lease, and no save is under way); never on an object store, where a segment also goes only when a
-    second collection finds it unneeded again. ``dry_run`` changes nothing. ``newest``: of a sequence number that was committed, where
-    that step may be deleted by now: segments up to it are of no save under way.
+    ``grace_seconds``: how long a segment must have been known as unneeded before it goes, so that a
+    restore that has read its manifest may open what it needs; what it has open stays as long as it
+    reads (``pins.py``). Longer: safer for readers on file systems without locks, and on object
+    stores; shorter: disk space sooner. ``protected``: segments of saves under way.
+    ``writer_is_dead``: also segments newer than the newest step may go, and what kills have left in
+    directories of steps and tags (REQUIRES: the caller holds the lease, and no save is under way);
+    never on an object store, where a segment also goes only when a second collection finds it
+    unneeded again. ``dry_run`` changes nothing. ``newest``: of a sequence number that was
+    committed, where that step may be deleted by now: segments up to it are of no save under way.
 
-    Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is unknown. ``OSError`` where some segment
-    could not be removed; every other one was.
+    Raises ``Damaged`` and removes nothing where any manifest cannot be read: what it needs is
+    unknown. ``OSError`` where some segment could not be removed; every other one was.
     """
-    # An object store's listing may lag behind: of what one does not show, nothing is concluded before a second says the same, and a
-    # writer that is taken for dead may still be about to commit what it wrote last.
+    # An object store's listing may lag behind: of what one does not show, nothing is concluded
+    # before a second says the same, and a writer that is taken for dead may still be about to
+    # commit what it wrote last.
     is_local = not isinstance(root.store.path, ObjectPath)
     writer_is_dead = writer_is_dead and is_local
     candidates = set(root.store.segment_ids())
@@ -89,11 +99,20 @@ def collect(
     if writer_is_dead and not dry_run and _remove_unfinished(root):
         last, needed = _needed(root)
     until = max(last, newest)
-    unneeded = {name for name in candidates - needed - set(protected) if writer_is_dead or layout.seq_of(name) <= until}
+    unneeded = {
+        name
+        for name in candidates - needed - set(protected)
+        if writer_is_dead or layout.seq_of(name) <= until
+    }
     marks, now = _read_marks(root.store.path), _now()
-    # A mark of another start of the machine, or one of the future, says nothing: its segment waits anew.
+    # A mark of another start of the machine, or one of the future, says nothing: its segment waits
+    # anew.
     since = {
-        name: mark if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds else now
+        name: (
+            mark
+            if (mark := marks.get(name)) and mark.boot == now.boot and mark.seconds <= now.seconds
+            else now
+        )
         for name in unneeded
     }
     late = {name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds}
@@ -142,14 +161,16 @@ def _needed(root: Root) -> tuple[int, set[str]]:
         raise
     except DeltacheckError as error:
         raise Damaged(
-            f"nothing is collected while a manifest cannot be read, since what it needs is unknown: {error}"
+            "nothing is collected while a manifest cannot be read, since what it needs is unknown:"
+            f" {error}"
         ) from error
     return newest, needed
 
 
 def _remove_unfinished(root: Root) -> bool:
-    """Remove what kills left behind: directories of steps and tags without their document, and steps whose compacted form is there;
-    whether there were any of the last kind, which need segments.
+    """Remove what kills left behind: directories of steps and tags without their document, and
+    steps
+    whose compacted form is there; whether there were any of the last kind, which need segments.
     """
     for folder in subdirectories(root.store.path / layout.CHECKPOINTS):
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
@@ -171,7 +192,9 @@ def _remove_unfinished(root: Root) -> bool:
 
 
 def _document_folders(store: Place) -> list[Path]:
-    """The local directories of a store in which documents of its own lie, those of segments left out."""
+    """The local directories of a store in which documents of its own lie, those of segments left
+    out.
+    """
     if not isinstance(store, Path):
         return []
     steps = [Path(str(folder)) for folder in subdirectories(store / layout.CHECKPOINTS)]
@@ -180,13 +203,18 @@ def _document_folders(store: Place) -> list[Path]:
 
 
 def _sync_deletions(root: Root) -> None:
-    """Make the deletion of steps durable before that of what they needed: a power cut must not bring one back without it.
+    """Make the deletion of steps durable before that of what they needed: a power cut must not
+    bring
+    one back without it.
 
-    Who deleted them may not have done so: Orbax does not, and a process may be killed before it does.
+    Who deleted them may not have done so: Orbax does not, and a process may be killed before it
+    does.
     """
     folder = root.path if root.is_manager_root else root.path / layout.CHECKPOINTS
     steps = [entry for entry in subdirectories(folder) if entry != root.store.path]
-    inner = [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
+    inner = (
+        [entry for step in steps for entry in subdirectories(step)] if root.is_manager_root else []
+    )
     for directory in (*inner, *steps):
         if not (directory / "zarr.json").exists():
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
@@ -201,7 +229,9 @@ def _remove(path: Place, durability: Durability) -> bool:
     try:
         if not pins.unlink_unless_pinned(path / "zarr.json"):
             return False
-        durability.sync_directory(path)  # without its table it is no segment: a crash from here on leaves garbage, not damage
+        durability.sync_directory(
+            path
+        )  # without its table it is no segment: a crash from here on leaves garbage, not damage
     except FileNotFoundError:
         pass  # another collector was faster
     if isinstance(path, ObjectPath):
@@ -215,7 +245,8 @@ def _remove(path: Place, durability: Durability) -> bool:
 
 
 def _now() -> _Mark:
-    # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let its readers go on.
+    # Not the time of day, which may jump while a reader reads; nor does a machine that sleeps let
+    # its readers go on.
     return _Mark(boot(), time.monotonic())
 
 
@@ -229,9 +260,13 @@ def boot() -> str:
 
 def _read_marks(store: Place) -> dict[str, _Mark]:
     try:
-        content = arrays.read_file(store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES)
+        content = arrays.read_file(
+            store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES
+        )
         marks = json.loads(content)["attributes"][layout.ATTRIBUTE]
-        return {str(name): _Mark(str(boot), float(seconds)) for name, (boot, seconds) in marks.items()}
+        return {
+            str(name): _Mark(str(boot), float(seconds)) for name, (boot, seconds) in marks.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, Damaged):
         return {}  # marks are a courtesy to readers: without them every segment waits anew
 
@@ -242,4 +277,6 @@ def _write_marks(store: Store, marks: dict[str, _Mark], before: dict[str, _Mark]
     folder = store.path / layout.CONTROL / _MARKS
     chunk_files.check_directory(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    arrays.replace_file(folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability)
+    arrays.replace_file(
+        folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability
+    )

@@ -21,15 +21,19 @@ class Deadline:
 
     @property
     def left(self) -> float | None:
-        """Seconds left, at least 0, in the form that waiting functions take: ``None`` without end."""
+        """Seconds left, at least 0, in the form that waiting functions take: ``None`` without
+        end.
+        """
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
 
 class Pulse:
-    """When the saves of one saver last got on, so that whoever waits for them can tell a slow storage from one that hangs.
+    """When the saves of one saver last got on, so that whoever waits for them can tell a slow
+    storage
+    from one that hangs.
 
-    ``patience_seconds``: how long nothing at all may happen. Longer: a stalled file system gets more time to come back; shorter:
-    training is told of a dead one sooner.
+    ``patience_seconds``: how long nothing at all may happen. Longer: a stalled file system gets
+    more time to come back; shorter: training is told of a dead one sooner.
     """
 
     def __init__(self, patience_seconds: float) -> None:

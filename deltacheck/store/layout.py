@@ -1,4 +1,6 @@
-"""Names on disk. Every name is made here, and every name that comes from disk is checked here before it is used as a path."""
+"""Names on disk. Every name is made here, and every name that comes from disk is checked here
+before it is used as a path.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _MAX_NAME = 160  # characters; file systems allow 255 bytes
 
 
 def segment_id(seq: int) -> str:
-    """A new segment's name: its sequence number, and a nonce so that no two writers ever share one."""
+    """A new segment's name: its sequence number, and a nonce so that no two writers ever
+    share one.
+    """
     return f"s{seq:010d}-{secrets.token_hex(4)}"
 
 
@@ -50,12 +54,16 @@ def is_array_name(name: str) -> bool:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a step can be called so: letters, digits, ``_.-``, at most 100, the first a letter or digit; no number, and not ``latest``."""
+    """Whether a step can be called so: letters, digits, ``_.-``, at most 100, the first a letter or
+    digit; no number, and not ``latest``.
+    """
     return _TAG.match(name) is not None and name != "latest"
 
 
 def seq_of(name: str) -> int:
-    """The sequence number in a segment's or checkpoint's name; ``Damaged`` where the name is neither."""
+    """The sequence number in a segment's or checkpoint's name; ``Damaged`` where the name is
+    neither.
+    """
     if not (is_segment_id(name) or is_checkpoint_id(name)):
         raise Damaged(f"{name!r} is not the name of a segment or checkpoint")
     return int(name[1:11])
@@ -64,25 +72,34 @@ def seq_of(name: str) -> int:
 def array_names(paths: list[str]) -> dict[str, str]:
     """One flat array name a leaf path: ``/`` becomes ``.``, other unsafe characters ``%XX``.
 
-    Names that would collide (also on a file system that ignores case), are reserved by zarr or are too long get a hash of the
-    path instead of their uniqueness; the leaf table, not the name, says which leaf an array is.
+    Names that would collide (also on a file system that ignores case), are reserved by zarr or are
+    too long get a hash of the path instead of their uniqueness; the leaf table, not the name, says
+    which leaf an array is.
     """
     plain = {path: _plain_name(path) for path in paths}
     taken: dict[str, int] = {}
     for name in plain.values():
         taken[name.lower()] = taken.get(name.lower(), 0) + 1
     return {
-        path: name if taken[name.lower()] == 1 and _is_usable(name) else _hashed(path, name) for path, name in plain.items()
+        path: name if taken[name.lower()] == 1 and _is_usable(name) else _hashed(path, name)
+        for path, name in plain.items()
     }
 
 
 def _plain_name(path: str) -> str:
     name = path.replace("/", ".")
-    return _UNSAFE.sub(lambda m: "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass")), name)
+    return _UNSAFE.sub(
+        lambda m: "".join(f"%{b:02X}" for b in m.group().encode("utf-8", "surrogatepass")), name
+    )
 
 
 def _is_usable(name: str) -> bool:
-    return 0 < len(name) <= _MAX_NAME and name.strip(".") != "" and not name.startswith(("__", ".")) and name != "zarr.json"
+    return (
+        0 < len(name) <= _MAX_NAME
+        and name.strip(".") != ""
+        and not name.startswith(("__", "."))
+        and name != "zarr.json"
+    )
 
 
 def _hashed(path: str, name: str) -> str:

@@ -11,7 +11,9 @@ from deltacheck.store.root import Root, Store
 
 
 class Opened(NamedTuple):
-    """A root that this process may write to. ``lease``: ``None`` where another process holds it for this one, too."""
+    """A root that this process may write to. ``lease``: ``None`` where another process holds it for
+    this one, too.
+    """
 
     store: Store
     lease: Lease | None

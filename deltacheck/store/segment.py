@@ -32,8 +32,13 @@ from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, S
 INDEX = ("leaf", "chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count")
 LEAF, CHUNK, WORDS, WORD_BYTES, METHOD, CHANGED, GAP_BYTES, WIDE_COUNT = range(8)
 
-_STREAM_SAYS = "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's attributes"
-_LEAST_SAMPLE_BYTES = 4096  # of a stream: the histogram of fewer bytes looks skewed whatever they are
+_STREAM_SAYS = (
+    "encoded chunks, see section 4 of docs/reference/format.md; the table is in this segment's"
+    " attributes"
+)
+_LEAST_SAMPLE_BYTES = (
+    4096  # of a stream: the histogram of fewer bytes looks skewed whatever they are
+)
 _SAMPLE_RUNS, _SAMPLE_RUN_BYTES = 128, 128
 
 
@@ -50,20 +55,31 @@ def natural_spec(spec: LeafSpec) -> ArraySpec:
 
 
 def packed_spec(storage: str, length: int) -> ArraySpec:
-    says = {"content": f"leaves of storage type {storage}, one after the other; offsets are in this segment's leaf table"}
+    says = {
+        "content": (
+            f"leaves of storage type {storage}, one after the other; offsets are in this segment's"
+            " leaf table"
+        )
+    }
     return ArraySpec.flat(length, storage, "values", says)
 
 
 def stream_spec(name: str, stream: Stream) -> ArraySpec:
-    return ArraySpec.flat(stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_SAYS})
+    return ArraySpec.flat(
+        stream.length, "uint8", stream.codec, {"stream": name, "content": _STREAM_SAYS}
+    )
 
 
 def index_spec(rows: int) -> ArraySpec:
-    return ArraySpec.table(rows, len(INDEX), "uint32", {"columns": list(INDEX), "content": "one row a stored chunk"})
+    return ArraySpec.table(
+        rows, len(INDEX), "uint32", {"columns": list(INDEX), "content": "one row a stored chunk"}
+    )
 
 
 def digests_spec(rows: int) -> ArraySpec:
-    return ArraySpec.table(rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"})
+    return ArraySpec.table(
+        rows, 2, "uint64", {"content": "xxh3_128 (high, low) of each stored chunk's decoded bytes"}
+    )
 
 
 def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
@@ -78,8 +94,14 @@ def stream_codec(pieces: Sequence[U8], effort: Effort = Effort.NORMAL) -> str:
 
 
 def _sample(pieces: Sequence[U8], size: int) -> Iterator[U8]:
-    """Runs of bytes, evenly spread over the pieces: a byte here and there would cost a cache miss each."""
-    step, begin, at = max(_SAMPLE_RUN_BYTES, size // _SAMPLE_RUNS), 0, 0  # `at`: of the next run, from the first piece's start
+    """Runs of bytes, evenly spread over the pieces: a byte here and there would cost a cache miss
+    each.
+    """
+    step, begin, at = (
+        max(_SAMPLE_RUN_BYTES, size // _SAMPLE_RUNS),
+        0,
+        0,
+    )  # `at`: of the next run, from the first piece's start
     for piece in pieces:
         while at < begin + piece.size:
             yield piece[at - begin : at - begin + _SAMPLE_RUN_BYTES]
@@ -115,7 +137,9 @@ class SegmentWriter:
         self._has_natural = False
 
     def put_natural(self, spec: LeafSpec, name: str, host: U8) -> Pending:
-        """Write a whole leaf from ``host`` memory, which stays untouched until the returned write is done."""
+        """Write a whole leaf from ``host`` memory, which stays untouched until the returned write
+        is done.
+        """
         values = host.view(spec.element.storage).reshape(spec.shape)
         self._has_natural = True
         return self._write(self.path / layout.LEAVES / name, natural_spec(spec), values)
@@ -129,18 +153,24 @@ class SegmentWriter:
         return KeyframeAt(packed=storage, offset=offset)
 
     def put_part(self, index: U32, streams: dict[str, list[U8]]) -> list[Pending]:
-        """Write a part; the writes under way. Each stream is given in pieces, which stay untouched until these are done.
+        """Write a part; the writes under way. Each stream is given in pieces, which stay untouched
+        until these are done.
 
         Empties ``streams``, so that each stream's memory can go as soon as it is written.
         """
         path = self.path / layout.DELTA / str(len(self.parts))
         described = {
-            name: Stream(sum(piece.size for piece in of), stream_codec(of, self._effort)) for name, of in streams.items()
+            name: Stream(sum(piece.size for piece in of), stream_codec(of, self._effort))
+            for name, of in streams.items()
         }
         self.parts.append(Part(index.shape[0], described))
         pending = [self._write(path / "index", index_spec(index.shape[0]), index)]
         for name, stream in described.items():
-            pending.append(self._streams.write(path / name, stream_spec(name, stream), streams.pop(name), self._effort.level))
+            pending.append(
+                self._streams.write(
+                    path / name, stream_spec(name, stream), streams.pop(name), self._effort.level
+                )
+            )
             self._pending.append(pending[-1])
         return pending
 
@@ -166,19 +196,22 @@ class SegmentWriter:
     def finish(self, leaves: Mapping[str, LeafEntry], digests: U64, deadline: float) -> SegmentRef:
         """Wait for every write, then write the groups, the table last, and sync the directories.
 
-        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises ``SaveFailed`` when it passes; a failed
-        write raises what TensorStore raised.
+        ``digests``: uint64 ``(rows, 2)``. ``deadline``: on ``time.monotonic()``. Raises
+        ``SaveFailed`` when it passes; a failed write raises what TensorStore raised.
         """
         packed = {storage: np.concatenate(pieces) for storage, pieces in self._packed.items()}
         for storage, values in packed.items():
-            self._write(self.path / layout.PACKED / storage, packed_spec(storage, values.size), values)
+            self._write(
+                self.path / layout.PACKED / storage, packed_spec(storage, values.size), values
+            )
         self._write(self.path / layout.DIGESTS, digests_spec(digests.shape[0]), digests)
         for pending in self._pending:
             try:
                 pending.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise StorageTimeout(
-                    f"segment {self.id}: writing took longer than the deadline; the storage may hang"
+                    f"segment {self.id}: writing took longer than the deadline; the storage may"
+                    " hang"
                 ) from None
         self._pending.clear()
         table = SegmentTable(
@@ -192,19 +225,32 @@ class SegmentWriter:
         )
         content = arrays.group_json(schema.to_attributes(table))
         if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
-            raise SaveFailed(f"segment {self.id}: its table does not decode to itself; this is a defect, please report it")
+            raise SaveFailed(
+                f"segment {self.id}: its table does not decode to itself; this is a defect, please"
+                " report it"
+            )
         for group in self._groups():
             arrays.create_file(group, "zarr.json", arrays.group_json({}), self._durability)
         if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
         self._durability.sync_tree(self.path)
-        stored = place.written.take() if isinstance(self.path, ObjectPath) else arrays.bytes_on_disk(self.path)
+        stored = (
+            place.written.take()
+            if isinstance(self.path, ObjectPath)
+            else arrays.bytes_on_disk(self.path)
+        )
         return SegmentRef(self.id, document_digest(content), stored)
 
     def _groups(self) -> list[Place]:
-        holds = {layout.LEAVES: self._has_natural, layout.PACKED: self._packed, layout.DELTA: self.parts}
+        holds = {
+            layout.LEAVES: self._has_natural,
+            layout.PACKED: self._packed,
+            layout.DELTA: self.parts,
+        }
         present = [name for name, anything in holds.items() if anything]
-        return [self.path / name for name in present] + [self.path / layout.DELTA / str(k) for k in range(len(self.parts))]
+        return [self.path / name for name in present] + [
+            self.path / layout.DELTA / str(k) for k in range(len(self.parts))
+        ]
 
 
 def document_digest(content: bytes) -> str:
@@ -224,20 +270,28 @@ class Segment:
         try:
             content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
-            raise ChainBroken(f"segment {ref.id} is not in {root}", file=self.path / "zarr.json") from None
+            raise ChainBroken(
+                f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"
+            ) from None
         if document_digest(content) != ref.digest:
             raise Damaged(
-                f"{self.path / 'zarr.json'} is not the file that was committed: digest {document_digest(content)}, recorded {ref.digest}",
+                f"{self.path / 'zarr.json'} is not the file that was committed: digest"
+                f" {document_digest(content)}, recorded {ref.digest}",
                 file=self.path / "zarr.json",
             )
         self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
         if self.table.id != ref.id:
-            raise Damaged(f"{self.path / 'zarr.json'} says that it is segment {self.table.id}", file=self.path / "zarr.json")
+            raise Damaged(
+                f"{self.path / 'zarr.json'} says that it is segment {self.table.id}",
+                file=self.path / "zarr.json",
+            )
         self._parts: dict[int, PartReader] = {}
         self.pin: object = None  # what keeps the segment from being removed lives as long as it
 
     def start_tables(self, parts: Iterable[int], *, digests: bool) -> None:
-        """Begin to read the indexes of some parts and, if asked, the chunk digests: what ``part(number).index`` and ``digests`` wait for."""
+        """Begin to read the indexes of some parts and, if asked, the chunk digests: what
+        ``part(number).index`` and ``digests`` wait for.
+        """
         if digests:
             _ = self._digests
         for number in parts:
@@ -245,14 +299,18 @@ class Segment:
 
     @cached_property
     def _digests(self) -> Reading:
-        return ReadableArray(self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where).start()
+        return ReadableArray(
+            self._folder(layout.DIGESTS), digests_spec(self.table.digests), self._where
+        ).start()
 
     @cached_property
     def digests(self) -> U64:
         """Chunk digests, uint64 ``(rows, 2)``."""
         return np.asarray(self._digests.result(), np.uint64)
 
-    def start_natural(self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()) -> Reading:
+    def start_natural(
+        self, spec: LeafSpec, name: str, out: U8, box: Sequence[slice] = ()
+    ) -> Reading:
         """Begin to read a keyframe's box into ``out`` (uint8, the box's bytes in C order)."""
         shape = [s.stop - s.start for s in box] if box else spec.shape
         array = ReadableArray(self._folder(layout.LEAVES) / name, natural_spec(spec), self._where)
@@ -261,7 +319,10 @@ class Segment:
     @cached_property
     def _packed(self) -> dict[str, ReadableArray]:
         folder = self._folder(layout.PACKED)
-        return {s: ReadableArray(folder / s, packed_spec(s, length), self._where) for s, length in self.table.packed.items()}
+        return {
+            s: ReadableArray(folder / s, packed_spec(s, length), self._where)
+            for s, length in self.table.packed.items()
+        }
 
     def start_packed(self, storage: str, offset: int, count: int) -> Reading:
         """Begin to read elements of packed leaves."""
@@ -274,7 +335,9 @@ class Segment:
         return self._parts[number]
 
     def _folder(self, *names: str) -> Place:
-        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the root."""
+        """A directory below the segment's own. ``Damaged`` where the way to it is one out of the
+        root.
+        """
         path = self.path
         for name in names:
             path = path / name
@@ -290,25 +353,41 @@ class Segment:
             layout.DELTA: self.table.parts,
         }
         found = [self.path / name for name, holds in present.items() if holds]
-        return found + [self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))]
+        return found + [
+            self.path / layout.DELTA / str(number) for number in range(len(self.table.parts))
+        ]
 
     def leaves_in(self, file: str) -> list[str]:
-        """The leaves that need an array of this segment, or a file of it; its table and its digests are needed by all."""
+        """The leaves that need an array of this segment, or a file of it; its table and its digests
+        are needed by all.
+        """
         inside = file.removeprefix(f"{self.path}/").split("/")
         match inside[:2]:
             case (layout.LEAVES, name):
-                return [path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.array == name]
+                return [
+                    path
+                    for path, entry in self.table.leaves.items()
+                    if entry.key is not None and entry.key.array == name
+                ]
             case (layout.PACKED, storage):
                 return [
-                    path for path, entry in self.table.leaves.items() if entry.key is not None and entry.key.packed == storage
+                    path
+                    for path, entry in self.table.leaves.items()
+                    if entry.key is not None and entry.key.packed == storage
                 ]
             case (layout.DELTA, number):
-                return [path for path, entry in self.table.leaves.items() if any(str(run[0]) == number for run in entry.delta)]
+                return [
+                    path
+                    for path, entry in self.table.leaves.items()
+                    if any(str(run[0]) == number for run in entry.delta)
+                ]
         return list(self.table.leaves)
 
     def array_specs(self) -> dict[Place, ArraySpec]:
         """Every array of the segment and the metadata that it must have."""
-        found: dict[Place, ArraySpec] = {self.path / layout.DIGESTS: digests_spec(self.table.digests)}
+        found: dict[Place, ArraySpec] = {
+            self.path / layout.DIGESTS: digests_spec(self.table.digests)
+        }
         for path, entry in self.table.leaves.items():
             if entry.key is not None and entry.key.array:
                 found[self.path / layout.LEAVES / entry.key.array] = natural_spec(entry.spec(path))
@@ -317,7 +396,9 @@ class Segment:
         for number, part in enumerate(self.table.parts):
             folder = self.path / layout.DELTA / str(number)
             found[folder / "index"] = index_spec(part.rows)
-            found |= {folder / name: stream_spec(name, stream) for name, stream in part.streams.items()}
+            found |= {
+                folder / name: stream_spec(name, stream) for name, stream in part.streams.items()
+            }
         return found
 
 
@@ -331,11 +412,20 @@ class PartReader:
 
     @cached_property
     def index(self) -> U32:
-        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk: sizes are computed from them all."""
+        """uint32 ``(rows, 8)``, columns ``INDEX``. ``Damaged`` where a row describes no chunk:
+        sizes are computed from them all.
+        """
         index = np.asarray(self._index.result(), np.uint32)
-        known = np.isin(index[:, WORD_BYTES], (1, 2, 4, 8)) & (index[:, METHOD] > 0) & (index[:, METHOD] <= codec_format.RAW)
+        known = (
+            np.isin(index[:, WORD_BYTES], (1, 2, 4, 8))
+            & (index[:, METHOD] > 0)
+            & (index[:, METHOD] <= codec_format.RAW)
+        )
         if not known.all():
-            raise Damaged(f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or word size")
+            raise Damaged(
+                f"{self._path}: row {int(np.argmin(known))} of its index has an unknown method or"
+                " word size"
+            )
         return index
 
     @cached_property
@@ -351,19 +441,25 @@ class PartReader:
         """Per stream, the offset of each row's bytes, ``(rows + 1,)``."""
         sizes = stream_sizes(self.index)
         zero = np.zeros(1, np.uint64)
-        offsets = {name: np.concatenate([zero, np.cumsum(sizes[name], dtype=np.uint64)]) for name in sizes}
+        offsets = {
+            name: np.concatenate([zero, np.cumsum(sizes[name], dtype=np.uint64)]) for name in sizes
+        }
         for name, ends in offsets.items():
             length = self._part.streams[name].length if name in self._part.streams else 0
             if int(ends[-1]) != length:
                 raise Damaged(
-                    f"{self._path}: stream {name} has {length} bytes, its index asks for {int(ends[-1])}",
+                    f"{self._path}: stream {name} has {length} bytes, its index asks for"
+                    f" {int(ends[-1])}",
                     file=self._path / name,
                 )
         return offsets
 
     @cached_property
     def _arrays(self) -> Mapping[str, ReadableArray]:
-        return {n: ReadableArray(self._path / n, stream_spec(n, s), self._where) for n, s in self._part.streams.items()}
+        return {
+            n: ReadableArray(self._path / n, stream_spec(n, s), self._where)
+            for n, s in self._part.streams.items()
+        }
 
     @cached_property
     def _ends(self) -> U64:
@@ -376,7 +472,9 @@ class PartReader:
         return int(self._ends[stop] - self._ends[first])
 
     def is_small(self, first: int, stop: int) -> bool:
-        """Whether reading past these rows costs less than a read of its own: a chunk of a stream is decoded whole in any case."""
+        """Whether reading past these rows costs less than a read of its own: a chunk of a stream is
+        decoded whole in any case.
+        """
         return self.stream_bytes(first, stop) <= arrays.STREAM_CHUNK_BYTES
 
     def start(self, first: int, stop: int, scratch: Scratch) -> StreamsReading:
@@ -391,13 +489,17 @@ class PartReader:
 
 
 class StreamsReading(NamedTuple):
-    """Streams being read into ``data``, by name: memory that goes back to its ``Scratch`` when nobody needs it."""
+    """Streams being read into ``data``, by name: memory that goes back to its ``Scratch`` when
+    nobody needs it.
+    """
 
     readings: list[Reading]
     data: dict[str, U8]
 
     def result(self) -> Mapping[str, U8]:
-        """The streams. Raises what ``Reading.result`` raises; the others may then still be written to."""
+        """The streams. Raises what ``Reading.result`` raises; the others may then still be written
+        to.
+        """
         for reading in self.readings:
             reading.result()
         return self.data
@@ -434,8 +536,12 @@ def is_packed(spec: LeafSpec) -> bool:
     return spec.raw_bytes < grid.PACK_BELOW_BYTES
 
 
-def entries_by_path(segments: Sequence[Segment], wanted: Set[str] | None = None) -> dict[str, list[tuple[int, LeafEntry]]]:
-    """What some segments (in order) hold of everything, or of the paths ``wanted``: by path, the segment's position and its entry, oldest first."""
+def entries_by_path(
+    segments: Sequence[Segment], wanted: Set[str] | None = None
+) -> dict[str, list[tuple[int, LeafEntry]]]:
+    """What some segments (in order) hold of everything, or of the paths ``wanted``: by path, the
+    segment's position and its entry, oldest first.
+    """
     found: dict[str, list[tuple[int, LeafEntry]]] = {}
     for number, segment in enumerate(segments):
         leaves = segment.table.leaves

@@ -1,8 +1,10 @@
-"""Names for steps. A tag means one save, not a number: a resumed run repeats steps, and compaction writes a step again.
+"""Names for steps. A tag means one save, not a number: a resumed run repeats steps, and compaction
+writes a step again.
 
-Each tag is a group below ``control/tags``, created if absent in one atomic step, that names the save by the nonce of its manifest; what is
-compacted keeps that, so tags follow by themselves. Whoever adds a tag or deletes checkpoints holds a short lock, so that no step goes
-between the look at its tags and its deletion.
+Each tag is a group below ``control/tags``, created if absent in one atomic step, that names the
+save by the nonce of its manifest; what is compacted keeps that, so tags follow by themselves.
+Whoever adds a tag or deletes checkpoints holds a short lock, so that no step goes between the look
+at its tags and its deletion.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | Unsuppor
     for name in filter(layout.is_tag, [entry.name for entry in subdirectories(folder)]):
         path = folder / name / "zarr.json"
         try:
-            tag = schema.from_zarr_json(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Tag, str(path))
+            tag = schema.from_zarr_json(
+                arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Tag, str(path)
+            )
             if tag.name != name:
                 raise Damaged(f"{path} is the tag {tag.name!r}")
         except FileNotFoundError:
@@ -54,7 +58,8 @@ def readable(store: Place) -> dict[str, Tag]:
     if damaged:
         name, error = min(damaged.items())
         raise type(error)(
-            f"tag {name!r} cannot be read, so nothing is deleted: {error}. Remove it with: deltacheck untag ROOT {name}"
+            f"tag {name!r} cannot be read, so nothing is deleted: {error}. Remove it with:"
+            f" deltacheck untag ROOT {name}"
         )
     return found
 
@@ -71,14 +76,18 @@ def find(store: Place, name: str) -> Tag:
 
 
 def put(root: Root, step: int | str | None, name: str, *, move: bool = False) -> Tag:
-    """Call a step (by number, by another tag, by default the newest) ``name``, durably. ``move``: also where the name has another step already.
+    """Call a step (by number, by another tag, by default the newest) ``name``, durably. ``move``:
+    also
+    where the name has another step already.
 
-    Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the name is taken and ``move`` is not asked
-    for, or where another process deletes steps for longer than a few seconds.
+    Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the
+    name is taken and ``move`` is not asked for, or where another process deletes steps for longer
+    than a few seconds.
     """
     if not layout.is_tag(name):
         raise ValueError(
-            f"{name!r} cannot be a tag: letters, digits and _.- (at most 100, the first a letter or digit), no number, not 'latest'"
+            f"{name!r} cannot be a tag: letters, digits and _.- (at most 100, the first a letter or"
+            " digit), no number, not 'latest'"
         )
     _refuse_manager(root)
     store = root.store.path
@@ -93,11 +102,14 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         elif not arrays.create_file(folder, "zarr.json", content):
             before = read_all(store)[0].get(name)
             if before is None:
-                raise RootBusy(f"there is a tag {name!r} already, which cannot be read; untag it first")
+                raise RootBusy(
+                    f"there is a tag {name!r} already, which cannot be read; untag it first"
+                )
             if before.nonce == tag.nonce:
                 return before
             raise RootBusy(
-                f"tag {name!r} is step {before.step} (seq {before.seq}) already; to give it to step {tag.step}, say so: move=True, --move"
+                f"tag {name!r} is step {before.step} (seq {before.seq}) already; to give it to step"
+                f" {tag.step}, say so: move=True, --move"
             )
         sync_directory(folder)
         sync_directory(folder.parent)
@@ -105,9 +117,13 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
 
 
 def remove(root: Root, name: str) -> None:
-    """Take a name away; the step stays until it is deleted. Raises ``StepNotFound`` where there is no such tag, ``RootBusy``."""
+    """Take a name away; the step stays until it is deleted. Raises ``StepNotFound`` where there is
+    no such tag, ``RootBusy``.
+    """
     store = root.store.path
-    if not layout.is_tag(name) or not _is_there(store / layout.CONTROL / layout.TAGS / name / "zarr.json"):
+    if not layout.is_tag(name) or not _is_there(
+        store / layout.CONTROL / layout.TAGS / name / "zarr.json"
+    ):
         find(store, name)
     with lock(store):
         folder = store / layout.CONTROL / layout.TAGS / name
@@ -124,9 +140,11 @@ def names_of(tags: Mapping[str, Tag], manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def lock(store: Place) -> Iterator[None]:
-    """Keep others from adding tags and from deleting checkpoints. Raises ``RootBusy`` where another does so for too long.
+    """Keep others from adding tags and from deleting checkpoints. Raises ``RootBusy`` where another
+    does so for too long.
 
-    An object store has no locks: there whoever tags a step beside a writer whose retention may delete it looks again afterwards.
+    An object store has no locks: there whoever tags a step beside a writer whose retention may
+    delete it looks again afterwards.
     """
     folder = store / layout.CONTROL / layout.TAGS
     if not (folder / "zarr.json").exists():
@@ -148,7 +166,9 @@ def lock(store: Place) -> Iterator[None]:
 
 
 def sweep(store: Place) -> None:
-    """Remove what a kill between a tag's directory and its document left behind. REQUIRES: the caller holds ``lock``."""
+    """Remove what a kill between a tag's directory and its document left behind. REQUIRES: the
+    caller holds ``lock``.
+    """
     folder = store / layout.CONTROL / layout.TAGS
     for entry in subdirectories(folder):
         if layout.is_tag(entry.name) and not _is_there(entry / "zarr.json"):
@@ -167,11 +187,13 @@ def _await(descriptor: int, store: Place) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise RootBusy(
-                    f"another process has been changing the tags or deleting steps of {store} for {_LOCK_SECONDS:.0f} s; "
-                    "wait for it, or end it if it was stopped"
+                    f"another process has been changing the tags or deleting steps of {store} for"
+                    f" {_LOCK_SECONDS:.0f} s; wait for it, or end it if it was stopped"
                 ) from None
             time.sleep(0.005)
-        except OSError:  # no locks here: one process at a time is the user's to see to, as with the lease
+        except (
+            OSError
+        ):  # no locks here: one process at a time is the user's to see to, as with the lease
             return
         else:
             return
@@ -180,6 +202,6 @@ def _await(descriptor: int, store: Place) -> None:
 def _refuse_manager(root: Root) -> None:
     if root.is_manager_root:
         raise StepNotFound(
-            f"{root.path} is the root of a CheckpointManager, which deletes its steps without asking for tags: keep a step by its options "
-            "(keep_period, preservation_policy)"
+            f"{root.path} is the root of a CheckpointManager, which deletes its steps without"
+            " asking for tags: keep a step by its options (keep_period, preservation_policy)"
         )

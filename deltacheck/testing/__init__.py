@@ -1,4 +1,5 @@
-"""Contract suites: what every implementation of a plug-in point must do, as pytest classes to subclass. Needs pytest.
+"""Contract suites: what every implementation of a plug-in point must do, as pytest classes to
+subclass. Needs pytest.
 
 from deltacheck.testing.codec import CodecContract
 

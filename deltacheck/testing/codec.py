@@ -1,6 +1,7 @@
 """What every codec must do, whatever it runs on: the contract of ``deltacheck.codec.base.Codec``.
 
-Subclass ``CodecContract``, give it a ``codec`` fixture and, where bases are not NumPy arrays, override ``held``.
+Subclass ``CodecContract``, give it a ``codec`` fixture and, where bases are not NumPy arrays,
+override ``held``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ WORD_BYTES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run to encode. ``current``, ``base``: uint8, 1-D; ``base`` is ``None`` for a first save. ``why``: what it is chosen for."""
+    """A run to encode. ``current``, ``base``: uint8, 1-D; ``base`` is ``None`` for a first save.
+    ``why``: what it is chosen for.
+    """
 
     why: str
     current: U8
@@ -57,7 +60,9 @@ def words(count: int, word_bytes: int, seed: int = 0) -> NDArray[Any]:
     random = np.random.default_rng(seed)
     match word_bytes:
         case 2:
-            return (random.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            return (random.standard_normal(count, np.float32).view(np.uint32) >> 16).astype(
+                np.uint16
+            )
         case 4:
             return random.standard_normal(count, np.float32).view(np.uint32)
         case _:
@@ -79,7 +84,9 @@ def cases() -> Iterator[Case]:
     for w in WORD_BYTES:
         tile = TILE_BYTES // w
         whole = words(3 * tile + 37, w)
-        cut = _bounds(0, tile, tile, 2 * tile + 5, whole.size)  # a whole tile, an empty chunk, more than a tile, a partial one
+        cut = _bounds(
+            0, tile, tile, 2 * tile + 5, whole.size
+        )  # a whole tile, an empty chunk, more than a tile, a partial one
         far = min(100_000, (1 << (8 * w - 1)) - 1)
         for why, current in {
             "nothing-changed": whole.copy(),
@@ -92,13 +99,21 @@ def cases() -> Iterator[Case]:
             "all-new": words(whole.size, w, seed=9),
         }.items():
             yield _case(why, current, whole, cut, w)
-        yield _case("one-word", np.array([5], whole.dtype), np.array([3], whole.dtype), _bounds(0, 1), w)
+        yield _case(
+            "one-word", np.array([5], whole.dtype), np.array([3], whole.dtype), _bounds(0, 1), w
+        )
         last = whole.copy()
         last[-1] ^= 1
         yield _case("only-the-last-word-changed", last, whole, _bounds(0, whole.size), w)
         unseen = np.zeros(9 * tile, whole.dtype)
         unseen[tile : 8 * tile] = words(7 * tile, w)
-        yield _case("changes-outside-the-sample-too-large-for-sparse", unseen, np.zeros_like(unseen), _bounds(0, 9 * tile), w)
+        yield _case(
+            "changes-outside-the-sample-too-large-for-sparse",
+            unseen,
+            np.zeros_like(unseen),
+            _bounds(0, 9 * tile),
+            w,
+        )
         gaps = np.zeros(tile, whole.dtype)
         gaps[[0, 1, 255, 511, 512, 512 + 256, tile - 1]] = 1  # gaps of 0, 254, 255, 256 and more
         yield _case("gaps-around-the-escape", gaps, np.zeros_like(gaps), _bounds(0, tile), w)
@@ -116,10 +131,14 @@ def cases() -> Iterator[Case]:
     odd = np.array(
         [0x7FC00001, 0xFFC00002, 0x80000000, 0, 1, 0x007FFFFF, 0x7F800000], np.uint32
     )  # NaNs with payloads, -0.0, subnormals, inf
-    yield _case("only-bits-that-floats-ignore", odd[[1, 0, 3, 2, 5, 4, 6]], odd, _bounds(0, odd.size), 4)
+    yield _case(
+        "only-bits-that-floats-ignore", odd[[1, 0, 3, 2, 5, 4, 6]], odd, _bounds(0, odd.size), 4
+    )
 
 
-def _case(why: str, current: NDArray[Any], base: NDArray[Any], bounds: U64, word_bytes: int) -> Case:
+def _case(
+    why: str, current: NDArray[Any], base: NDArray[Any], bounds: U64, word_bytes: int
+) -> Case:
     return Case(why, current.view(np.uint8), base.view(np.uint8), bounds, word_bytes)
 
 
@@ -139,12 +158,14 @@ def same(one: Encoded, other: Encoded) -> bool:
     )
 
 
-# --- damage: one case for every check of format.md 4.3 ---------------------------------------------------------------------
+# --- damage: one case for every check of format.md 4.3 --------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A chunk that must be refused. ``base``: what it would be applied to. ``says``: what the error's text must hold, the chunk included."""
+    """A chunk that must be refused. ``base``: what it would be applied to. ``says``: what the
+    error's text must hold, the chunk included.
+    """
 
     why: str
     encoded: Encoded
@@ -158,13 +179,17 @@ class Damage:
 
 
 def damages() -> Iterator[Damage]:
-    """Encodings with one thing wrong in each, and what a decoder must say of it: every check of format.md 4.3."""
+    """Encodings with one thing wrong in each, and what a decoder must say of it: every check of
+    format.md 4.3.
+    """
     # Chunk 0 is sound; chunk 1 has two whole tiles and one of 100 words and is the one to suffer.
     w, tile = 2, TILE_BYTES // 2
     base = words(2 * tile + 2 * tile + 100, w)
     bounds = _bounds(0, 2 * tile, base.size)
 
-    def made(why: str, method: int, rows: Mapping[int, int], streams: Mapping[str, Any], says: str) -> Damage:
+    def made(
+        why: str, method: int, rows: Mapping[int, int], streams: Mapping[str, Any], says: str
+    ) -> Damage:
         sound = _encoded_by(method, base, bounds)
         table = sound.rows.copy()
         for column, value in rows.items():
@@ -204,7 +229,9 @@ def damages() -> Iterator[Damage]:
     n = int(bounds[2] - bounds[1])
     yield made("a-method-that-is-never-stored", SPARSE, {METHOD: 0}, {}, "chunk 1: method 0")
     yield made("an-unknown-method", SPARSE, {METHOD: 6}, {}, "chunk 1: method 6")
-    yield made("more-changed-words-than-words", RAW, {CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words")
+    yield made(
+        "more-changed-words-than-words", RAW, {CHANGED: n + 1}, {}, f"chunk 1: {n + 1} words"
+    )
     yield made("a-chunk-that-is-not-there", SPARSE, {CHUNK: 2}, {}, "chunk 2: there are only 2")
     yield made("a-chunk-twice", SPARSE, {CHUNK: 0}, {}, "chunk 0: its row comes after")
     yield made("gap-bytes-under-bitmap", BITMAP, {GAP_BYTES: 1}, {}, "chunk 1: gap_bytes")
@@ -219,24 +246,82 @@ def damages() -> Iterator[Damage]:
         RAW: ("raw",),
     }.items():
         for name in names:
-            yield made(f"{name}-too-short-{method}", method, {}, {name: lambda c: c[:-1]}, f"chunk 1: stream {name} ends")
-            yield made(f"{name}-missing-{method}", method, {}, {name: lambda c: c[:0]}, f"stream {name} ends")
             yield made(
-                f"{name}-too-long-{method}", method, {}, {name: lambda c: np.append(c, c[:1])}, f"stream {name} has 1 bytes"
+                f"{name}-too-short-{method}",
+                method,
+                {},
+                {name: lambda c: c[:-1]},
+                f"chunk 1: stream {name} ends",
             )
-    yield made("a-stream-that-no-method-of-the-rows-has", SPARSE, {}, {"raw": lambda c: [1]}, "stream raw has 1 bytes")
-    yield made("a-stream-of-a-wider-word", DIFF, {}, {"diff2": lambda c: [1]}, "stream diff2 has 1 bytes")
-    yield made("an-unknown-stream", SPARSE, {}, {"diff8": lambda c: [1]}, "diff8")
-    yield made("tiles-own-more-words", SPARSE, {}, {"tiles": entry(1, 0, 1)}, "chunk 1: its tiles own")
-    yield made("tiles-own-fewer-gap-bytes", SPARSE, {}, {"tiles": entry(0, 1, -1)}, "gap bytes, its row says")
-    yield made("tiles-own-more-wide", SPARSE, {}, {"tiles": entry(2, 2, 1)}, "wide differences, its row says")
-    yield made("tiles-own-gap-bytes-under-bitmap", BITMAP, {}, {"tiles": entry(0, 1, 1)}, "gap bytes, its row says 0")
-    yield made("a-word-moved-to-another-tile", SPARSE, {}, {"tiles": both(entry(0, 0, 1), entry(1, 0, -1))}, "chunk 1, tile 0")
+            yield made(
+                f"{name}-missing-{method}",
+                method,
+                {},
+                {name: lambda c: c[:0]},
+                f"stream {name} ends",
+            )
+            yield made(
+                f"{name}-too-long-{method}",
+                method,
+                {},
+                {name: lambda c: np.append(c, c[:1])},
+                f"stream {name} has 1 bytes",
+            )
     yield made(
-        "gap-bytes-moved-to-another-tile", SPARSE, {}, {"tiles": both(entry(0, 1, 1), entry(1, 1, -1))}, "chunk 1, tile 0"
+        "a-stream-that-no-method-of-the-rows-has",
+        SPARSE,
+        {},
+        {"raw": lambda c: [1]},
+        "stream raw has 1 bytes",
     )
     yield made(
-        "a-wide-moved-to-another-tile", SPARSE, {}, {"tiles": both(entry(0, 2, 1), entry(1, 2, -1))}, "are wide, its entry says"
+        "a-stream-of-a-wider-word", DIFF, {}, {"diff2": lambda c: [1]}, "stream diff2 has 1 bytes"
+    )
+    yield made("an-unknown-stream", SPARSE, {}, {"diff8": lambda c: [1]}, "diff8")
+    yield made(
+        "tiles-own-more-words", SPARSE, {}, {"tiles": entry(1, 0, 1)}, "chunk 1: its tiles own"
+    )
+    yield made(
+        "tiles-own-fewer-gap-bytes",
+        SPARSE,
+        {},
+        {"tiles": entry(0, 1, -1)},
+        "gap bytes, its row says",
+    )
+    yield made(
+        "tiles-own-more-wide",
+        SPARSE,
+        {},
+        {"tiles": entry(2, 2, 1)},
+        "wide differences, its row says",
+    )
+    yield made(
+        "tiles-own-gap-bytes-under-bitmap",
+        BITMAP,
+        {},
+        {"tiles": entry(0, 1, 1)},
+        "gap bytes, its row says 0",
+    )
+    yield made(
+        "a-word-moved-to-another-tile",
+        SPARSE,
+        {},
+        {"tiles": both(entry(0, 0, 1), entry(1, 0, -1))},
+        "chunk 1, tile 0",
+    )
+    yield made(
+        "gap-bytes-moved-to-another-tile",
+        SPARSE,
+        {},
+        {"tiles": both(entry(0, 1, 1), entry(1, 1, -1))},
+        "chunk 1, tile 0",
+    )
+    yield made(
+        "a-wide-moved-to-another-tile",
+        SPARSE,
+        {},
+        {"tiles": both(entry(0, 2, 1), entry(1, 2, -1))},
+        "are wide, its entry says",
     )
     gaps_at = sparse.streams["gaps"].size - int(row[GAP_BYTES])
     tile_gaps = gaps_at + int(entries[-3, 1])  # where the gaps of chunk 1, tile 1 begin
@@ -255,19 +340,53 @@ def damages() -> Iterator[Damage]:
         "tile 0: a position lies outside",
     )
     yield made("the-last-gap-does-not-end", SPARSE, {}, {"gaps": put(-1, 255)}, "chunk 1, tile 2")
-    yield made("a-gap-swallows-the-next", SPARSE, {}, {"gaps": put(tile_gaps, 255)}, "chunk 1, tile 1")
     yield made(
-        "a-value-says-wide", SPARSE, {}, {"values": put(-1, 255)}, "chunk 1, tile 2: 1 of its values are wide, its entry says 0"
+        "a-gap-swallows-the-next", SPARSE, {}, {"gaps": put(tile_gaps, 255)}, "chunk 1, tile 1"
     )
-    yield made("a-wide-without-its-value", SPARSE, {}, {"values": lambda c: np.where(c == 255, 7, c)}, "chunk 0, tile 0")
     yield made(
-        "a-wide-that-fits-a-value", SPARSE, {}, {"wide": lambda c: np.append(c[:-2], [255, 0])}, "a wide difference fits"
+        "a-value-says-wide",
+        SPARSE,
+        {},
+        {"values": put(-1, 255)},
+        "chunk 1, tile 2: 1 of its values are wide, its entry says 0",
     )
-    yield made("a-wide-of-zero", BITMAP, {}, {"wide": lambda c: np.append(c[:-2], [0, 0])}, "a wide difference fits")
-    yield made("a-bit-too-many", BITMAP, {}, {"bitmap": _flip_clear_bit}, "chunk 0, tile 0: its bitmap has")
-    yield made("an-unused-bit", BITMAP, {}, {"bitmap": lambda c: np.append(c[:-1], c[-1] | 0x80)}, "chunk 1: an unused bit")
     yield made(
-        "a-bit-in-another-tile", BITMAP, {}, {"tiles": both(entry(0, 0, 1), entry(1, 0, -1))}, "chunk 1, tile 0: its bitmap has"
+        "a-wide-without-its-value",
+        SPARSE,
+        {},
+        {"values": lambda c: np.where(c == 255, 7, c)},
+        "chunk 0, tile 0",
+    )
+    yield made(
+        "a-wide-that-fits-a-value",
+        SPARSE,
+        {},
+        {"wide": lambda c: np.append(c[:-2], [255, 0])},
+        "a wide difference fits",
+    )
+    yield made(
+        "a-wide-of-zero",
+        BITMAP,
+        {},
+        {"wide": lambda c: np.append(c[:-2], [0, 0])},
+        "a wide difference fits",
+    )
+    yield made(
+        "a-bit-too-many", BITMAP, {}, {"bitmap": _flip_clear_bit}, "chunk 0, tile 0: its bitmap has"
+    )
+    yield made(
+        "an-unused-bit",
+        BITMAP,
+        {},
+        {"bitmap": lambda c: np.append(c[:-1], c[-1] | 0x80)},
+        "chunk 1: an unused bit",
+    )
+    yield made(
+        "a-bit-in-another-tile",
+        BITMAP,
+        {},
+        {"tiles": both(entry(0, 0, 1), entry(1, 0, -1))},
+        "chunk 1, tile 0: its bitmap has",
     )
 
     # Bytes: 255 among the values would need a wide difference, and none is above 255.
@@ -276,11 +395,20 @@ def damages() -> Iterator[Damage]:
     tiles = np.array([1, 1, 1], "<u2").view(np.uint8)
     full = {"tiles": tiles, "gaps": [3], "values": [255], "wide": [255]}
     streams = {name: np.array(content, np.uint8) for name, content in full.items()}
-    yield Damage("a-wide-byte", Encoded(rows, streams), small, _bounds(0, 64), 1, "chunk 0, tile 0: a wide difference fits")
+    yield Damage(
+        "a-wide-byte",
+        Encoded(rows, streams),
+        small,
+        _bounds(0, 64),
+        1,
+        "chunk 0, tile 0: a wide difference fits",
+    )
 
 
 def _push_over(start: int, count: int) -> Any:
-    """An edit that makes the gaps of a tile as large as their bytes allow, each still one byte where it was."""
+    """An edit that makes the gaps of a tile as large as their bytes allow, each still one byte
+    where it was.
+    """
 
     def edit(content: U8) -> None:
         part = content[start : start + count]
@@ -295,10 +423,13 @@ def _flip_clear_bit(content: U8) -> None:
 
 
 def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
-    """Two chunks of 16-bit words under a method of our choice: the reference's parts, put together by hand."""
+    """Two chunks of 16-bit words under a method of our choice: the reference's parts, put together
+    by hand.
+    """
     from deltacheck.codec import reference
 
-    # Chosen so that gaps above 255 and wide differences occur in every tile but the last, which has neither.
+    # Chosen so that gaps above 255 and wide differences occur in every tile but the last, which has
+    # neither.
     current = moved(base, 0.01, 400)
     current[-100:] = base[-100:]
     current[-90] += 1
@@ -309,7 +440,9 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
         part = slice(int(bounds[chunk]), int(bounds[chunk + 1]))
         z = reference.zigzag(current[part], base[part])
         tiles = [z[at : at + TILE_BYTES // 2] for at in range(0, z.size, TILE_BYTES // 2)]
-        gaps = [reference.gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles]
+        gaps = [
+            reference.gap_code(t != 0) if method == SPARSE else np.empty(0, np.uint8) for t in tiles
+        ]
         wide = reference.wide_words(z)
         positions = method in (SPARSE, BITMAP)
         made: dict[str, U8] = {}
@@ -319,17 +452,37 @@ def _encoded_by(method: int, base: NDArray[Any], bounds: U64) -> Encoded:
                 "values": reference.values_code(z),
                 "wide": wide.view(np.uint8),
             }
-            made |= {"gaps": np.concatenate(gaps)} if method == SPARSE else {"bitmap": reference.bitmap_code(z)}
+            made |= (
+                {"gaps": np.concatenate(gaps)}
+                if method == SPARSE
+                else {"bitmap": reference.bitmap_code(z)}
+            )
         elif method == DIFF:
             made = {f"diff{k}": plane for k, plane in enumerate(reference.byte_planes(z))}
         elif method == PLANES:
-            made = {f"plane{k}": plane for k, plane in enumerate(reference.byte_planes(reference.rotate_left(current[part])))}
+            made = {
+                f"plane{k}": plane
+                for k, plane in enumerate(
+                    reference.byte_planes(reference.rotate_left(current[part]))
+                )
+            }
         else:
             made = {"raw": current[part].view(np.uint8)}
-        rows.append((chunk, method, int(np.count_nonzero(z)), sum(g.size for g in gaps), wide.size if positions else 0))
+        rows.append(
+            (
+                chunk,
+                method,
+                int(np.count_nonzero(z)),
+                sum(g.size for g in gaps),
+                wide.size if positions else 0,
+            )
+        )
         for name, content in made.items():
             streams[name].append(content)
-    return Encoded(np.array(rows, np.uint32), {name: np.concatenate(parts) for name, parts in streams.items() if parts})
+    return Encoded(
+        np.array(rows, np.uint32),
+        {name: np.concatenate(parts) for name, parts in streams.items() if parts},
+    )
 
 
 DAMAGES = tuple(damages())
@@ -347,16 +500,21 @@ class CodecContract:
         return data.copy()
 
     def encoded(self, codec: Codec[Any], case: Case) -> tuple[Encoded, Any]:
-        """The encoding of a case and the new base, as ``Codec.encode`` gives them for memory of the codec's kind (``held``)."""
+        """The encoding of a case and the new base, as ``Codec.encode`` gives them for memory of the
+        codec's kind (``held``).
+        """
         base = None if case.base is None else self.held(case.base)
         return codec.encode(self.held(case.current), base, case.bounds, case.word_bytes)
 
-    # --- encode and apply --------------------------------------------------------------------------------------------------
+    # --- encode and apply -------------------------------------------------------------------------
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_the_bytes_are_those_of_the_reference(self, codec: Codec[Any], case: Case) -> None:
         expected, _ = ReferenceCodec().encode(
-            case.current, None if case.base is None else case.base.copy(), case.bounds, case.word_bytes
+            case.current,
+            None if case.base is None else case.base.copy(),
+            case.bounds,
+            case.word_bytes,
         )
         assert same(self.encoded(codec, case)[0], expected)
 
@@ -379,11 +537,17 @@ class CodecContract:
         base = np.zeros(3000, np.uint8)
         current = base.copy()
         current[1500] = 1
-        encoded, _ = codec.encode(self.held(current), self.held(base), _bounds(0, 1000, 2000, 3000), 1)
+        encoded, _ = codec.encode(
+            self.held(current), self.held(base), _bounds(0, 1000, 2000, 3000), 1
+        )
         assert encoded.rows.tolist() == [[1, SPARSE, 1, 2, 0]]
 
-    def test_without_a_base_every_chunk_is_stored_and_counts_all_its_words(self, codec: Codec[Any]) -> None:
-        encoded, base = codec.encode(self.held(np.zeros(4000, np.uint8)), None, _bounds(0, 600, 1000), 4)
+    def test_without_a_base_every_chunk_is_stored_and_counts_all_its_words(
+        self, codec: Codec[Any]
+    ) -> None:
+        encoded, base = codec.encode(
+            self.held(np.zeros(4000, np.uint8)), None, _bounds(0, 600, 1000), 4
+        )
         assert base is None
         assert encoded.rows[:, [CHUNK, CHANGED]].tolist() == [[0, 600], [1, 400]]
         assert set(encoded.rows[:, METHOD].tolist()) <= {PLANES, RAW}
@@ -392,29 +556,43 @@ class CodecContract:
         for case in CASES:
             encoded, _ = self.encoded(codec, case)
             stored = np.diff(case.bounds)[encoded.rows[:, CHUNK]]
-            assert sum(stream.size for stream in encoded.streams.values()) <= int(stored.sum()) * case.word_bytes
+            assert (
+                sum(stream.size for stream in encoded.streams.values())
+                <= int(stored.sum()) * case.word_bytes
+            )
 
     def test_chunks_are_encoded_alone(self, codec: Codec[Any]) -> None:
         base = words(9000, 4)
         current = moved(base, 0.05, 300)
-        apart, whole = _bounds(0, 4000, 9000), self.encoded(codec, _case("whole", current, base, _bounds(0, 4000, 9000), 4))[0]
+        apart, whole = (
+            _bounds(0, 4000, 9000),
+            self.encoded(codec, _case("whole", current, base, _bounds(0, 4000, 9000), 4))[0],
+        )
         streams: dict[str, list[U8]] = {}
         for low, high in ((0, 4000), (4000, 9000)):
             case = _case("part", current[low:high], base[low:high], _bounds(0, high - low), 4)
             for name, content in self.encoded(codec, case)[0].streams.items():
                 streams.setdefault(name, []).append(content)
         assert apart.size - 1 == whole.rows.shape[0]
-        assert same(whole, Encoded(whole.rows, {name: np.concatenate(parts) for name, parts in streams.items()}))
+        assert same(
+            whole,
+            Encoded(whole.rows, {name: np.concatenate(parts) for name, parts in streams.items()}),
+        )
 
     def test_results_outlive_the_next_call(self, codec: Codec[Any]) -> None:
         case = next(c for c in CASES if str(c) == "some-changed-far-32-bit")
         first, _ = self.encoded(codec, case)
-        kept = Encoded(first.rows.copy(), {name: content.copy() for name, content in first.streams.items()})
+        kept = Encoded(
+            first.rows.copy(), {name: content.copy() for name, content in first.streams.items()}
+        )
         for _ in range(3):
-            self.encoded(codec, _case("other", words(20_000, 4, 5), words(20_000, 4, 6), _bounds(0, 20_000), 4))
+            self.encoded(
+                codec,
+                _case("other", words(20_000, 4, 5), words(20_000, 4, 6), _bounds(0, 20_000), 4),
+            )
         assert same(first, kept)
 
-    # --- bases ---------------------------------------------------------------------------------------------------------------
+    # --- bases ------------------------------------------------------------------------------------
 
     def test_a_copy_is_independent_of_its_source(self, codec: Codec[Any]) -> None:
         source = self.held(np.arange(64, dtype=np.uint8))
@@ -429,7 +607,7 @@ class CodecContract:
         copied = codec.copy(self.held(np.arange(64, dtype=np.uint8)), out)
         assert codec.host(copied).tolist() == list(range(64))
 
-    # --- misuse ----------------------------------------------------------------------------------------------------------------
+    # --- misuse -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         ("bounds", "word_bytes", "says"),
@@ -452,16 +630,28 @@ class CodecContract:
             codec.encode(self.held(np.ones(64, np.uint8)), base, bounds, word_bytes)
         assert not codec.host(base).any()
         with pytest.raises(ValueError, match=says):
-            codec.apply(Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}), np.zeros(64, np.uint8), bounds, word_bytes)
+            codec.apply(
+                Encoded(np.empty((0, ROW_WIDTH), np.uint32), {}),
+                np.zeros(64, np.uint8),
+                bounds,
+                word_bytes,
+            )
 
     def test_a_base_of_another_length_is_refused(self, codec: Codec[Any]) -> None:
         with pytest.raises(ValueError, match="base"):
-            codec.encode(self.held(np.zeros(64, np.uint8)), self.held(np.zeros(60, np.uint8)), _bounds(0, 16), 4)
+            codec.encode(
+                self.held(np.zeros(64, np.uint8)),
+                self.held(np.zeros(60, np.uint8)),
+                _bounds(0, 16),
+                4,
+            )
 
-    # --- damage ----------------------------------------------------------------------------------------------------------------
+    # --- damage -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("damage", DAMAGES, ids=str)
-    def test_damage_is_refused_before_its_chunk_is_written(self, codec: Codec[Any], damage: Damage) -> None:
+    def test_damage_is_refused_before_its_chunk_is_written(
+        self, codec: Codec[Any], damage: Damage
+    ) -> None:
         room = np.full(damage.base.size + 256, 0xA5, np.uint8)
         inside = room[128:-128]
         inside[:] = damage.base
@@ -470,5 +660,7 @@ class CodecContract:
         assert damage.says in str(refusal.value)
         assert (room[:128] == 0xA5).all()
         assert (room[-128:] == 0xA5).all()
-        last = int(damage.bounds[-2]) * damage.word_bytes  # the last chunk is the damaged one, or comes after it
+        last = (
+            int(damage.bounds[-2]) * damage.word_bytes
+        )  # the last chunk is the damaged one, or comes after it
         assert np.array_equal(inside[last:], damage.base[last:])

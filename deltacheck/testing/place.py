@@ -1,7 +1,9 @@
-"""What every place that a root may lie in must do: a local directory, a mounted one, a prefix of an object store.
+"""What every place that a root may lie in must do: a local directory, a mounted one, a prefix of an
+object store.
 
-Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty place (``pathlib.Path`` of an existing directory, or what
-``deltacheck.store.place.of`` makes of an address). To try a store of your own:
+Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty place (``pathlib.Path`` of an
+existing directory, or what ``deltacheck.store.place.of`` makes of an address). To try a store of
+your own:
 
 class TestMyStore(PlaceContract):
     @pytest.fixture
@@ -120,7 +122,9 @@ class PlaceContract:
         for name in ("b", "a", "a.b", "s0000000001-abcdef01"):
             arrays.replace_file(made(folder, "under", name), "zarr.json", b"{}")
         found = place.subdirectories(folder / "under")
-        assert found == sorted(folder / "under" / name for name in ("b", "a", "a.b", "s0000000001-abcdef01"))
+        assert found == sorted(
+            folder / "under" / name for name in ("b", "a", "a.b", "s0000000001-abcdef01")
+        )
         assert (folder / "under").is_dir()
         assert not (folder / "none").is_dir()
 
@@ -133,10 +137,16 @@ class PlaceContract:
         place.remove_tree(folder / "under" / "a", ignore_errors=True)
 
     def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
-        names = list(layout.array_names(["a/b", "a.b", "A.b", "ü", "a b", "100%", "x" * 300, ".", "a:b?c#d&e=f+g"]).values())
+        names = list(
+            layout.array_names(
+                ["a/b", "a.b", "A.b", "ü", "a b", "100%", "x" * 300, ".", "a:b?c#d&e=f+g"]
+            ).values()
+        )
         for number, name in enumerate(names):
             arrays.replace_file(made(folder, name), "zarr.json", b"%d" % number)
-        assert [(folder / name / "zarr.json").read_bytes() for name in names] == [b"%d" % n for n in range(len(names))]
+        assert [(folder / name / "zarr.json").read_bytes() for name in names] == [
+            b"%d" % n for n in range(len(names))
+        ]
         assert {found.name for found in place.subdirectories(folder)} == set(names)
 
     def test_an_array_is_read_as_it_was_written(self, folder: Place) -> None:
@@ -146,7 +156,9 @@ class PlaceContract:
         arrays.write(folder / "array", spec, values, where).result(timeout=60)
         assert np.array_equal(ReadableArray(folder / "array", spec, where).read(), values)
         out = np.zeros((10, 100), np.float32)
-        ReadableArray(folder / "array", spec, where).start_into(out, [slice(20, 30), slice(0, 100)]).result()
+        ReadableArray(folder / "array", spec, where).start_into(
+            out, [slice(20, 30), slice(0, 100)]
+        ).result()
         assert np.array_equal(out, values[20:30])
 
     def test_a_stream_is_read_as_it_was_written(self, folder: Place) -> None:
@@ -156,7 +168,9 @@ class PlaceContract:
         writer = StreamWriter(where, local=not isinstance(folder, place.ObjectPath))
         writer.write(folder / "stream", spec, pieces).result(timeout=60)
         writer.close()
-        assert np.array_equal(ReadableArray(folder / "stream", spec, where).read(), np.concatenate(pieces))
+        assert np.array_equal(
+            ReadableArray(folder / "stream", spec, where).read(), np.concatenate(pieces)
+        )
 
     def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
         values = np.arange(100, dtype=np.uint8)
@@ -170,7 +184,9 @@ class PlaceContract:
     def test_damaged_data_is_an_error(self, folder: Place) -> None:
         spec = ArraySpec.flat(100, "uint8", "store", {})
         where = arrays.context(parent=place.context(folder))
-        arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), where).result(timeout=60)
+        arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), where).result(
+            timeout=60
+        )
         content = bytearray((folder / "array" / "c.0").read_bytes())
         content[50] ^= 1
         arrays.replace_file(folder / "array", "c.0", bytes(content))

@@ -1,4 +1,6 @@
-"""Ranks that are threads of one process: for tests of what several ranks do together, without starting any."""
+"""Ranks that are threads of one process: for tests of what several ranks do together, without
+starting any.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class Threads:
         self._timeout_seconds = timeout_seconds
 
     def ranks(self) -> list[Ranks]:
-        """One ``Ranks`` for each thread, in order. Its calls raise ``RankFailed`` where a rank does not come in ``timeout_seconds``."""
+        """One ``Ranks`` for each thread, in order. Its calls raise ``RankFailed`` where a rank does
+        not come in ``timeout_seconds``.
+        """
         begins, ends = self._channels(), self._channels()
         return [Ranks(begin, end) for begin, end in zip(begins, ends, strict=True)]
 

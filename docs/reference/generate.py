@@ -1,7 +1,9 @@
-"""Write ``python.md`` from the signatures and docstrings of every public name: ``python docs/reference/generate.py [--check]``.
+"""Write ``python.md`` from the signatures and docstrings of every public name: ``python
+docs/reference/generate.py [--check]``.
 
-The sources are parsed and never imported, so the page is the same with any set of frameworks installed, and with none. A public name or
-method without a docstring is an error that names it. ``--check`` writes nothing and fails where the page is not what would be written.
+The sources are parsed and never imported, so the page is the same with any set of frameworks
+installed, and with none. A public name or method without a docstring is an error that names it.
+``--check`` writes nothing and fails where the page is not what would be written.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parent / "python.md"
 SOURCES = PAGE.parent.parent.parent
 
-# Where public names are, in the order of the page. Of a package: what its `__init__.py` re-exports; of a module: what it defines.
+# Where public names are, in the order of the page. Of a package: what its `__init__.py` re-exports;
+# of a module: what it defines.
 MODULES = (
     "deltacheck",
     "deltacheck.backends.torch",
@@ -113,7 +116,9 @@ class Sources:
         return self._parsed[module]
 
     def find(self, module: str, name: str) -> Found | None:
-        """Where a name of a module is defined, through every re-export; ``None`` for what is no class or function of ours."""
+        """Where a name of a module is defined, through every re-export; ``None`` for what is no
+        class or function of ours.
+        """
         found = self._defined(module, name)
         return found if isinstance(found, Found) else None
 
@@ -129,17 +134,29 @@ class Sources:
                 return Found(module, node)
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return node.value
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == module.split(".")[0]:
-                imports |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == module.split(".")[0]
+            ):
+                imports |= {
+                    alias.asname or alias.name: (node.module or "", alias.name)
+                    for alias in node.names
+                }
         return self._defined(*imports[name]) if name in imports else None
 
     def public(self, module: str) -> list[str]:
-        """The names in ``__all__``; without one, the classes and functions that the module defines, but for ``_`` names."""
+        """The names in ``__all__``; without one, the classes and functions that the module defines,
+        but for ``_`` names.
+        """
         body = self.parsed(module).body
         for node in body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 return sorted(ast.literal_eval(node.value), key=str.lower)
-        return [n.name for n in body if isinstance(n, (ast.ClassDef, *_FUNCTIONS)) and not n.name.startswith("_")]
+        return [
+            n.name
+            for n in body
+            if isinstance(n, (ast.ClassDef, *_FUNCTIONS)) and not n.name.startswith("_")
+        ]
 
     def bases(self, found: Found) -> Iterator[Found]:
         """The class itself, then its base classes as far as they are ours."""
@@ -170,7 +187,9 @@ def _summary(doc: str) -> str:
     return " ".join((found[1] if found else doc.split("\n\n")[0]).split()).replace("|", "\\|")
 
 
-def _arguments(function: Function, shown_default: Callable[[ast.expr], str], *, bound: bool) -> list[str]:
+def _arguments(
+    function: Function, shown_default: Callable[[ast.expr], str], *, bound: bool
+) -> list[str]:
     """The arguments as they are written, without `self`."""
     given = function.args
 
@@ -181,7 +200,9 @@ def _arguments(function: Function, shown_default: Callable[[ast.expr], str], *, 
         return f"{one.arg}{annotation}{' = ' if annotation else '='}{shown_default(default)}"
 
     plain = [*given.posonlyargs, *given.args]
-    defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(
+        given.defaults
+    )
     shown = [shown_as(one, default) for one, default in zip(plain, defaults, strict=True)]
     if given.posonlyargs:
         shown.insert(len(given.posonlyargs), "/")
@@ -191,14 +212,21 @@ def _arguments(function: Function, shown_default: Callable[[ast.expr], str], *, 
         shown.append("*" + shown_as(given.vararg, None))
     elif given.kwonlyargs:
         shown.append("*")
-    shown += [shown_as(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    shown += [
+        shown_as(one, default)
+        for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
     return [*shown, "**" + shown_as(given.kwarg, None)] if given.kwarg else shown
 
 
 def _signature(name: str, arguments: list[str], returns: ast.expr | None = None) -> str:
     end = f") -> {ast.unparse(returns).strip(chr(39))}" if returns else ")"
     line = f"{name}({', '.join(arguments)}{end}"
-    return line if len(line) <= _WIDTH else f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + end
+    return (
+        line
+        if len(line) <= _WIDTH
+        else f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + end
+    )
 
 
 def _decorators(node: ast.ClassDef | Function) -> set[str]:
@@ -209,10 +237,18 @@ def _fields(node: ast.ClassDef) -> list[str]:
     """The public fields of a record, as arguments."""
     found = []
     for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and not item.target.id.startswith("_")
+        ):
             annotation = ast.unparse(item.annotation)
             if not annotation.startswith(("ClassVar", "InitVar")):
-                default = f" = {ast.unparse(item.value)}" if item.value and "field(" not in ast.unparse(item.value) else ""
+                default = (
+                    f" = {ast.unparse(item.value)}"
+                    if item.value and "field(" not in ast.unparse(item.value)
+                    else ""
+                )
                 found.append(f"{item.target.id}: {annotation}{default}")
     return found
 
@@ -226,7 +262,9 @@ class _Page:
         self._headings: Counter[str] = Counter()
 
     def heading(self, marks: str, name: str) -> tuple[str, str]:
-        """A heading, and the link to it as code hosts make it: letters and digits, a number where it is there already."""
+        """A heading, and the link to it as code hosts make it: letters and digits, a number where
+        it is there already.
+        """
         slug = re.sub(r"[^\w-]", "", name.lower())
         self._headings[slug] += 1
         repeated = self._headings[slug] - 1
@@ -235,7 +273,10 @@ class _Page:
     def module(self, module: str) -> str:
         sources = self.sources
         doc = _doc(sources.parsed(module)) or self._missing(module)
-        lines = ["\n" + self.heading("##", module)[0], doc.split("\n\n")[0] + _how_to(module) + "\n"]
+        lines = [
+            "\n" + self.heading("##", module)[0],
+            doc.split("\n\n")[0] + _how_to(module) + "\n",
+        ]
         table, entries = ["| name | what it is |", "|---|---|"], []
         for name in sources.public(module):
             where, found = f"{module}.{name}", sources.find(module, name)
@@ -245,7 +286,10 @@ class _Page:
                 entries += [heading, self.entry(where, name, found, doc)]
                 table.append(f"| [`{name}`]({link}) | {_summary(doc)} |")
             elif sources.file(where).is_file():
-                table.append(f"| `{name}` | {_summary(_doc(sources.parsed(where)) or self._missing(where))} |")
+                table.append(
+                    f"| `{name}` |"
+                    f" {_summary(_doc(sources.parsed(where)) or self._missing(where))} |"
+                )
             else:
                 self.missing.append(f"{where} (which is no class, function or module)")
         return "\n".join([*lines, *table, "", *entries])
@@ -253,7 +297,9 @@ class _Page:
     def entry(self, where: str, name: str, found: Found, doc: str) -> str:
         if isinstance(found.node, ast.ClassDef):
             return self.klass(where, name, found, doc)
-        shown = _signature(name, self.arguments(found.module, found.node, bound=False), found.node.returns)
+        shown = _signature(
+            name, self.arguments(found.module, found.node, bound=False), found.node.returns
+        )
         return f"{_block(shown)}\n{doc}{_how_to(where)}\n"
 
     def klass(self, where: str, name: str, found: Found, doc: str) -> str:
@@ -270,7 +316,9 @@ class _Page:
                 if item.name == "__init__" and arguments is None:
                     arguments = self.arguments(each.module, item, bound=True)
                     doc += f"\n\n{_doc(item)}" if _doc(item) else ""
-                elif not item.name.startswith("_") and not {"setter", "deleter"} & _decorators(item):
+                elif not item.name.startswith("_") and not {"setter", "deleter"} & _decorators(
+                    item
+                ):
                     members.setdefault(item.name, (each.module, item))
                     docs[item.name] = docs.get(item.name) or _doc(item)
             fields = _fields(each.node) + fields
@@ -287,14 +335,20 @@ class _Page:
             if member not in asked and "fixture" not in _decorators(function):
                 lines.append(self.member(where, name, module, function, docs[member]))
         if asked:  # the name of a test is its sentence
-            lines.append("It asks that:\n\n" + "\n".join(f"- {one[5:].replace('_', ' ')}" for one in asked) + "\n")
+            lines.append(
+                "It asks that:\n\n"
+                + "\n".join(f"- {one[5:].replace('_', ' ')}" for one in asked)
+                + "\n"
+            )
         return "\n".join(lines)
 
     def member(self, where: str, name: str, module: str, function: Function, doc: str) -> str:
         doc = doc or self._missing(f"{where}.{function.name}")
         decorators = _decorators(function)
         if {"property", "cached_property"} & decorators:
-            shown = f"{name}.{function.name}" + (f": {ast.unparse(function.returns)}" if function.returns else "")
+            shown = f"{name}.{function.name}" + (
+                f": {ast.unparse(function.returns)}" if function.returns else ""
+            )
         else:
             arguments = self.arguments(module, function, bound="staticmethod" not in decorators)
             shown = _signature(f"{name}.{function.name}", arguments, function.returns)
@@ -318,7 +372,9 @@ def _how_to(name: str) -> str:
 
 
 def page(folder: Path = SOURCES, modules: tuple[str, ...] = MODULES) -> str:
-    """The page's text. Raises ``Undocumented`` naming every public name, method and property without a docstring."""
+    """The page's text. Raises ``Undocumented`` naming every public name, method and property
+    without a docstring.
+    """
     made = _Page(Sources(folder))
     text = HEAD + "".join(made.module(module) for module in modules)
     if made.missing:
@@ -328,7 +384,11 @@ def page(folder: Path = SOURCES, modules: tuple[str, ...] = MODULES) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what would be written")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail where the page is not what would be written",
+    )
     check = parser.parse_args().check
     try:
         text = page()

@@ -1,4 +1,6 @@
-"""One format: what JAX saves, torch continues, and the other way round; and both write the same bytes."""
+"""One format: what JAX saves, torch continues, and the other way round; and both write the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def as_torch(array: Any) -> torch.Tensor:
     dtype = getattr(torch, values.dtype.name)
     if values.size == 0:
         return torch.empty(values.shape, dtype=dtype)
-    return torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy()).view(dtype).reshape(values.shape)
+    return (
+        torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+        .view(dtype)
+        .reshape(values.shape)
+    )
 
 
 def bits(value: Any) -> bytes:
@@ -72,7 +78,9 @@ def sharded(*spec: str | None) -> NamedSharding:
 
 
 def states(steps: int) -> list[dict[str, Any]]:
-    """NumPy states that exercise every way to encode a chunk: nothing, little, half and all of it changed; large and packed leaves."""
+    """NumPy states that exercise every way to encode a chunk: nothing, little, half and all of it
+    changed; large and packed leaves.
+    """
     rng = np.random.default_rng(3)
     large = rng.standard_normal((700, 1000)).astype(np.float32)
     found = []
@@ -90,7 +98,10 @@ def states(steps: int) -> list[dict[str, Any]]:
                     "mask": few > 0.5,
                 },
                 "optimizer": {
-                    "state": {0: {"step": np.float32(step) * np.ones((), np.float32)}, 10: [np.full(9, step, np.int32)]}
+                    "state": {
+                        0: {"step": np.float32(step) * np.ones((), np.float32)},
+                        10: [np.full(9, step, np.int32)],
+                    }
                 },
                 "lr": 1e-5,
                 "epoch": step,
@@ -110,11 +121,15 @@ def convert(tree: Any, leaf: Any) -> Any:
 
 
 def segment_files(root: Path) -> list[dict[str, Any]]:
-    """Per segment, oldest first: relative path -> content, the table without what names the segment."""
+    """Per segment, oldest first: relative path -> content, the table without what names the
+    segment.
+    """
     found = []
     for segment in sorted(path for path in (root / "segments").iterdir() if path.is_dir()):
         files: dict[str, Any] = {
-            str(path.relative_to(segment)): path.read_bytes() for path in segment.rglob("*") if path.is_file()
+            str(path.relative_to(segment)): path.read_bytes()
+            for path in segment.rglob("*")
+            if path.is_file()
         }
         table = json.loads(files["zarr.json"])
         body = table["attributes"]["deltacheck"]
@@ -125,10 +140,14 @@ def segment_files(root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("placed", ["one device", "four devices"])
-def test_the_same_tree_gives_the_same_leaf_paths_and_the_same_segment_bytes(tmp_path: Path, placed: str) -> None:
+def test_the_same_tree_gives_the_same_leaf_paths_and_the_same_segment_bytes(
+    tmp_path: Path, placed: str
+) -> None:
     def to_jax(array: np.ndarray[Any, Any]) -> jax.Array:
         rows_fit = array.ndim == 2 and array.shape[0] % 4 == 0
-        return jax.device_put(array, sharded("x") if placed == "four devices" and rows_fit else None)
+        return jax.device_put(
+            array, sharded("x") if placed == "four devices" and rows_fit else None
+        )
 
     kept = states(4)
     with torch_backend.Engine(tmp_path / "torch", capture="eager") as engine:
@@ -201,10 +220,14 @@ def json_free(tree: Any) -> Any:
     """Keys in one order: JAX sorts those of a target."""
     if isinstance(tree, dict):
         return {key: json_free(tree[key]) for key in sorted(tree, key=str)}
-    return type(tree)(json_free(value) for value in tree) if isinstance(tree, list | tuple) else tree
+    return (
+        type(tree)(json_free(value) for value in tree) if isinstance(tree, list | tuple) else tree
+    )
 
 
-def test_a_sharded_array_is_one_tensor_in_torch_and_goes_back_under_another_sharding(tmp_path: Path) -> None:
+def test_a_sharded_array_is_one_tensor_in_torch_and_goes_back_under_another_sharding(
+    tmp_path: Path,
+) -> None:
     whole = np.random.default_rng(0).standard_normal((64, 8192)).astype(jnp.bfloat16)
     with manager(tmp_path / "jax") as mngr:
         mngr.save(0, args=DeltaSaveArgs({"w": jax.device_put(whole, sharded("x"))}))
@@ -215,12 +238,16 @@ def test_a_sharded_array_is_one_tensor_in_torch_and_goes_back_under_another_shar
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (64, 8192))
     assert bits(tensor) == bits(changed)
     assert bits(torch_backend.load(tmp_path / "jax", 0)["w"]) == bits(whole)
-    assert bits(torch.from_numpy(deltacheck.open(tmp_path / "jax").restore()["w"].view(np.int16))) == bits(changed)
+    assert bits(
+        torch.from_numpy(deltacheck.open(tmp_path / "jax").restore()["w"].view(np.int16))
+    ) == bits(changed)
 
     with torch_backend.Engine(tmp_path / "torch") as engine:
         engine.save(2, {"w": tensor + 1})
     for target in (None, {"w": jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16)}):
-        back = orbax.load(tmp_path / "torch", target=target, shardings={"w": sharded(None, "x")})["w"]
+        back = orbax.load(tmp_path / "torch", target=target, shardings={"w": sharded(None, "x")})[
+            "w"
+        ]
         assert back.sharding.is_equivalent_to(sharded(None, "x"), 2)
         assert bits(back) == bits(tensor + 1)
 
@@ -230,7 +257,9 @@ def test_every_dtype_that_both_have_makes_the_round_trip(tmp_path: Path) -> None
 
     def random(name: str, shape: tuple[int, ...]) -> jax.Array:
         kind = jnp.dtype(name)
-        raw = rng.integers(0, 2 if name == "bool" else 256, int(np.prod(shape)) * kind.itemsize).astype(np.uint8)
+        raw = rng.integers(
+            0, 2 if name == "bool" else 256, int(np.prod(shape)) * kind.itemsize
+        ).astype(np.uint8)
         return jnp.asarray(raw.view(kind).reshape(shape))
 
     tree = {name: [random(name, shape) for shape in ((), (0, 2), (33, 5))] for name in BOTH_HAVE}
@@ -246,14 +275,18 @@ def test_every_dtype_that_both_have_makes_the_round_trip(tmp_path: Path) -> None
 def test_a_dtype_that_torch_lacks_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
         mngr.save(0, args=DeltaSaveArgs({"w": jnp.zeros(3, jnp.int4).at[0].set(-3)}))
-    with pytest.raises(UnsupportedLeaf, match=r"leaf 'w' is of type int4.*deltacheck\.open\(root\)\.restore\(\)"):
+    with pytest.raises(
+        UnsupportedLeaf, match=r"leaf 'w' is of type int4.*deltacheck\.open\(root\)\.restore\(\)"
+    ):
         torch_backend.load(tmp_path)
     assert deltacheck.open(tmp_path).restore()["w"].tolist() == [-3, 0, 0]
 
 
 def test_sixty_four_bit_tensors_come_to_jax_as_numpy_unless_it_has_them(tmp_path: Path) -> None:
     with torch_backend.Engine(tmp_path) as engine:
-        engine.save(0, {"seen": torch.tensor([2**40 + 1]), "w": torch.ones(3, dtype=torch.float64) / 3})
+        engine.save(
+            0, {"seen": torch.tensor([2**40 + 1]), "w": torch.ones(3, dtype=torch.float64) / 3}
+        )
     plain = orbax.load(tmp_path)
     assert {type(value) for value in plain.values()} == {np.ndarray}
     assert plain["seen"].tolist() == [2**40 + 1]
@@ -261,11 +294,15 @@ def test_sixty_four_bit_tensors_come_to_jax_as_numpy_unless_it_has_them(tmp_path
         wide = orbax.load(tmp_path)
         assert all(isinstance(value, jax.Array) for value in wide.values())
         assert_same_bits(wide, plain)
-    with pytest.raises(TreeMismatch, match=r"leaf 'seen' is int64\[1\] in step 0, int32\[1\] in the target"):
+    with pytest.raises(
+        TreeMismatch, match=r"leaf 'seen' is int64\[1\] in step 0, int32\[1\] in the target"
+    ):
         orbax.load(tmp_path, target={"seen": jnp.zeros(1, jnp.int32), "w": np.zeros(3)})
 
 
-def test_typed_keys_are_their_data_in_torch_and_keys_again_where_a_target_says_so(tmp_path: Path) -> None:
+def test_typed_keys_are_their_data_in_torch_and_keys_again_where_a_target_says_so(
+    tmp_path: Path,
+) -> None:
     keys = jax.random.split(jax.random.key(11), 3)
     with manager(tmp_path / "jax") as mngr:
         mngr.save(0, args=DeltaSaveArgs({"key": keys}))
@@ -278,7 +315,9 @@ def test_typed_keys_are_their_data_in_torch_and_keys_again_where_a_target_says_s
     assert bits(jax.random.normal(back[1], 4)) == bits(jax.random.normal(keys[1], 4))
 
 
-def test_tied_weights_of_torch_come_to_jax_as_two_arrays_that_can_both_be_donated(tmp_path: Path) -> None:
+def test_tied_weights_of_torch_come_to_jax_as_two_arrays_that_can_both_be_donated(
+    tmp_path: Path,
+) -> None:
     shared = torch.arange(100_000.0)
     with torch_backend.Engine(tmp_path / "torch") as engine:
         engine.save(0, {"embed": shared, "head": shared})
@@ -290,7 +329,9 @@ def test_tied_weights_of_torch_come_to_jax_as_two_arrays_that_can_both_be_donate
         target = {name: jax.ShapeDtypeStruct((100_000,), jnp.float32) for name in ("embed", "head")}
         mngr.save(0, args=DeltaSaveArgs(orbax.load(tmp_path / "torch", target=target)))
         mngr.wait_until_finished()
-        assert_same_bits(mngr.restore(0, args=DeltaRestoreArgs()), {"embed": shared, "head": shared})
+        assert_same_bits(
+            mngr.restore(0, args=DeltaRestoreArgs()), {"embed": shared, "head": shared}
+        )
 
 
 def test_numpy_leaves_stay_numpy_in_both_frameworks(tmp_path: Path) -> None:
@@ -299,6 +340,10 @@ def test_numpy_leaves_stay_numpy_in_both_frameworks(tmp_path: Path) -> None:
         mngr.save(0, args=DeltaSaveArgs(tree))
     with torch_backend.Engine(tmp_path / "torch") as engine:
         engine.save(0, tree)
-    for restored in (torch_backend.load(tmp_path / "jax"), orbax.load(tmp_path / "torch"), orbax.load(tmp_path / "jax")):
+    for restored in (
+        torch_backend.load(tmp_path / "jax"),
+        orbax.load(tmp_path / "torch"),
+        orbax.load(tmp_path / "jax"),
+    ):
         assert (type(restored["n"]), type(restored["s"])) == (np.ndarray, np.float64)
         assert_same_bits(restored, tree)

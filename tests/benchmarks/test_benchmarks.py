@@ -1,4 +1,6 @@
-"""Each benchmark runs in its quick form and writes what it promises; no test here looks at an absolute time."""
+"""Each benchmark runs in its quick form and writes what it promises; no test here looks at an
+absolute time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
     """Every benchmark but those that are tested elsewhere, once, as its JSON."""
     found = {}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    for name in BENCHMARKS.keys() - {"encode", "stability", "compare"}:  # the last two have files of their own
+    for name in BENCHMARKS.keys() - {
+        "encode",
+        "stability",
+        "compare",
+    }:  # the last two have files of their own
         result: Result = importlib.import_module(BENCHMARKS[name]).run(
             Settings(quick=True, folder=tmp_path_factory.mktemp(name))
         )
@@ -40,7 +46,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m benchmarks` with the packages of this process."""
     found_at = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, "-P", "-m", "benchmarks", *arguments], capture_output=True, text=True, env=found_at)
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "benchmarks", *arguments],
+        capture_output=True,
+        text=True,
+        env=found_at,
+    )
 
 
 def rows(result: dict[str, Any], table: int = 0) -> list[dict[str, Any]]:
@@ -49,7 +60,9 @@ def rows(result: dict[str, Any], table: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_cell_has_a_unit_and_every_figure_a_verdict(results: dict[str, dict[str, Any]]) -> None:
+def test_every_cell_has_a_unit_and_every_figure_a_verdict(
+    results: dict[str, dict[str, Any]],
+) -> None:
     for name, result in results.items():
         assert result["name"] == name
         assert result["about"]
@@ -59,7 +72,9 @@ def test_every_cell_has_a_unit_and_every_figure_a_verdict(results: dict[str, dic
             assert figure["holds"] == (figure["value"] <= figure["limit"])
 
 
-def test_a_delta_is_smaller_than_a_keyframe_and_grows_with_the_steps_between(results: dict[str, dict[str, Any]]) -> None:
+def test_a_delta_is_smaller_than_a_keyframe_and_grows_with_the_steps_between(
+    results: dict[str, dict[str, Any]],
+) -> None:
     found = {(row["every"], row["leaves"]): row for row in rows(results["size"])}
     for row in found.values():
         assert 0 < row["steady"] <= row["long run"] <= row["first save"] < 1.1
@@ -69,35 +84,51 @@ def test_a_delta_is_smaller_than_a_keyframe_and_grows_with_the_steps_between(res
     assert 0 < weights["words changed"] < later["words changed"] < 1
     assert weights["steady"] < later["steady"] < found[10, "whole AdamW state"]["steady"]
     parts = ("bf16 weights", "fp32 master", "exp_avg", "exp_avg_sq")
-    assert sum(found[1, part]["in memory"] for part in parts) <= found[1, "whole AdamW state"]["in memory"]
+    assert (
+        sum(found[1, part]["in memory"] for part in parts)
+        <= found[1, "whole AdamW state"]["in memory"]
+    )
 
 
-def test_the_context_of_sizes_is_what_compressors_can_do(results: dict[str, dict[str, Any]]) -> None:
+def test_the_context_of_sizes_is_what_compressors_can_do(
+    results: dict[str, dict[str, Any]],
+) -> None:
     for row in rows(results["size"], 1):
         assert row["byte planes, zstd-3"] <= row["zstd-3"] < row["torch.save"]
         assert row["torch.save"] >= 1
 
 
-def test_compression_tells_ours_beside_the_others_for_each_class(results: dict[str, dict[str, Any]]) -> None:
+def test_compression_tells_ours_beside_the_others_for_each_class(
+    results: dict[str, dict[str, Any]],
+) -> None:
     found: dict[str, dict[str, Any]] = {}
     for row in rows(results["compression"]):
         found.setdefault(row["leaves"], {})[row["method"]] = row
     assert len(found) >= 5
     for methods in found.values():
         smaller = {name: row["times smaller"] for name, row in methods.items()}
-        assert 1 < smaller["byte groups, no delta"] < smaller["ours"] <= smaller["ours, streams alone"]
+        assert (
+            1 < smaller["byte groups, no delta"] < smaller["ours"] <= smaller["ours, streams alone"]
+        )
         assert smaller["xor"] < smaller["ours, streams alone"]
         assert methods["ours"]["MB/s"] is None or methods["ours"]["MB/s"] > 0
 
 
 def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]]) -> None:
     ways = rows(results["blocking"])
-    assert [row["way"] for row in ways] == ["torch.save + fsync", "auto, delta", "eager, delta", "auto, keyframe"]
+    assert [row["way"] for row in ways] == [
+        "torch.save + fsync",
+        "auto, delta",
+        "eager, delta",
+        "auto, keyframe",
+    ]
     base = ways[0]["blocking"]
     for row in ways:
         assert row["of torch.save"] == pytest.approx(row["blocking"] / base)
         assert row["blocking"] > 0
-        assert row["told by the handle"] <= row["blocking"] * 1.5  # medians of a few: they may come from different saves
+        assert (
+            row["told by the handle"] <= row["blocking"] * 1.5
+        )  # medians of a few: they may come from different saves
     for row in rows(results["blocking"], 1):
         assert 0 < row["until captured"] <= row["until durable"]
 
@@ -105,25 +136,33 @@ def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]
 def test_memory_holds_at_least_the_shadow(results: dict[str, dict[str, Any]]) -> None:
     for row in rows(results["memory"]):
         assert row["extra memory"] >= 0.9 * row["state = shadow"]
-        assert row["of shadow + cache"] == pytest.approx(row["extra memory"] / (row["state = shadow"] + row["host cache"]))
+        assert row["of shadow + cache"] == pytest.approx(
+            row["extra memory"] / (row["state = shadow"] + row["host cache"])
+        )
 
 
 def test_restores_are_told_for_each_depth(results: dict[str, dict[str, Any]]) -> None:
     found = rows(results["restoring"])
     assert [row["deltas on the keyframe"] for row in found] == [0, 0, 1, 1, 3, 3]
     assert all(
-        row["restore"] > 0 and row["of torch.load"] == pytest.approx(row["restore"] / row["torch.load"]) for row in found
+        row["restore"] > 0
+        and row["of torch.load"] == pytest.approx(row["restore"] / row["torch.load"])
+        for row in found
     )
 
 
-def test_a_logged_step_is_smaller_than_a_delta_and_exact(results: dict[str, dict[str, Any]]) -> None:
+def test_a_logged_step_is_smaller_than_a_delta_and_exact(
+    results: dict[str, dict[str, Any]],
+) -> None:
     for row in rows(results["gradient_log"]):
         assert row["a logged step"] < row["cycle"] < row["a direct delta"] < 1
     ways = rows(results["gradient_log"], 1)
     assert [row["way"] for row in ways] == ["logged", "state itself, by the log", "direct delta"]
     assert all(0 < row["blocking"] <= row["durable"] for row in ways)
     assert [row["steps replayed"] for row in rows(results["gradient_log"], 2)] == [0, 1, 4]
-    assert all(figure["holds"] for figure in results["gradient_log"]["figures"])  # sizes and exactness, no times
+    assert all(
+        figure["holds"] for figure in results["gradient_log"]["figures"]
+    )  # sizes and exactness, no times
 
 
 def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
@@ -142,7 +181,9 @@ def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() 
             encode.plain_read(current, base, 1, pool)
 
 
-def test_detection_is_told_beside_a_read_and_beside_torch(results: dict[str, dict[str, Any]]) -> None:
+def test_detection_is_told_beside_a_read_and_beside_torch(
+    results: dict[str, dict[str, Any]],
+) -> None:
     found = rows(results["detection"])
     assert [(row["dtype"], row["changed"]) for row in found] == [
         (d, c) for d in ("float32", "bfloat16") for c in (0.0, 0.01, 1.0)
@@ -172,14 +213,26 @@ def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> No
     assert found["numpy"]["of numpy"] == 1
 
 
-def test_the_command_writes_figures_and_machine_and_tells_misses_by_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_writes_figures_and_machine_and_tells_misses_by_its_exit_code(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "figures.json"
-    done = command("importing", "--quick", "--check", "--json", str(file), "--folder", str(tmp_path))
+    done = command(
+        "importing", "--quick", "--check", "--json", str(file), "--folder", str(tmp_path)
+    )
     record = json.loads(file.read_text())
     missed = [f for b in record["benchmarks"] for f in b["figures"] if not f["holds"]]
     assert done.returncode == (1 if missed else 0), done.stderr
     assert record["quick"] is True
-    assert record["machine"].keys() >= {"date", "processor", "cores", "memory_bytes", "file_system", "codec", "versions"}
+    assert record["machine"].keys() >= {
+        "date",
+        "processor",
+        "cores",
+        "memory_bytes",
+        "file_system",
+        "codec",
+        "versions",
+    }
     assert str(tmp_path) not in file.read_text()
 
 
@@ -194,8 +247,17 @@ def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None
     assert not missed.holds
     result = Result("x", "y", [Table("t", {"a": "text", "b": "seconds"}, [["1", None]])], [missed])
     assert result.as_json()["tables"][0]["rows"] == [{"a": "1", "b": None}]
-    assert [written(0.0123, "seconds"), written(0.5, "seconds"), written(12.0, "seconds")] == ["12.3 ms", "500 ms", "12.00 s"]
-    assert [written(0.021, "ratio"), written(0.65, "ratio"), written(2.5e6, "bytes"), written(None, "ratio")] == [
+    assert [written(0.0123, "seconds"), written(0.5, "seconds"), written(12.0, "seconds")] == [
+        "12.3 ms",
+        "500 ms",
+        "12.00 s",
+    ]
+    assert [
+        written(0.021, "ratio"),
+        written(0.65, "ratio"),
+        written(2.5e6, "bytes"),
+        written(None, "ratio"),
+    ] == [
         "2.10%",
         "65.0%",
         "2.5 MB",
@@ -203,7 +265,9 @@ def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None
     ]
 
 
-def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(results: dict[str, dict[str, Any]]) -> None:
+def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(
+    results: dict[str, dict[str, Any]],
+) -> None:
     found = {row["way"]: row for row in rows(results["every_step"])}
     assert found.keys() == {"memory", "memory, all to disk", "disk", "memory, gradient log"}
     assert all(row["blocking"] > 0 and row["a save stores"] > 0 for row in found.values())

@@ -1,4 +1,6 @@
-"""`python -m benchmarks compare`: two rivals on a tiny state through the real code, and the verdict on planted rows."""
+"""`python -m benchmarks compare`: two rivals on a tiny state through the real code, and the verdict
+on planted rows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ NAMES = ["torch.save", EXACT]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entry]]:
-    """torch.save and ours on the tiny RL state, in this process: a Python that starts costs more than all of it."""
+    """torch.save and ours on the tiny RL state, in this process: a Python that starts costs more
+    than all of it.
+    """
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
 
     def here(module: str, argument: str) -> Any:
@@ -38,7 +42,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entry]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "in_own_process", here)
-        patch.setattr(compare, "RIVALS", {"torch": tuple(kind for kind in RIVALS["torch"] if kind.name in NAMES)})
+        patch.setattr(
+            compare,
+            "RIVALS",
+            {"torch": tuple(kind for kind in RIVALS["torch"] if kind.name in NAMES)},
+        )
         folder = tmp_path_factory.mktemp("compare")
         yield list(compare.compared("tiny", ["rl_like"], 2, None, [""], folder, lambda line: None))
     torch.use_deterministic_algorithms(deterministic)
@@ -61,13 +69,26 @@ def test_each_rival_is_measured_in_every_column_in_every_repeat(measured: list[E
     assert not theirs.told_blocking
 
 
-def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measured: list[Entry], tmp_path: Path) -> None:
-    skipped = Entry("torch", "rl_like", "torch_checkpointing", skipped="torch_checkpointing is not installed")
+def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(
+    measured: list[Entry], tmp_path: Path
+) -> None:
+    skipped = Entry(
+        "torch", "rl_like", "torch_checkpointing", skipped="torch_checkpointing is not installed"
+    )
     result = compare.judged([*measured, skipped], "tiny", 2)
     assert "torch_checkpointing: skipped, torch_checkpointing is not installed" in result.about
-    place = {"date": "2026-01-02T03", "processor": "P", "cores": 2, "memory_bytes": 1 << 30, "file_system": "ext4"}
+    place = {
+        "date": "2026-01-02T03",
+        "processor": "P",
+        "cores": 2,
+        "memory_bytes": 1 << 30,
+        "file_system": "ext4",
+    }
     place |= {"load_average": 0.5, "versions": {"torch": "2"}}
-    runs = [compare.Made("python -m benchmarks compare --size tiny", place), compare.Made("another run", place)]
+    runs = [
+        compare.Made("python -m benchmarks compare --size tiny", place),
+        compare.Made("another run", place),
+    ]
     text = compare.section([*measured, skipped], result, runs, "tiny")
     for expected in (
         "--size tiny`, 2026-01-02; P, 2 cores",
@@ -87,7 +108,9 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(measure
 
 
 def test_a_rewritten_page_keeps_all_that_is_outside_the_marks() -> None:
-    page = "# Before\n<!-- compare small: begin -->\nold | table\n<!-- compare small: end -->\nafter\n"
+    page = (
+        "# Before\n<!-- compare small: begin -->\nold | table\n<!-- compare small: end -->\nafter\n"
+    )
     assert compare.rewritten(page, "small", "new\\1\n") == page.replace("old | table", "new\\1")
     with pytest.raises(ValueError, match="compare medium: begin"):
         compare.rewritten(page, "medium", "new\n")
@@ -131,7 +154,9 @@ def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_
 
 
 def test_a_policy_without_stages_is_steady_once_its_chains_have_turned_over(tmp_path: Path) -> None:
-    """That of a profile in which nothing is large enough to be anything but exact, as adapters beside a large frozen model."""
+    """That of a profile in which nothing is large enough to be anything but exact, as adapters
+    beside a large frozen model.
+    """
     assert not ours_at(tmp_path / "two", saves=2).settled()
     assert ours_at(tmp_path / "five", saves=5).settled()
 
@@ -145,13 +170,34 @@ def ours_at(root: Path, saves: int) -> OursTorchPostTraining:
     return ours
 
 
-# --- the verdict -------------------------------------------------------------------------------------------------------------
+# --- the verdict ----------------------------------------------------------------------------------
 
 
-def entry(framework: str, rival: str, blocking: float, stored: float, restore: float, peak: int, **more: Any) -> Entry:
+def entry(
+    framework: str,
+    rival: str,
+    blocking: float,
+    stored: float,
+    restore: float,
+    peak: int,
+    **more: Any,
+) -> Entry:
     samples = {name: [1.0, 1.0, 1.0] for name in SAMPLES}
-    samples |= {"blocking": [blocking, 9.0, 0.0], "bytes": [stored, stored, stored], "restore": [restore, 0.0, 9.0]}
-    return Entry(framework, "adamw", rival, samples=samples, peak=peak, torch_save_bytes=1000, raw_bytes=990, **more)
+    samples |= {
+        "blocking": [blocking, 9.0, 0.0],
+        "bytes": [stored, stored, stored],
+        "restore": [restore, 0.0, 9.0],
+    }
+    return Entry(
+        framework,
+        "adamw",
+        rival,
+        samples=samples,
+        peak=peak,
+        torch_save_bytes=1000,
+        raw_bytes=990,
+        **more,
+    )
 
 
 GOOD = [
@@ -183,14 +229,22 @@ def test_what_is_as_good_as_wanted_is_no_miss() -> None:
 
 
 @pytest.mark.parametrize(("place", "samples", "name"), MISSES)
-def test_a_planted_miss_is_named_and_no_other(place: int, samples: dict[str, list[float]], name: str) -> None:
+def test_a_planted_miss_is_named_and_no_other(
+    place: int, samples: dict[str, list[float]], name: str
+) -> None:
     rows = list(GOOD)
     rows[place] = replace(rows[place], samples={**rows[place].samples, **samples})
     assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [name]
 
 
 def test_memory_beyond_the_rivals_and_a_run_that_never_was_steady_are_misses() -> None:
-    rows = [*GOOD[:2], replace(GOOD[2], peak=101), replace(GOOD[3], steady=False), GOOD[4], replace(GOOD[5], peak=101)]
+    rows = [
+        *GOOD[:2],
+        replace(GOOD[2], peak=101),
+        replace(GOOD[3], steady=False),
+        GOOD[4],
+        replace(GOOD[5], peak=101),
+    ]
     assert [figure.name for figure in compare.figures(rows) if not figure.holds] == [
         "peak memory, torch, adamw, exact, of torch DCP async_save",
         "bytes, torch, adamw, post_training, of torch.save",
@@ -214,8 +268,12 @@ def test_check_exits_with_1_where_a_figure_is_missed_and_names_it(
     assert done.exit_code == (1 if missing else 0), done.output
     assert ("MISSED restore, torch, adamw, exact, of torch.load: 200.0%" in done.output) == missing
     record = json.loads(file.read_text())
-    assert record["command"] == "python -m benchmarks compare --size small --states adamw --repeats 5"
-    assert [row["samples"]["bytes"] for row in record["entries"]] == [list(row.samples["bytes"]) for row in rows]
+    assert (
+        record["command"] == "python -m benchmarks compare --size small --states adamw --repeats 5"
+    )
+    assert [row["samples"]["bytes"] for row in record["entries"]] == [
+        list(row.samples["bytes"]) for row in rows
+    ]
     assert str(tmp_path) not in file.read_text()
     assert CliRunner().invoke(app, arguments).exit_code == 0
 
@@ -228,7 +286,11 @@ def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest
     def measured(module: str, argument: str) -> dict[str, Any]:
         job = json.loads(argument)
         asked.append(job["rival"] or f"prepare {job['framework']}")
-        return {} if not job["rival"] else {"samples": GOOD[2].samples, "peak": 1, "torch_save_bytes": 1000}
+        return (
+            {}
+            if not job["rival"]
+            else {"samples": GOOD[2].samples, "peak": 1, "torch_save_bytes": 1000}
+        )
 
     monkeypatch.setattr(compare, "in_own_process", measured)
     monkeypatch.setattr(compare, "RIVALS", RIVALS)
@@ -237,12 +299,27 @@ def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     about = {"command": "an earlier run", "machine": {"date": "2026-01-02"}}
     before.write_text(json.dumps(about | {"entries": [asdict(one) for one in GOOD[:2]]}))
-    arguments = ["--states", "adamw", "--rivals", "torch.save,async,exact", "--json", str(after), "--also", str(before)]
+    arguments = [
+        "--states",
+        "adamw",
+        "--rivals",
+        "torch.save,async,exact",
+        "--json",
+        str(after),
+        "--also",
+        str(before),
+    ]
     done = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert asked == ["prepare torch", EXACT, "prepare jax", ASYNC["jax"], EXACT]
     record = json.loads(after.read_text())
-    assert [one["rival"] for one in record["entries"]] == ["torch.save", ASYNC["torch"], EXACT, ASYNC["jax"], EXACT]
+    assert [one["rival"] for one in record["entries"]] == [
+        "torch.save",
+        ASYNC["torch"],
+        EXACT,
+        ASYNC["jax"],
+        EXACT,
+    ]
     assert record["also"] == [about]
     assert "holds blocking, torch, adamw, exact, of torch DCP async_save: 50.0%" in done.output
     assert '--rivals "torch.save,async,exact"' in record["command"]

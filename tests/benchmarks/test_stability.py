@@ -1,4 +1,6 @@
-"""The accounting of `benchmarks stability`: entropies, amortised keyframes, bytes on disk, and what a resumed run is compared with."""
+"""The accounting of `benchmarks stability`: entropies, amortised keyframes, bytes on disk, and what
+a resumed run is compared with.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_entropy_is_that_of_the_changes_where_they_are_fewer_than_the_values() -
     expected = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) / 8 * before.size
     assert entropy.leaf_bytes(before, now) == pytest.approx(expected)
     assert entropy.leaf_bytes(before, before) == 0
-    assert entropy.bound_bytes({"a": before, "b": before}, {"a": now, "b": before}) == pytest.approx(expected)
+    assert entropy.bound_bytes(
+        {"a": before, "b": before}, {"a": now, "b": before}
+    ) == pytest.approx(expected)
 
 
 def test_a_step_back_costs_as_much_as_a_step_forward_and_a_new_value_no_more_than_itself() -> None:
@@ -70,11 +74,15 @@ def test_words_are_the_bits_whichever_framework_holds_them() -> None:
 
 def test_keyframes_are_amortised_over_the_deltas_that_follow_them() -> None:
     assert stability.amortised(10.0, 100.0, [(5, 9), (5, 9)]) == pytest.approx(0.9 * 10 + 0.1 * 100)
-    assert stability.amortised(10.0, 100.0, [(1, 0), (3, 1)]) == pytest.approx((1 - 2.5 / 4) * 10 + 2.5 / 4 * 100)
+    assert stability.amortised(10.0, 100.0, [(1, 0), (3, 1)]) == pytest.approx(
+        (1 - 2.5 / 4) * 10 + 2.5 / 4 * 100
+    )
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_every_byte_of_a_save_is_counted_and_a_restore_gives_its_state_back(framework: str, tmp_path: Path) -> None:
+def test_every_byte_of_a_save_is_counted_and_a_restore_gives_its_state_back(
+    framework: str, tmp_path: Path
+) -> None:
     run = Run(framework, tiny("lora", pretrain_steps=0))
     chain = Chain(framework, tmp_path / "root", Policy.exact())
     began = bytes_on_disk(tmp_path / "root")
@@ -128,12 +136,22 @@ def test_a_loss_is_worth_as_many_steps_as_the_run_needs_for_it() -> None:
     assert quality.loss_row("x", [one, other], 20)[3:5] == [pytest.approx(0.01), 0.03]
 
 
-def test_a_damaged_restore_is_seen_by_every_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exact policy loses nothing; the same restores with a master that is off lose what they should."""
+def test_a_damaged_restore_is_seen_by_every_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact policy loses nothing; the same restores with a master that is off lose what they
+    should.
+    """
     plan = quality.Plan(seeds=(1,), settle_steps=2, saves=2, every=2, kills=1, horizon=2)
     recipe = tiny("sft", pretrain_steps=1)
     (sound,) = quality.resumed("torch", recipe, ways.WAYS[:1], plan, tmp_path / "sound")["exact"]
-    assert (sound.step, sound.loss_change, sound.lost_steps, sound.restore_error, sound.element_change) == (4, 0, 0, 0, 0)
+    assert (
+        sound.step,
+        sound.loss_change,
+        sound.lost_steps,
+        sound.restore_error,
+        sound.element_change,
+    ) == (4, 0, 0, 0, 0)
     assert sound.update == 1
     assert sound.forward_exact
     assert sound.noise != 0
@@ -165,5 +183,9 @@ def test_the_whole_benchmark_runs_and_tells_every_policy(tmp_path: Path) -> None
     zero = next(row for row in verdicts if row["restored with"] == "v zero, m kept")
     assert zero["accepted"] == "no"
     assert zero["against the law"] > 0
-    exact = {figure["name"]: figure["holds"] for figure in result["figures"] if "after a resume" in figure["name"]}
+    exact = {
+        figure["name"]: figure["holds"]
+        for figure in result["figures"]
+        if "after a resume" in figure["name"]
+    }
     assert [held for name, held in exact.items() if ", exact," in name] == [True]

@@ -1,4 +1,6 @@
-"""The command: what it says is true, what it writes is exact, and every failure is one line and a documented exit code."""
+"""The command: what it says is true, what it writes is exact, and every failure is one line and a
+documented exit code.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,17 @@ COMMANDS = (
     "plan",
     "demo",
 )
-SPEEDS = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+SPEEDS = [
+    f"--{name}-bytes-per-second=1e9"
+    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
+]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A root, and what is known of it from elsewhere: the states that were saved, and the reports of the saves."""
+    """A root, and what is known of it from elsewhere: the states that were saved, and the reports
+    of the saves.
+    """
 
     root: Path
     states: Mapping[int, Any]
@@ -66,7 +73,9 @@ class Run:
 
 
 def states() -> dict[int, dict[str, Any]]:
-    """Three states: a weight that moves a little, one that is tied, and every kind of difference that ``diff`` tells apart."""
+    """Three states: a weight that moves a little, one that is tied, and every kind of difference
+    that ``diff`` tells apart.
+    """
     torch.manual_seed(7)
     weight = torch.randn(700, 1000)  # 2.8 MB: several chunks
     moved = weight.clone()
@@ -161,7 +170,9 @@ def deltacheck_(capsys: pytest.CaptureFixture[str]) -> Command:
 
 def data_files(root: Path, segment: int, kind: str) -> list[Path]:
     """The data files of the n-th segment below its group ``kind``."""
-    folder = sorted((root / "segments").iterdir(), key=lambda path: (path.is_file(), path.name))[segment]
+    folder = sorted((root / "segments").iterdir(), key=lambda path: (path.is_file(), path.name))[
+        segment
+    ]
     return sorted(path for path in (folder / kind).rglob("c.*") if path.is_file())
 
 
@@ -171,10 +182,12 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-# --- ls, show, log ----------------------------------------------------------------------------------------------------------
+# --- ls, show, log --------------------------------------------------------------------------------
 
 
-def test_ls_lists_every_step_with_its_sizes_depth_and_metrics(run: Run, deltacheck_: Command) -> None:
+def test_ls_lists_every_step_with_its_sizes_depth_and_metrics(
+    run: Run, deltacheck_: Command
+) -> None:
     found = deltacheck_("ls", run.root, "--json").json
     assert found["schema"] == 1
     assert found["root"] == str(run.root)
@@ -182,7 +195,9 @@ def test_ls_lists_every_step_with_its_sizes_depth_and_metrics(run: Run, deltache
     for row, report in zip(found["steps"], run.reports.values(), strict=True):
         segment = next((run.root / "segments").glob(f"s{row['seq']:010d}-*"))
         assert row["raw_bytes"] == report.raw_bytes
-        assert row["stored_bytes"] == sum(path.stat().st_size for path in segment.rglob("*") if path.is_file())
+        assert row["stored_bytes"] == sum(
+            path.stat().st_size for path in segment.rglob("*") if path.is_file()
+        )
         assert row["metrics"] == {"loss": 1 / (row["step"] + 1)}
         assert row["item"] is None
         assert row["problem"] is None
@@ -191,7 +206,15 @@ def test_ls_lists_every_step_with_its_sizes_depth_and_metrics(run: Run, deltache
     assert [row["chain_depth"] for row in found["steps"]] == [0, 1, 2]
     for_people = deltacheck_("ls", run.root)
     assert for_people.code == 0
-    assert for_people.out.splitlines()[0].split() == ["STEP", "SEQ", "TIME", "RAW", "STORED", "DEPTH", "METRICS"]
+    assert for_people.out.splitlines()[0].split() == [
+        "STEP",
+        "SEQ",
+        "TIME",
+        "RAW",
+        "STORED",
+        "DEPTH",
+        "METRICS",
+    ]
     assert "loss=0.0909091" in for_people.out
 
 
@@ -202,17 +225,30 @@ def test_show_names_each_leaf_its_kind_and_depth(run: Run, deltacheck_: Command)
     assert leaves.keys() == kinds.keys() | {"model/head"}
     for path, leaf in kinds.items():
         row = leaves[path]
-        assert (row["kind"], row["raw_bytes"], row["words"]) == (str(leaf.kind), leaf.raw_bytes, leaf.words)
+        assert (row["kind"], row["raw_bytes"], row["words"]) == (
+            str(leaf.kind),
+            leaf.raw_bytes,
+            leaf.words,
+        )
         assert row["changed_words"] == (None if leaf.kind == "keyframe" else leaf.changed)
         assert row["contract"] == "exact"
     assert leaves["model/weight"]["shape"] == [700, 1000]
     assert leaves["model/weight"]["density"] == 1000 / 700_000
     assert leaves["model/head"]["tied_to"] == "model/embed"
-    depths = {path: leaves[path]["chain_depth"] for path in ("model/weight", "odd", "new", "model/norm")}
+    depths = {
+        path: leaves[path]["chain_depth"] for path in ("model/weight", "odd", "new", "model/norm")
+    }
     assert depths == {"model/weight": 2, "odd": 1, "new": 0, "model/norm": 0}
-    assert [row["id"] for row in found["segments"]] == sorted(path.name for path in (run.root / "segments").glob("s*"))
+    assert [row["id"] for row in found["segments"]] == sorted(
+        path.name for path in (run.root / "segments").glob("s*")
+    )
     scalars = {row["path"]: (row["type"], row["value"]) for row in found["scalars"]}
-    assert scalars == {"lr": ("float", 0.1), "note": ("str", "b"), "same": ("float", "NaN"), "right": ("NoneType", None)}
+    assert scalars == {
+        "lr": ("float", 0.1),
+        "note": ("str", "b"),
+        "same": ("float", "NaN"),
+        "right": ("NoneType", None),
+    }
     for_people = deltacheck_("show", run.root, 25).out
     assert "model/weight" in for_people
     assert "[700,1000]" in for_people
@@ -221,10 +257,17 @@ def test_show_names_each_leaf_its_kind_and_depth(run: Run, deltacheck_: Command)
 def test_show_takes_latest_and_a_pattern(run: Run, deltacheck_: Command) -> None:
     found = deltacheck_("show", run.root, "latest", "--leaves", "model/*", "--json").json
     assert found["step"] == 25
-    assert [row["path"] for row in found["leaves"]] == ["model/embed", "model/head", "model/norm", "model/weight"]
+    assert [row["path"] for row in found["leaves"]] == [
+        "model/embed",
+        "model/head",
+        "model/norm",
+        "model/weight",
+    ]
 
 
-def test_a_step_is_shown_of_the_root_one_stands_in(run: Run, deltacheck_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_shown_of_the_root_one_stands_in(
+    run: Run, deltacheck_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run.root)
     assert deltacheck_("show", 10, "--json").json["step"] == 10
     assert len(deltacheck_("ls", "--json").json["steps"]) == 3
@@ -248,7 +291,10 @@ def test_log_tells_bytes_density_and_time_of_each_save(run: Run, deltacheck_: Co
     assert since == [None, pytest.approx(times[1] - times[0]), pytest.approx(times[2] - times[1])]
     for row, report in zip(rows, run.reports.values(), strict=True):
         assert row["written_bytes"] == report.stored_bytes
-        counts = [sum(leaf.kind == kind for leaf in report.leaves) for kind in ("keyframe", "delta", "unchanged")]
+        counts = [
+            sum(leaf.kind == kind for leaf in report.leaves)
+            for kind in ("keyframe", "delta", "unchanged")
+        ]
         assert [row["keyframes"], row["deltas"], row["unchanged"]] == counts
         compared = [leaf for leaf in report.leaves if leaf.kind != "keyframe"]
         assert row["words"] == sum(leaf.words for leaf in compared)
@@ -279,26 +325,32 @@ def test_a_root_without_a_step_is_no_error(tmp_path: Path, deltacheck_: Command)
     assert deltacheck_("show", tmp_path / "fresh", "latest").code == 3
 
 
-# --- diff -------------------------------------------------------------------------------------------------------------------
+# --- diff -----------------------------------------------------------------------------------------
 
 
 def test_diff_measures_what_moved(run: Run, deltacheck_: Command) -> None:
     found = deltacheck_("diff", run.root, 0, 25, "--json").json
     moved = {row["path"]: row for row in found["changed"]}
     assert moved.keys() == {"model/weight", "odd", "count"}
-    before, after = (run.states[step]["model"]["weight"].numpy().astype(np.float64) for step in (0, 25))
+    before, after = (
+        run.states[step]["model"]["weight"].numpy().astype(np.float64) for step in (0, 25)
+    )
     row = moved["model/weight"]
     assert row["elements"] == 700_000
     assert row["changed"] == (before != after).sum() == 1040
     assert row["density"] == 1040 / 700_000
-    assert row["relative_l2"] == pytest.approx(np.linalg.norm(after - before) / np.linalg.norm(before), rel=1e-12)
+    assert row["relative_l2"] == pytest.approx(
+        np.linalg.norm(after - before) / np.linalg.norm(before), rel=1e-12
+    )
     assert row["max_abs"] == np.abs(after - before).max()
     assert (found["before"]["step"], found["after"]["step"]) == (0, 25)
     assert found["unchanged"] == 8
     assert deltacheck_("diff", run.root, 0, 25).code == 0
 
 
-def test_diff_leaves_nan_and_infinity_out_of_drift_and_counts_them(run: Run, deltacheck_: Command) -> None:
+def test_diff_leaves_nan_and_infinity_out_of_drift_and_counts_them(
+    run: Run, deltacheck_: Command
+) -> None:
     (row,) = deltacheck_("diff", run.root, 0, 25, "--leaves", "odd", "--json").json["changed"]
     assert (row["changed"], row["nonfinite_before"], row["nonfinite_after"]) == (2, 2, 1)
     assert row["max_abs"] == 0.5
@@ -310,32 +362,50 @@ def test_diff_of_large_integers_is_exact(run: Run, deltacheck_: Command) -> None
     assert (row["changed"], row["max_abs"]) == (1, 1)  # float64 would see no difference
 
 
-def test_diff_tells_leaves_and_values_that_came_went_or_changed_shape(run: Run, deltacheck_: Command) -> None:
+def test_diff_tells_leaves_and_values_that_came_went_or_changed_shape(
+    run: Run, deltacheck_: Command
+) -> None:
     found = deltacheck_("diff", run.root, 0, 25, "--json").json
     assert found["added"] == [{"path": "new", "dtype": "int16", "shape": [2, 2]}]
     assert found["removed"] == [{"path": "gone", "dtype": "float32", "shape": [3]}]
-    bent = {"path": "bent", "before": {"dtype": "float32", "shape": [6]}, "after": {"dtype": "float32", "shape": [2, 3]}}
+    bent = {
+        "path": "bent",
+        "before": {"dtype": "float32", "shape": [6]},
+        "after": {"dtype": "float32", "shape": [2, 3]},
+    }
     assert found["reshaped"] == [bent]
     assert found["scalars"] == [
         {"path": "left", "before": {"type": "int", "value": 1}, "after": None},
-        {"path": "note", "before": {"type": "str", "value": "a"}, "after": {"type": "str", "value": "b"}},
+        {
+            "path": "note",
+            "before": {"type": "str", "value": "a"},
+            "after": {"type": "str", "value": "b"},
+        },
         {"path": "right", "before": None, "after": {"type": "NoneType", "value": None}},
     ]
     backwards = deltacheck_("diff", run.root, 25, 0, "--json").json
     assert [row["path"] for row in backwards["added"]] == ["gone"]
 
 
-def test_diff_does_not_read_leaves_with_equal_digests(run: Run, damaged: Path, deltacheck_: Command) -> None:
+def test_diff_does_not_read_leaves_with_equal_digests(
+    run: Run, damaged: Path, deltacheck_: Command
+) -> None:
     (packed,) = [path for path in data_files(damaged, 0, "packed") if "uint16" in str(path)]
     flip(packed)  # holds the bfloat16 leaves, which never change
-    assert deltacheck_("diff", damaged, 0, 25, "--json").json == deltacheck_("diff", run.root, 0, 25, "--json").json | {
-        "root": str(damaged)
-    }
-    assert deltacheck_("export", damaged, 25, "--out", damaged.parent / "x.npz").code == 4  # so it would have been noticed
+    assert deltacheck_("diff", damaged, 0, 25, "--json").json == deltacheck_(
+        "diff", run.root, 0, 25, "--json"
+    ).json | {"root": str(damaged)}
+    assert (
+        deltacheck_("export", damaged, 25, "--out", damaged.parent / "x.npz").code == 4
+    )  # so it would have been noticed
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float8_e5m2", "int8", "uint64", "int4", "bool", "complex64"])
-def test_drift_agrees_with_numpy_for_every_kind_of_number(dtype: str, tmp_path: Path, deltacheck_: Command) -> None:
+@pytest.mark.parametrize(
+    "dtype", ["float64", "bfloat16", "float8_e5m2", "int8", "uint64", "int4", "bool", "complex64"]
+)
+def test_drift_agrees_with_numpy_for_every_kind_of_number(
+    dtype: str, tmp_path: Path, deltacheck_: Command
+) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     random = np.random.default_rng(3)
     before = (random.integers(0, 8, 500)).astype(kind)
@@ -349,20 +419,39 @@ def test_drift_agrees_with_numpy_for_every_kind_of_number(dtype: str, tmp_path: 
     difference = np.abs(after.astype(wide) - before.astype(wide))
     assert row["changed"] == np.count_nonzero(difference)
     assert row["max_abs"] == difference.max()
-    assert row["relative_l2"] == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(before.astype(wide)))
+    assert row["relative_l2"] == pytest.approx(
+        np.linalg.norm(difference) / np.linalg.norm(before.astype(wide))
+    )
 
 
 def test_drift_survives_numbers_whose_squares_do_not(tmp_path: Path, deltacheck_: Command) -> None:
     with Engine(tmp_path / "root") as engine:
-        engine.save(0, {"huge": np.array([1e200, 3e200]), "tiny": np.array([1e-200, 0.0]), "nil": np.zeros(2)}).result(60)
-        engine.save(1, {"huge": np.array([1e200, 4e200]), "tiny": np.array([2e-200, 0.0]), "nil": np.array([0.0, -0.0])})
-    rows = {row["path"]: row for row in deltacheck_("diff", tmp_path / "root", 0, 1, "--json").json["changed"]}
+        engine.save(
+            0,
+            {"huge": np.array([1e200, 3e200]), "tiny": np.array([1e-200, 0.0]), "nil": np.zeros(2)},
+        ).result(60)
+        engine.save(
+            1,
+            {
+                "huge": np.array([1e200, 4e200]),
+                "tiny": np.array([2e-200, 0.0]),
+                "nil": np.array([0.0, -0.0]),
+            },
+        )
+    rows = {
+        row["path"]: row
+        for row in deltacheck_("diff", tmp_path / "root", 0, 1, "--json").json["changed"]
+    }
     assert rows["huge"]["relative_l2"] == pytest.approx(1 / math.sqrt(10))
     assert rows["tiny"]["relative_l2"] == pytest.approx(1)
-    assert (rows["nil"]["changed"], rows["nil"]["relative_l2"], rows["nil"]["max_abs"]) == (1, 0, 0)  # -0.0 is other bits
+    assert (rows["nil"]["changed"], rows["nil"]["relative_l2"], rows["nil"]["max_abs"]) == (
+        1,
+        0,
+        0,
+    )  # -0.0 is other bits
 
 
-# --- verify -----------------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def test_verify_finds_a_whole_root_whole(run: Run, deltacheck_: Command) -> None:
@@ -374,13 +463,17 @@ def test_verify_finds_a_whole_root_whole(run: Run, deltacheck_: Command) -> None
     assert "3 steps checked" in deltacheck_("verify", run.root).out
 
 
-def test_deep_verify_names_each_step_and_leaf_that_stands_on_a_damaged_file(damaged: Path, deltacheck_: Command) -> None:
+def test_deep_verify_names_each_step_and_leaf_that_stands_on_a_damaged_file(
+    damaged: Path, deltacheck_: Command
+) -> None:
     file = data_files(damaged, 0, "leaves")[0]  # the keyframe of model/weight
     flip(file)
     assert deltacheck_("verify", damaged).code == 0  # no data is read
     found = deltacheck_("verify", damaged, "--deep", "--json")
     assert found.code == 1
-    assert [(f["step"], f["leaf"]) for f in found.json["findings"]] == [(step, "model/weight") for step in (0, 10, 25)]
+    assert [(f["step"], f["leaf"]) for f in found.json["findings"]] == [
+        (step, "model/weight") for step in (0, 10, 25)
+    ]
     assert all(str(file.parent) in f["problem"] for f in found.json["findings"])
     lines = deltacheck_("verify", damaged, 10, "--deep").out.splitlines()
     assert lines[0].startswith("step 10, leaf model/weight: ")
@@ -396,7 +489,9 @@ def test_deep_verify_finds_what_the_library_finds(damaged: Path, deltacheck_: Co
     assert {(f["step"], f["leaf"]) for f in found} == {(f.step, f.leaf) for f in expected}
 
 
-def test_a_damaged_manifest_is_found_and_never_passed_over_in_silence(damaged: Path, deltacheck_: Command) -> None:
+def test_a_damaged_manifest_is_found_and_never_passed_over_in_silence(
+    damaged: Path, deltacheck_: Command
+) -> None:
     manifest = damaged / "checkpoints" / "c0000000002" / "zarr.json"
     flip(manifest)
     for command in (("verify",), ("verify", 25), ("verify", "latest")):
@@ -445,11 +540,13 @@ def test_verify_shows_its_progress_on_a_terminal_only(run: Run) -> None:
     assert b"reading" not in quiet.stderr
 
 
-# --- export -----------------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["export", "restore"])
-def test_safetensors_hold_every_leaf_bit_for_bit(name: str, run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_safetensors_hold_every_leaf_bit_for_bit(
+    name: str, run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     file = tmp_path / "step.safetensors"
     done = deltacheck_(name, run.root, 25, "--to", "safetensors", "--out", file, "--json").json
     tensors = load_file(file)
@@ -471,7 +568,9 @@ def test_safetensors_hold_every_leaf_bit_for_bit(name: str, run: Run, tmp_path: 
     assert (8 + header_bytes) % 8 == 0  # so that what follows can be mapped
 
 
-def test_npz_holds_every_leaf_and_names_the_types_that_numpy_lacks(run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_npz_holds_every_leaf_and_names_the_types_that_numpy_lacks(
+    run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     file = tmp_path / "step.npz"
     assert deltacheck_("export", run.root, 0, "--out", file).code == 0
     with np.load(file, allow_pickle=False) as found:
@@ -486,7 +585,9 @@ def test_npz_holds_every_leaf_and_names_the_types_that_numpy_lacks(run: Run, tmp
             assert array.tobytes() == expected.tobytes()
 
 
-def test_torch_files_hold_the_nested_state_and_load_without_pickle(run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_torch_files_hold_the_nested_state_and_load_without_pickle(
+    run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     file = tmp_path / "step.pt"
     assert deltacheck_("export", run.root, 25, "--out", file, "--json").json["weights_only"] is True
     state = torch.load(file, weights_only=True)
@@ -499,13 +600,23 @@ def test_torch_files_say_when_they_need_pickle(tmp_path: Path, deltacheck_: Comm
         with Engine(tmp_path / "root") as engine:
             engine.save(step, {"w": torch.ones(2), "extra": extra}).result(60)
         file = tmp_path / f"{step}.pt"
-        assert deltacheck_("export", tmp_path / "root", step, "--out", file, "--json").json["weights_only"] is False
+        assert (
+            deltacheck_("export", tmp_path / "root", step, "--out", file, "--json").json[
+                "weights_only"
+            ]
+            is False
+        )
         assert_same({"w": torch.ones(2), "extra": extra}, torch.load(file, weights_only=False))
-        assert "weights_only=False" in deltacheck_("export", tmp_path / "root", step, "--out", file, "--force").out
+        assert (
+            "weights_only=False"
+            in deltacheck_("export", tmp_path / "root", step, "--out", file, "--force").out
+        )
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt"])
-def test_chosen_leaves_are_written_under_stripped_keys(suffix: str, run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_chosen_leaves_are_written_under_stripped_keys(
+    suffix: str, run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     file = tmp_path / f"model{suffix}"
     options = ("--leaves", "model/*", "--leaves", "zero", "--strip", "model/", "--out", file)
     assert deltacheck_("export", run.root, 10, *options).code == 0
@@ -513,7 +624,9 @@ def test_chosen_leaves_are_written_under_stripped_keys(suffix: str, run: Run, tm
         with np.load(file) as found:
             keys = {name for name in found.files if not name.endswith(".dtype")}
     else:
-        keys = set(load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True))
+        keys = set(
+            load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
+        )
     assert keys == {"weight", "norm", "embed", "head", "zero"}
 
 
@@ -525,7 +638,9 @@ def test_the_file_is_named_after_the_step_where_no_name_is_given(
     assert [path.name for path in tmp_path.iterdir()] == ["step-10.npz"]
 
 
-def test_an_existing_file_is_kept_unless_forced(run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_an_existing_file_is_kept_unless_forced(
+    run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     file = tmp_path / "x.npz"
     file.write_text("precious")
     refused = deltacheck_("export", run.root, 0, "--out", file)
@@ -549,7 +664,9 @@ def test_a_file_that_appears_while_exporting_is_kept(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_a_failed_export_leaves_nothing_behind(damaged: Path, tmp_path: Path, deltacheck_: Command) -> None:
+def test_a_failed_export_leaves_nothing_behind(
+    damaged: Path, tmp_path: Path, deltacheck_: Command
+) -> None:
     flip(data_files(damaged, 0, "leaves")[-1])
     target = tmp_path / "out"
     target.mkdir()
@@ -557,7 +674,9 @@ def test_a_failed_export_leaves_nothing_behind(damaged: Path, tmp_path: Path, de
     for suffix in (".safetensors", ".npz", ".pt"):
         assert deltacheck_("export", damaged, 25, "--out", target / f"x{suffix}").code == 4
     assert deltacheck_("export", damaged, 25, "--out", target / "old.npz", "--force").code == 4
-    assert deltacheck_("export", damaged, 25, "--out", target / "old.npz").code == 5  # refused before anything is read
+    assert (
+        deltacheck_("export", damaged, 25, "--out", target / "old.npz").code == 5
+    )  # refused before anything is read
     assert [(path.name, path.read_text()) for path in target.iterdir()] == [("old.npz", "old")]
 
 
@@ -567,17 +686,31 @@ def test_a_root_takes_no_foreign_file_and_a_device_is_no_file(
     monkeypatch.chdir(damaged)
     before = sorted(damaged.rglob("*"))
     assert deltacheck_("export", 10, "--to", "npz").code == 5
-    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged / "segments" / "x.npz", "--force").code == 5
+    assert (
+        deltacheck_(
+            "export", 10, "--to", "npz", "--out", damaged / "segments" / "x.npz", "--force"
+        ).code
+        == 5
+    )
     assert sorted(damaged.rglob("*")) == before
-    os.mkfifo(damaged.parent / "pipe")  # stands for any device; a real one would be lost if this test failed
-    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "pipe", "--force").code == 5
-    assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "no" / "x.npz").code == 5
+    os.mkfifo(
+        damaged.parent / "pipe"
+    )  # stands for any device; a real one would be lost if this test failed
+    assert (
+        deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "pipe", "--force").code
+        == 5
+    )
+    assert (
+        deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent / "no" / "x.npz").code == 5
+    )
     assert deltacheck_("export", 10, "--to", "npz", "--out", damaged.parent, "--force").code == 5
 
 
 def test_safetensors_refuse_a_type_that_they_lack(tmp_path: Path, deltacheck_: Command) -> None:
     with Engine(tmp_path / "root") as engine:
-        engine.save(0, {"double": torch.ones(2, dtype=torch.complex128), "fine": torch.ones(2)}).result(60)
+        engine.save(
+            0, {"double": torch.ones(2, dtype=torch.complex128), "fine": torch.ones(2)}
+        ).result(60)
     refused = deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / "x.safetensors")
     assert refused.code == 5
     assert "'double'" in refused.err
@@ -588,12 +721,19 @@ def test_safetensors_refuse_a_type_that_they_lack(tmp_path: Path, deltacheck_: C
 
 def test_two_leaves_never_share_a_key(tmp_path: Path, deltacheck_: Command) -> None:
     with Engine(tmp_path / "root") as engine:
-        state = {"a": {"x": torch.ones(1), "x.dtype": torch.ones(2)}, "x": torch.ones(3, dtype=torch.bfloat16)}
+        state = {
+            "a": {"x": torch.ones(1), "x.dtype": torch.ones(2)},
+            "x": torch.ones(3, dtype=torch.bfloat16),
+        }
         engine.save(0, state).result(60)
-    clash = deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / "x.safetensors", "--strip", "a/")
+    clash = deltacheck_(
+        "export", tmp_path / "root", 0, "--out", tmp_path / "x.safetensors", "--strip", "a/"
+    )
     assert clash.code == 2
     options = ("--leaves", "x", "--leaves", "a/x.dtype", "--strip", "a/")
-    assert deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / "x.npz", *options).code == 5
+    assert (
+        deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / "x.npz", *options).code == 5
+    )
 
 
 def test_memory_does_not_grow_with_the_exported_leaf(tmp_path: Path, deltacheck_: Command) -> None:
@@ -601,18 +741,22 @@ def test_memory_does_not_grow_with_the_exported_leaf(tmp_path: Path, deltacheck_
         engine.save(0, {"big": torch.arange(20_000_000, dtype=torch.float32)}).result(60)
     for suffix in (".safetensors", ".npz"):
         tracemalloc.start()
-        assert deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / f"x{suffix}").code == 0
+        assert (
+            deltacheck_("export", tmp_path / "root", 0, "--out", tmp_path / f"x{suffix}").code == 0
+        )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2 * export.BATCH_BYTES + (8 << 20) < 80_000_000
 
 
-# --- gc ---------------------------------------------------------------------------------------------------------------------
+# --- gc -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def littered(damaged: Path) -> tuple[Path, str]:
-    """A root whose step 10 was deleted, with a segment that a killed save has left; the name of that."""
+    """A root whose step 10 was deleted, with a segment that a killed save has left; the name of
+    that.
+    """
     shutil.rmtree(damaged / "checkpoints" / "c0000000001")
     shutil.rmtree(damaged / "checkpoints" / "c0000000002")
     litter = damaged / "segments" / "s0000000009-0123abcd"
@@ -642,7 +786,9 @@ def test_gc_lets_readers_finish_first(littered: tuple[Path, str], deltacheck_: C
     assert (root / "segments" / litter).exists()
 
 
-def test_gc_is_refused_while_a_training_writes(run: Run, damaged: Path, deltacheck_: Command) -> None:
+def test_gc_is_refused_while_a_training_writes(
+    run: Run, damaged: Path, deltacheck_: Command
+) -> None:
     with Engine(damaged):
         for options in ((), ("--dry-run",)):
             refused = deltacheck_("gc", damaged, *options)
@@ -652,12 +798,14 @@ def test_gc_is_refused_while_a_training_writes(run: Run, damaged: Path, deltache
     Lease(damaged).release()  # and gc has given it back
 
 
-# --- the roots of CheckpointManager -----------------------------------------------------------------------------------------
+# --- the roots of CheckpointManager ---------------------------------------------------------------
 
 
 @pytest.fixture
 def manager_root(damaged: Path, tmp_path: Path) -> Path:
-    """The same checkpoints as Orbax's CheckpointManager would lay them out; step 25 has a second item."""
+    """The same checkpoints as Orbax's CheckpointManager would lay them out; step 25 has a second
+    item.
+    """
     root = tmp_path / "managed"
     root.mkdir()
     for seq, step in enumerate((0, 10, 25)):
@@ -668,9 +816,16 @@ def manager_root(damaged: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_the_roots_of_a_checkpoint_manager_are_read_alike(manager_root: Path, tmp_path: Path, deltacheck_: Command) -> None:
+def test_the_roots_of_a_checkpoint_manager_are_read_alike(
+    manager_root: Path, tmp_path: Path, deltacheck_: Command
+) -> None:
     rows = deltacheck_("ls", manager_root, "--json").json["steps"]
-    assert [(row["step"], row["item"]) for row in rows] == [(0, "default"), (10, "default"), (25, "default"), (25, "ema")]
+    assert [(row["step"], row["item"]) for row in rows] == [
+        (0, "default"),
+        (10, "default"),
+        (25, "default"),
+        (25, "ema"),
+    ]
     assert "ITEM" in deltacheck_("ls", manager_root).out
     ambiguous = deltacheck_("show", manager_root, 25)
     assert ambiguous.code == 3
@@ -682,7 +837,9 @@ def test_the_roots_of_a_checkpoint_manager_are_read_alike(manager_root: Path, tm
     assert deltacheck_("export", manager_root, 10, "--out", tmp_path / "x.npz").code == 0
 
 
-def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(manager_root: Path, deltacheck_: Command) -> None:
+def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(
+    manager_root: Path, deltacheck_: Command
+) -> None:
     segments = manager_root / "deltacheck" / "segments"
     (segments / "s0000000009-0123abcd").mkdir()  # newer than every step
     shutil.rmtree(manager_root / "25" / "default")
@@ -694,7 +851,7 @@ def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(manager_root
     assert deltacheck_("verify", manager_root, "--deep").code == 0
 
 
-# --- demo -------------------------------------------------------------------------------------------------------------------
+# --- demo -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -715,21 +872,25 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_demo_passes_its_options_and_its_verdict_on(played: list[dict[str, Any]], tmp_path: Path, deltacheck_: Command) -> None:
+def test_demo_passes_its_options_and_its_verdict_on(
+    played: list[dict[str, Any]], tmp_path: Path, deltacheck_: Command
+) -> None:
     done = deltacheck_("demo", "--seed", 5, "--steps", 12, "--quick", "--keep", tmp_path / "kept")
     assert played == [{"seed": 5, "steps": 12, "quick": True, "keep": tmp_path / "kept"}]
     assert done.code == 1
     assert done.out == "the story\n"
 
 
-def test_demo_with_json_tells_its_story_on_stderr(played: list[dict[str, Any]], deltacheck_: Command) -> None:
+def test_demo_with_json_tells_its_story_on_stderr(
+    played: list[dict[str, Any]], deltacheck_: Command
+) -> None:
     done = deltacheck_("demo", "--json")
     assert done.code == 1
     assert done.json == {"schema": 1, "figure": "NaN"}
     assert done.err == "the story\n"
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
@@ -744,16 +905,29 @@ def assert_one_line(outcome: Outcome, code: int, *words: str) -> None:
 def command_lines(root: object) -> list[list[str]]:
     """Every command that reads a root, on this one."""
     name = str(root)
-    lines = [["ls", name], ["log", name], ["show", name, "0"], ["diff", name, "0", "10"], ["verify", name], ["gc", name]]
+    lines = [
+        ["ls", name],
+        ["log", name],
+        ["show", name, "0"],
+        ["diff", name, "0", "10"],
+        ["verify", name],
+        ["gc", name],
+    ]
     lines += [[command, name, "0", "--to", "npz"] for command in ("export", "restore")]
     return [*lines, ["report", name, "-o", f"{name}.html"], ["plan", name, *SPEEDS]]
 
 
-def test_a_wrong_path_and_a_foreign_directory_are_told_in_a_line(tmp_path: Path, deltacheck_: Command) -> None:
+def test_a_wrong_path_and_a_foreign_directory_are_told_in_a_line(
+    tmp_path: Path, deltacheck_: Command
+) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
     (tmp_path / "file").write_text("x")
-    for name, word in (("missing", "does not exist"), ("foreign", "not a deltacheck root"), ("file", "not a directory")):
+    for name, word in (
+        ("missing", "does not exist"),
+        ("foreign", "not a deltacheck root"),
+        ("file", "not a directory"),
+    ):
         for line in command_lines(tmp_path / name):
             assert_one_line(deltacheck_(*line), 3, word, str(tmp_path / name))
     assert list((tmp_path / "foreign").iterdir()) == [tmp_path / "foreign" / "zarr.json"]
@@ -763,7 +937,9 @@ def test_a_step_or_leaf_that_is_not_there_is_told_in_a_line(run: Run, deltacheck
     for line in (["show", 11], ["diff", 0, 11], ["verify", 11], ["export", 11, "--to", "npz"]):
         assert_one_line(deltacheck_(line[0], run.root, *line[1:]), 3, "no step 11", "0, 10, 25")
     for line in (["show", 10], ["diff", 0, 10], ["export", 10, "--to", "npz"]):
-        assert_one_line(deltacheck_(line[0], run.root, *line[1:], "--leaves", "nope*"), 3, "'nope*'")
+        assert_one_line(
+            deltacheck_(line[0], run.root, *line[1:], "--leaves", "nope*"), 3, "'nope*'"
+        )
 
 
 def test_a_root_of_another_version_is_refused(damaged: Path, deltacheck_: Command) -> None:
@@ -775,12 +951,20 @@ def test_a_root_of_another_version_is_refused(damaged: Path, deltacheck_: Comman
 
 
 @pytest.mark.parametrize(
-    "harm", [flip, lambda path: path.write_bytes(b""), lambda path: path.unlink()], ids=["flipped", "empty", "missing"]
+    "harm",
+    [flip, lambda path: path.write_bytes(b""), lambda path: path.unlink()],
+    ids=["flipped", "empty", "missing"],
 )
-def test_no_damaged_file_ends_in_a_traceback(harm: Callable[[Path], None], damaged: Path, deltacheck_: Command) -> None:
+def test_no_damaged_file_ends_in_a_traceback(
+    harm: Callable[[Path], None], damaged: Path, deltacheck_: Command
+) -> None:
     pristine = damaged.parent / "pristine"
     damaged.rename(pristine)
-    files = sorted(path.relative_to(pristine) for path in pristine.rglob("*") if path.is_file() and "control" not in path.parts)
+    files = sorted(
+        path.relative_to(pristine)
+        for path in pristine.rglob("*")
+        if path.is_file() and "control" not in path.parts
+    )
     for file in files[::16]:
         shutil.copytree(pristine, damaged)
         harm(damaged / file)
@@ -828,7 +1012,9 @@ def test_errors_under_json_are_json(tmp_path: Path, deltacheck_: Command) -> Non
         assert "does not exist" in error["error"]["message"]
 
 
-def test_an_interrupt_is_told_in_a_line(run: Run, deltacheck_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_told_in_a_line(
+    run: Run, deltacheck_: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -843,15 +1029,21 @@ def test_a_defect_is_told_in_a_line_that_says_how_to_see_more(
         raise ZeroDivisionError("oops\nand more")
 
     monkeypatch.setattr("deltacheck.store.root.Root.manifest_paths", broken)
-    assert_one_line(deltacheck_("ls", run.root), 70, "ZeroDivisionError: oops and more", "DELTACHECK_TRACEBACK")
+    assert_one_line(
+        deltacheck_("ls", run.root), 70, "ZeroDivisionError: oops and more", "DELTACHECK_TRACEBACK"
+    )
     monkeypatch.setenv("DELTACHECK_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         deltacheck_("ls", run.root)
 
 
-def test_control_characters_from_disk_never_reach_a_terminal(tmp_path: Path, deltacheck_: Command) -> None:
+def test_control_characters_from_disk_never_reach_a_terminal(
+    tmp_path: Path, deltacheck_: Command
+) -> None:
     with Engine(tmp_path / "root") as engine:
-        engine.save(0, {"note": "\x1b[31mred", "[bold]x": torch.ones(1)}, metrics={"\x1b]0;t\x07": 1.0}).result(60)
+        engine.save(
+            0, {"note": "\x1b[31mred", "[bold]x": torch.ones(1)}, metrics={"\x1b]0;t\x07": 1.0}
+        ).result(60)
     for line in (["ls"], ["show", "0"]):
         out = deltacheck_(line[0], tmp_path / "root", *line[1:]).out
         assert "\x1b" not in out
@@ -865,7 +1057,11 @@ def test_a_reader_that_goes_away_is_told_in_a_line(run: Run) -> None:
         os.close(read)
         arguments = line if line == ["--help"] else [line[0], str(run.root), *line[1:]]
         done = subprocess.run(
-            [sys.executable, "-m", "deltacheck.cli", *arguments], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "deltacheck.cli", *arguments],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
         )
         os.close(write)
         assert done.returncode == 141
@@ -881,7 +1077,7 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Run) -> None:
     assert done.stderr == "deltacheck: No space left on device\n"
 
 
-# --- the command itself -----------------------------------------------------------------------------------------------------
+# --- the command itself ---------------------------------------------------------------------------
 
 
 def test_help_lists_every_command_with_a_line(deltacheck_: Command) -> None:
@@ -904,12 +1100,27 @@ def test_no_words_at_all_is_misuse_that_helps(deltacheck_: Command) -> None:
     assert "verify" in shown.out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["ls"], ["diff", "0", "25"], ["export", "25", "--to", "npz", "--force"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["ls"], ["diff", "0", "25"], ["export", "25", "--to", "npz", "--force"]],
+)
 def test_a_command_imports_no_framework(arguments: list[str], run: Run, tmp_path: Path) -> None:
     words = arguments if arguments == ["--help"] else [arguments[0], str(run.root), *arguments[1:]]
-    code = f"import sys; from deltacheck.cli import main; main({words!r}); print(*sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    heavy = {"torch", "jax", "orbax", "flax", "safetensors"} | ({"numpy", "tensorstore"} if arguments == ["--help"] else set())
+    code = (
+        f"import sys; from deltacheck.cli import main; main({words!r}); print(*sys.modules,"
+        " file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    heavy = {"torch", "jax", "orbax", "flax", "safetensors"} | (
+        {"numpy", "tensorstore"} if arguments == ["--help"] else set()
+    )
     assert heavy.isdisjoint(done.stderr.split())
 
 
@@ -920,19 +1131,39 @@ def cli_page() -> str:
 def test_every_documented_exit_code_is_the_programs() -> None:
     from deltacheck.cli import output as o
 
-    codes = [o.OK, o.FOUND_DAMAGE, o.MISUSE, o.NOT_FOUND, o.DAMAGED, o.REFUSED, o.DEFECT, o.INTERRUPTED, o.BROKEN_PIPE]
+    codes = [
+        o.OK,
+        o.FOUND_DAMAGE,
+        o.MISUSE,
+        o.NOT_FOUND,
+        o.DAMAGED,
+        o.REFUSED,
+        o.DEFECT,
+        o.INTERRUPTED,
+        o.BROKEN_PIPE,
+    ]
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", cli_page(), re.MULTILINE)] == codes
 
 
-def test_every_key_of_every_document_is_documented(run: Run, tmp_path: Path, deltacheck_: Command) -> None:
+def test_every_key_of_every_document_is_documented(
+    run: Run, tmp_path: Path, deltacheck_: Command
+) -> None:
     def keys(value: Any) -> set[str]:
         if isinstance(value, dict):
             return {key for key in value if key != "loss"}.union(*map(keys, value.values()))
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
-    rows = {row.split("|")[1]: row for row in cli_page().split("## JSON")[1].splitlines() if row.startswith("| `")}
+    rows = {
+        row.split("|")[1]: row
+        for row in cli_page().split("## JSON")[1].splitlines()
+        if row.startswith("| `")
+    }
     lines = (["ls"], ["show", 25], ["log", "--by-class"], ["diff", 0, 25], ["verify"], ["gc"])
-    more = (["export", 0, "--out", tmp_path / "x.npz"], ["report", "-o", tmp_path / "r.html"], ["plan", *SPEEDS])
+    more = (
+        ["export", 0, "--out", tmp_path / "x.npz"],
+        ["report", "-o", tmp_path / "r.html"],
+        ["plan", *SPEEDS],
+    )
     for command, *options in (*lines, *more):
         found = keys(deltacheck_(command, run.root, *options, "--json").json) - {"schema"}
         (row,) = [text for commands, text in rows.items() if f"`{command}`" in commands]

@@ -1,4 +1,6 @@
-"""`deltacheck profile`: the same run from a root, from torch.save files and from a plain Orbax manager gives the same profile."""
+"""`deltacheck profile`: the same run from a root, from torch.save files and from a plain Orbax
+manager gives the same profile.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def states() -> Any:
         optimizer.step()
         optimizer.zero_grad()
         if step in STEPS:
-            yield step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            yield (
+                step,
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            )
 
 
 @pytest.fixture
@@ -52,29 +57,46 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_root_and_files_of_torch_give_the_same_profile(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_root_and_files_of_torch_give_the_same_profile(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     about = told(capsys, "profile", str(saved / "root"), "-o", str(saved / "a.json"))
-    assert told(capsys, "profile", str(saved / "files"), "-o", str(saved / "b.json"))["classes"] == about["classes"]
+    assert (
+        told(capsys, "profile", str(saved / "files"), "-o", str(saved / "b.json"))["classes"]
+        == about["classes"]
+    )
     one, other = (Profile.read(saved / name) for name in ("a.json", "b.json"))
     assert one.leaves == other.leaves
-    assert (one.source, one.interval_steps, one.optimizer) == ("root", 5, AdamRule(0.9, 0.999, 1e-8))
+    assert (one.source, one.interval_steps, one.optimizer) == (
+        "root",
+        5,
+        AdamRule(0.9, 0.999, 1e-8),
+    )
     assert one.loss.values == tuple(1 / step for step in STEPS)
     assert one.gradient_norm.steps == tuple(STEPS)
-    assert (about["steps"], about["stable_start"], about["betas"]) == (len(STEPS), one.stable_start, [0.9, 0.999])
+    assert (about["steps"], about["stable_start"], about["betas"]) == (
+        len(STEPS),
+        one.stable_start,
+        [0.9, 0.999],
+    )
     roles = {row["role"]: row for row in about["classes"]}
     assert roles["weight"]["density"] == 1
     assert roles["second_moment"]["drift_unit"] == "octaves"
     assert one.leaves["model/weight"].density.steps == tuple(STEPS)[1:]
 
 
-def test_the_table_says_what_the_profile_says(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_the_profile_says(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json")]) == 0
     out = capsys.readouterr().out
     assert f"{len(STEPS)} steps, 5 apart" in out
     assert "second_moment" in out
     assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json")]) == 5
     assert "--force" in capsys.readouterr().err
-    assert main(["profile", str(saved / "root"), "--out", str(saved / "profile.json"), "--force"]) == 0
+    assert (
+        main(["profile", str(saved / "root"), "--out", str(saved / "profile.json"), "--force"]) == 0
+    )
 
 
 def test_only_exact_steps_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +112,13 @@ def test_only_exact_steps_are_read(saved: Path, monkeypatch: pytest.MonkeyPatch)
     assert asked == [{"contract": "exact"}] * len(STEPS)
 
 
-def test_a_plain_orbax_manager_is_read_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_orbax_manager_is_read_step_by_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jax, ocp, optax = (pytest.importorskip(name) for name in ("jax", "orbax.checkpoint", "optax"))
-    params = {"dense": jax.numpy.asarray(np.random.default_rng(0).standard_normal((48, 64)), np.float32)}
+    params = {
+        "dense": jax.numpy.asarray(np.random.default_rng(0).standard_normal((48, 64)), np.float32)
+    }
     optimizer = optax.adamw(1e-3)
     state = optimizer.init(params)
     with ocp.CheckpointManager(tmp_path / "run") as manager:
@@ -103,7 +129,9 @@ def test_a_plain_orbax_manager_is_read_step_by_step(tmp_path: Path, capsys: pyte
         manager.wait_until_finished()
     out = str(tmp_path / "profile.json")
     assert told(capsys, "profile", str(tmp_path / "run"), "-o", out)["betas"] is None
-    about = told(capsys, "profile", str(tmp_path / "run"), "-o", out, "--betas", "0.9,0.999", "--force")
+    about = told(
+        capsys, "profile", str(tmp_path / "run"), "-o", out, "--betas", "0.9,0.999", "--force"
+    )
     assert (about["steps"], about["betas"]) == (4, [0.9, 0.999])
     roles = {path: leaf.role for path, leaf in Profile.read(out).leaves.items()}
     assert roles["params/dense"] == "weight"
@@ -134,7 +162,9 @@ def test_what_is_no_series_of_steps_is_refused_in_one_line(
     for name in ("empty", "one", "two", "twice"):
         Path(name).mkdir()
     torch.save({"w": torch.zeros(3)}, "one/step1.pt")
-    torch.save({"w": torch.zeros(3), "path": Path("x")}, "two/step1.pt")  # a type that weights_only refuses
+    torch.save(
+        {"w": torch.zeros(3), "path": Path("x")}, "two/step1.pt"
+    )  # a type that weights_only refuses
     Path("twice/step1.pt").touch(), Path("twice/other1.pt").touch()
     assert main(["profile", *words]) == code
     error = capsys.readouterr().err

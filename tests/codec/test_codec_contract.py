@@ -1,4 +1,6 @@
-"""The codec contract, and the shared vectors, over every host codec. tests/backends/orbax/test_codec_ffi.py does the same for JAX arrays."""
+"""The codec contract, and the shared vectors, over every host codec.
+tests/backends/orbax/test_codec_ffi.py does the same for JAX arrays.
+"""
 
 import json
 from pathlib import Path
@@ -15,10 +17,23 @@ VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "encoder.json").re
 def read_vector(vector):
     """(current, base or None, bounds, word_bytes, Encoded) of one entry of encoder.json."""
     current = np.frombuffer(bytes.fromhex(vector["current"]), np.uint8)
-    base = None if vector["base"] is None else np.frombuffer(bytes.fromhex(vector["base"]), np.uint8).copy()
-    streams = {name: np.frombuffer(bytes.fromhex(content), np.uint8) for name, content in vector["streams"].items()}
+    base = (
+        None
+        if vector["base"] is None
+        else np.frombuffer(bytes.fromhex(vector["base"]), np.uint8).copy()
+    )
+    streams = {
+        name: np.frombuffer(bytes.fromhex(content), np.uint8)
+        for name, content in vector["streams"].items()
+    }
     rows = np.array(vector["rows"], np.uint32).reshape(-1, 5)
-    return current, base, np.array(vector["bounds"], np.uint64), vector["word_bytes"], Encoded(rows, streams)
+    return (
+        current,
+        base,
+        np.array(vector["bounds"], np.uint64),
+        vector["word_bytes"],
+        Encoded(rows, streams),
+    )
 
 
 class VectorContract:
@@ -27,7 +42,9 @@ class VectorContract:
     @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: v["name"])
     def test_a_vector_is_encoded_to_its_bytes(self, codec, vector):
         current, base, bounds, word_bytes, expected = read_vector(vector)
-        encoded, _ = codec.encode(self.held(current), None if base is None else self.held(base), bounds, word_bytes)
+        encoded, _ = codec.encode(
+            self.held(current), None if base is None else self.held(base), bounds, word_bytes
+        )
         assert encoded.rows.tolist() == expected.rows.tolist()
         assert {n: s.tobytes().hex() for n, s in encoded.streams.items()} == vector["streams"]
 

@@ -1,4 +1,6 @@
-"""Master weights as codes on a lattice: the bound, the cells of the exactly stored weights, and the same bits everywhere."""
+"""Master weights as codes on a lattice: the bound, the cells of the exactly stored weights, and the
+same bits everywhere.
+"""
 
 import math
 import struct
@@ -21,7 +23,7 @@ MASK = 2**64 - 1
 MOST = float(np.finfo(np.float32).max)
 
 
-# --- the plain telling: one element, Python's own numbers ----------------------------------------------------------------------
+# --- the plain telling: one element, Python's own numbers -----------------------------------------
 
 
 def phase(number):
@@ -69,7 +71,7 @@ def bits(array):
     return np.asarray(array, np.float32).view(np.uint32)
 
 
-# --- what must hold --------------------------------------------------------------------------------------------------------------
+# --- what must hold -------------------------------------------------------------------------------
 
 
 @given(
@@ -78,14 +80,18 @@ def bits(array):
     st.integers(0, MASK),
     st.sampled_from(_native.instruction_sets()),
 )
-def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has_it(values, step, seed, kernels):
+def test_every_code_is_the_cell_and_every_value_its_middle_as_the_definition_has_it(
+    values, step, seed, kernels
+):
     _native.use_instruction_set(kernels)
     x = np.array(values, np.float32)
     coded, back = there_and_back(x, step, seed)
     told = [told_plainly(float(value), step, seed + i) for i, value in enumerate(x)]
     assert coded.codes.tolist() == [q or 0 for q, _ in told]
     assert coded.refused == sum(q is None for q, _ in told)
-    errors = [abs(to - float(value)) for (q, to), value in zip(told, x, strict=True) if q is not None]
+    errors = [
+        abs(to - float(value)) for (q, to), value in zip(told, x, strict=True) if q is not None
+    ]
     assert coded.largest_error == max(errors, default=0.0)
     kept = [q is not None for q, _ in told]
     assert np.array_equal(bits(back)[kept], bits([to for q, to in told if q is not None]))
@@ -110,15 +116,22 @@ def test_no_error_is_above_half_a_step_and_half_a_unit_in_the_last_place(values,
     st.integers(0, MASK),
     st.sampled_from(_native.instruction_sets()),
 )
-def test_with_weights_a_value_casts_to_its_weight_and_is_no_farther_away(values, step, seed, kernels):
+def test_with_weights_a_value_casts_to_its_weight_and_is_no_farther_away(
+    values, step, seed, kernels
+):
     _native.use_instruction_set(kernels)
     x = np.array(values, np.float32)
     step = fitting(x, step)
     with np.errstate(over="ignore"):
         weights = x.astype(ml_dtypes.bfloat16)
-    (free_coded, free), (coded, held) = there_and_back(x, step, seed), there_and_back(x, step, seed, weights)
+    (free_coded, free), (coded, held) = (
+        there_and_back(x, step, seed),
+        there_and_back(x, step, seed, weights),
+    )
     with np.errstate(over="ignore"):
-        assert np.array_equal(held.astype(ml_dtypes.bfloat16).view(np.uint16), weights.view(np.uint16))
+        assert np.array_equal(
+            held.astype(ml_dtypes.bfloat16).view(np.uint16), weights.view(np.uint16)
+        )
     assert np.array_equal(coded.codes, free_coded.codes)
     exact = x.astype(np.float64)
     assert np.all(np.abs(held - exact) <= np.abs(free - exact))
@@ -139,7 +152,9 @@ def test_the_errors_are_those_of_the_values_that_a_restore_gives(step, with_weig
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())
 def test_any_weight_that_is_no_nan_is_kept_whatever_the_code(kernels):
-    """Weights and codes that do not belong together, all 65536 weights: infinities, subnormals and zeros of both signs have cells, too."""
+    """Weights and codes that do not belong together, all 65536 weights: infinities, subnormals and
+    zeros of both signs have cells, too.
+    """
     _native.use_instruction_set(kernels)
     weights = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
     no_nan = ~np.isnan(weights.astype(np.float32))
@@ -151,7 +166,9 @@ def test_any_weight_that_is_no_nan_is_kept_whatever_the_code(kernels):
             with np.errstate(over="ignore"):
                 cast = held.astype(ml_dtypes.bfloat16).view(np.uint16)
             assert np.array_equal(cast[no_nan], weights.view(np.uint16)[no_nan])
-            assert np.array_equal(bits(held[~no_nan]), bits(lattice.values(codes, step, 7)[~no_nan]))
+            assert np.array_equal(
+                bits(held[~no_nan]), bits(lattice.values(codes, step, 7)[~no_nan])
+            )
 
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())
@@ -159,13 +176,18 @@ def test_a_cell_reaches_just_as_far_as_rounding_does(kernels):
     _native.use_instruction_set(kernels)
     weights = np.array([0x3F80, 0x3F81, 0x0000, 0x8000, 0x7F7F, 0xFF80], np.uint16)
     far = np.full(6, 2**31 - 1, np.int32)
-    low, high = (bits(lattice.values(codes, MOST_STEP, 0, weights=weights)).tolist() for codes in (-far, far))
+    low, high = (
+        bits(lattice.values(codes, MOST_STEP, 0, weights=weights)).tolist() for codes in (-far, far)
+    )
     assert low == [0x3F7F8000, 0x3F808001, 0x00000000, 0x80008000, 0x7F7E8001, 0xFF7FFFFF]
     assert high == [0x3F808000, 0x3F817FFF, 0x00008000, 0x80000000, 0x7F7F7FFF, 0xFF7F8000]
 
 
 def test_values_that_have_no_code_are_counted_and_are_in_no_error():
-    x = np.array([np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31) - 512, 2.0**31 - 128, -(2.0**31), 1.0] * 20, np.float32)
+    x = np.array(
+        [np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31) - 512, 2.0**31 - 128, -(2.0**31), 1.0] * 20,
+        np.float32,
+    )
     coded = lattice.codes(x, 1.0, 3)
     assert (coded.codes != 0).tolist() == [False, False, False, False, False, True, True, True] * 20
     assert coded.refused == 100
@@ -186,7 +208,9 @@ def test_bits_are_those_of_the_plain_telling_on_any_kernels(kernels):
             assert np.array_equal(found.codes, codes)
             assert list(found[1:]) == rest
             back = lattice.values(codes, step, 77, weights=cells)
-            assert np.array_equal(bits(back), bits(reference_codes.lattice_values(codes, cells, step, 77)))
+            assert np.array_equal(
+                bits(back), bits(reference_codes.lattice_values(codes, cells, step, 77))
+            )
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 65536, 65537, 3 * 65536 + 5])
@@ -209,7 +233,10 @@ def test_bits_depend_neither_on_threads_nor_on_where_a_tensor_is_cut(count):
     part = lattice.values(rest.codes, step, seed, weights=weights[cut:], start=cut)
     assert np.array_equal(bits(part), bits(values[cut:]))
     assert lattice.codes(x, step, seed, out=one.codes).codes is one.codes
-    assert lattice.values(one.codes, step, seed, weights=weights, out=one.codes.view(np.float32)).size == count
+    assert (
+        lattice.values(one.codes, step, seed, weights=weights, out=one.codes.view(np.float32)).size
+        == count
+    )
     assert np.array_equal(one.codes.view(np.uint32), bits(values))
 
 
@@ -217,8 +244,12 @@ def test_a_drift_far_below_the_step_is_kept_on_average_and_flips_few_codes():
     """Why there is a phase: rounding to a fixed lattice would leave every value where it was."""
     count, step, drift = 200_000, 1e-3, 2e-5
     x = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
-    (first, before), (second, after) = (there_and_back(v, step, 11) for v in (x, x + np.float32(drift)))
-    assert (after.astype(np.float64) - before.astype(np.float64)).mean() == pytest.approx(drift, rel=0.1)
+    (first, before), (second, after) = (
+        there_and_back(v, step, 11) for v in (x, x + np.float32(drift))
+    )
+    assert (after.astype(np.float64) - before.astype(np.float64)).mean() == pytest.approx(
+        drift, rel=0.1
+    )
     flipped = np.count_nonzero(first.codes != second.codes)
     assert 0.01 * count < flipped < 0.03 * count  # a part of drift / step of them
     assert np.abs(first.codes - second.codes).max() == 1

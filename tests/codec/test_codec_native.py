@@ -1,4 +1,6 @@
-"""The native codec alone: equal to the reference on anything, on any number of threads, with any kernels, from any memory."""
+"""The native codec alone: equal to the reference on anything, on any number of threads, with any
+kernels, from any memory.
+"""
 
 import importlib
 import logging
@@ -13,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltacheck.codec
-from deltacheck.codec import CHANGED, DIFF, METHOD, PLANES, TILE_BYTES, Encoded, NativeCodec, ReferenceCodec
+from deltacheck.codec import (
+    CHANGED,
+    DIFF,
+    METHOD,
+    PLANES,
+    TILE_BYTES,
+    Encoded,
+    NativeCodec,
+    ReferenceCodec,
+)
 from deltacheck.errors import DamagedStream
 from deltacheck.testing.codec import CASES, DAMAGES, Case, moved, same, words
 
@@ -29,10 +40,17 @@ def encode(codec, case):
 
 @st.composite
 def runs(draw):
-    """Any run of up to three tiles and a bit in the cuts that are hardest: tile edges, empty chunks, single words."""
+    """Any run of up to three tiles and a bit in the cuts that are hardest: tile edges, empty
+    chunks, single words.
+    """
     w = draw(st.sampled_from([1, 2, 4, 8]))
     tile = TILE_BYTES // w
-    length = draw(st.one_of(st.integers(0, 300), st.sampled_from([tile - 1, tile, tile + 1, 3 * tile, 3 * tile + 63])))
+    length = draw(
+        st.one_of(
+            st.integers(0, 300),
+            st.sampled_from([tile - 1, tile, tile + 1, 3 * tile, 3 * tile + 63]),
+        )
+    )
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
     density = draw(st.sampled_from([0.0, 0.0005, 0.003, 0.02, 0.06, 0.07, 0.25, 0.5, 0.9, 1.0]))
@@ -68,12 +86,16 @@ def test_any_run_gives_the_bytes_of_the_reference_and_comes_back(case, kernels, 
 
 @given(st.sampled_from(DAMAGES), st.data())
 def test_any_flipped_byte_is_refused_by_both_or_means_the_same_to_both(damage, data):
-    """From sound or damaged streams, one byte is changed: no read or write goes astray, and no codec is more lenient than another."""
+    """From sound or damaged streams, one byte is changed: no read or write goes astray, and no
+    codec is more lenient than another.
+    """
     streams = {name: np.array(content) for name, content in damage.encoded.streams.items()}
     name = data.draw(st.sampled_from(sorted(streams)))
     rows = damage.encoded.rows.copy()
     if streams[name].size and data.draw(st.booleans()):
-        streams[name][data.draw(st.integers(0, streams[name].size - 1))] ^= data.draw(st.integers(1, 255))
+        streams[name][data.draw(st.integers(0, streams[name].size - 1))] ^= data.draw(
+            st.integers(1, 255)
+        )
     else:
         rows[data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, 4))] = data.draw(
             st.sampled_from([0, 1, 2, 5, 70_000, 2**32 - 1])
@@ -107,9 +129,17 @@ def test_a_refusal_reads_the_same_as_the_references(damage):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bytes_depend_neither_on_threads_nor_on_kernels(kernels, threads):
     base = words(40 * TILE_BYTES // 2 + 1234, 2)
-    current = np.concatenate([part for k in range(8) for part in [moved(base[k::8], (0, 0.001, 0.3, 1.0)[k % 4], 300, k)]])
+    current = np.concatenate(
+        [
+            part
+            for k in range(8)
+            for part in [moved(base[k::8], (0, 0.001, 0.3, 1.0)[k % 4], 300, k)]
+        ]
+    )
     bounds = np.append(np.arange(0, base.size, 5000, np.uint64), np.uint64(base.size))
-    expected, _ = ReferenceCodec().encode(current.view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
+    expected, _ = ReferenceCodec().encode(
+        current.view(np.uint8), base.view(np.uint8).copy(), bounds, 2
+    )
     _native.use_instruction_set(kernels)
     _native.set_threads(threads)
     encoded, _ = NativeCodec().encode(current.view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
@@ -117,10 +147,14 @@ def test_bytes_depend_neither_on_threads_nor_on_kernels(kernels, threads):
 
 
 def test_the_first_bad_chunk_is_named_on_any_number_of_threads():
-    """Chunks are large enough for several threads to be at work when the first bad one comes, and all after it are bad, too."""
+    """Chunks are large enough for several threads to be at work when the first bad one comes, and
+    all after it are bad, too.
+    """
     base = words(60 * 20_000, 2)
     bounds = np.arange(0, base.size + 1, 20_000, dtype=np.uint64)
-    encoded, _ = NativeCodec().encode(moved(base, 0.2, 3).view(np.uint8), base.view(np.uint8).copy(), bounds, 2)
+    encoded, _ = NativeCodec().encode(
+        moved(base, 0.2, 3).view(np.uint8), base.view(np.uint8).copy(), bounds, 2
+    )
     values = encoded.streams["values"].copy()
     values[int(encoded.rows[:50, CHANGED].sum()) :] = 255
     damaged = encoded._replace(streams={**encoded.streams, "values": values})
@@ -132,14 +166,20 @@ def test_the_first_bad_chunk_is_named_on_any_number_of_threads():
 
 
 def test_a_chunk_of_many_tiles_of_every_kind_comes_back():
-    """More than the usual chunk: the sample has several tiles, and a word's density differs from tile to tile."""
+    """More than the usual chunk: the sample has several tiles, and a word's density differs from
+    tile to tile.
+    """
     tile = TILE_BYTES // 4
     base = words(40 * tile + 11, 4)
     current = base.copy()
     for k in range(40):
         part = slice(k * tile, (k + 1) * tile)
-        current[part] = moved(base[part], (0, 0.0003, 0.01, 0.06, 0.07, 0.5, 1.0)[k % 7], 10 ** (k % 6), k)
-    case = Case("mixed", current.view(np.uint8), base.view(np.uint8), np.array([0, base.size], np.uint64), 4)
+        current[part] = moved(
+            base[part], (0, 0.0003, 0.01, 0.06, 0.07, 0.5, 1.0)[k % 7], 10 ** (k % 6), k
+        )
+    case = Case(
+        "mixed", current.view(np.uint8), base.view(np.uint8), np.array([0, base.size], np.uint64), 4
+    )
     encoded, _ = encode(NativeCodec(), case)
     assert same(encoded, encode(ReferenceCodec(), case)[0])
     decoded = case.base.copy()
@@ -152,13 +192,15 @@ def test_memory_may_lie_at_any_address(case):
     expected, _ = encode(NativeCodec(), case)
     for offset in (1, 3):
         current, base, decoded = (
-            np.empty(case.current.size + 64, np.uint8)[offset : offset + case.current.size] for _ in range(3)
+            np.empty(case.current.size + 64, np.uint8)[offset : offset + case.current.size]
+            for _ in range(3)
         )
         current[:], base[:], decoded[:] = case.current, case.base, case.base
         encoded, _ = NativeCodec().encode(current, base, case.bounds, case.word_bytes)
         assert same(encoded, expected)
         shifted = {
-            name: np.concatenate([[np.uint8(0)] * offset, content])[offset:] for name, content in encoded.streams.items()
+            name: np.concatenate([[np.uint8(0)] * offset, content])[offset:]
+            for name, content in encoded.streams.items()
         }
         NativeCodec().apply(Encoded(encoded.rows, shifted), decoded, case.bounds, case.word_bytes)
         assert np.array_equal(decoded, case.current)
@@ -242,7 +284,11 @@ def test_a_child_can_encode_that_was_forked_while_its_parent_did():
 def test_the_environment_chooses_the_kernels(name):
     say = "from deltacheck.codec.native import instruction_set; print(instruction_set())"
     done = subprocess.run(
-        [sys.executable, "-c", say], env={**os.environ, "DELTACHECK_ISA": name}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", say],
+        env={**os.environ, "DELTACHECK_ISA": name},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == name
 
@@ -253,7 +299,10 @@ def test_kernels_that_this_processor_lacks_are_refused_by_name():
 
 
 def test_the_extension_loads_without_a_framework():
-    say = "import sys, deltacheck.codec.native; sys.exit(any(name in sys.modules for name in ('jax', 'torch', 'jaxlib')))"
+    say = (
+        "import sys, deltacheck.codec.native; sys.exit(any(name in sys.modules for name in ('jax',"
+        " 'torch', 'jaxlib')))"
+    )
     assert subprocess.run([sys.executable, "-c", say], check=False).returncode == 0
 
 
@@ -286,15 +335,25 @@ stored = sum(s.nbytes for s in encoded.streams.values())
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, stored)
 """
     used, stored = map(
-        int, subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, check=True).stdout.split()
+        int,
+        subprocess.run(
+            [sys.executable, "-c", say], capture_output=True, text=True, check=True
+        ).stdout.split(),
     )
     assert used < stored + (16 << 20)
 
 
 def test_the_methods_of_a_training_step_are_those_that_the_documents_name():
-    """float32 state with every word moved is kept as planes of differences, a first save as planes of values."""
+    """float32 state with every word moved is kept as planes of differences, a first save as planes
+    of values.
+    """
     base = words(1 << 16, 4)
     bounds = np.array([0, 1 << 16], np.uint64)
     stepped = moved(base, 1.0, 3000)
-    assert NativeCodec().encode(stepped.view(np.uint8), base.view(np.uint8).copy(), bounds, 4)[0].rows[0, METHOD] == DIFF
+    assert (
+        NativeCodec()
+        .encode(stepped.view(np.uint8), base.view(np.uint8).copy(), bounds, 4)[0]
+        .rows[0, METHOD]
+        == DIFF
+    )
     assert NativeCodec().encode(base.view(np.uint8), None, bounds, 4)[0].rows[0, METHOD] == PLANES

@@ -1,4 +1,6 @@
-"""Moments on a logarithmic scale: the bound over all floats, zero, the dead band, and the bits of the plain telling everywhere."""
+"""Moments on a logarithmic scale: the bound over all floats, zero, the dead band, and the bits of
+the plain telling everywhere.
+"""
 
 import math
 
@@ -19,12 +21,16 @@ ROUNDING = 2.0**-23  # of the quotient of which the largest error is the logarit
 
 
 def any_floats():
-    return st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70).map(lambda b: np.array(b, np.uint32).view(np.float32))
+    return st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70).map(
+        lambda b: np.array(b, np.uint32).view(np.float32)
+    )
 
 
 def live(random, count=5000):
     """Second moments as training has them, with subnormals and zeros among them."""
-    v = (random.standard_normal(count) * 10.0 ** random.uniform(-8, 0, count)).astype(np.float32) ** 2
+    v = (random.standard_normal(count) * 10.0 ** random.uniform(-8, 0, count)).astype(
+        np.float32
+    ) ** 2
     v[::97], v[1::97] = 0, np.arange(1, 1 + v[1::97].size, dtype=np.uint32).view(np.float32)
     return v
 
@@ -37,10 +43,12 @@ def distance(x, y):
 
 def restored(values, **options):
     coded = octaves.codes(values, **options)
-    return coded, octaves.values(coded.codes, fraction_bits=options["fraction_bits"], signed=options["signed"])
+    return coded, octaves.values(
+        coded.codes, fraction_bits=options["fraction_bits"], signed=options["signed"]
+    )
 
 
-# --- the bound ---------------------------------------------------------------------------------------------------------------------
+# --- the bound ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fraction_bits", "signed"), FORMS)
@@ -50,7 +58,9 @@ def test_whatever_has_a_code_is_within_half_a_cell_of_it(fraction_bits, signed, 
     kept = coded.codes != 0
     half = 2.0 ** -(fraction_bits + 1)
     assert np.all(distance(x[kept], back[kept]) <= half)
-    true = np.abs(np.log2(np.abs(back[kept]).astype(np.float64) / np.abs(x[kept]).astype(np.float64)))
+    true = np.abs(
+        np.log2(np.abs(back[kept]).astype(np.float64) / np.abs(x[kept]).astype(np.float64))
+    )
     assert np.all(true <= math.log2(1 + half) + 1e-12)
     assert np.all(np.signbit(back[kept]) == np.signbit(x[kept]))
     assert np.all(back[~kept] == 0)
@@ -63,7 +73,9 @@ def test_subnormals_have_cells_like_all_others():
     for fraction_bits in (0, 2, 7):
         coded, back = restored(x, fraction_bits=fraction_bits, signed=False)
         assert coded.refused == coded.zeroed == 0
-        assert 0 < coded.largest_error_octaves <= math.log2(1 + 2.0 ** -(fraction_bits + 1)) + ROUNDING
+        assert (
+            0 < coded.largest_error_octaves <= math.log2(1 + 2.0 ** -(fraction_bits + 1)) + ROUNDING
+        )
         assert np.all(back > 0)
 
 
@@ -80,7 +92,13 @@ def test_zero_stays_zero_and_no_other_value_becomes_it_unless_that_is_said(fract
 
 @pytest.mark.parametrize(
     ("fraction_bits", "signed", "end"),
-    [(0, False, 2.0**106), (0, True, 2.0**27), (1, False, math.inf), (7, False, math.inf), (6, True, math.inf)],
+    [
+        (0, False, 2.0**106),
+        (0, True, 2.0**27),
+        (1, False, math.inf),
+        (7, False, math.inf),
+        (6, True, math.inf),
+    ],
 )
 def test_values_without_a_code_are_counted(fraction_bits, signed, end):
     nan, most = float("nan"), float(np.finfo(np.float32).max)
@@ -96,15 +114,20 @@ def test_values_without_a_code_are_counted(fraction_bits, signed, end):
 
 def test_codes_without_fraction_bits_take_a_byte():
     x = np.ones((3, 5), np.float32)
-    assert [octaves.codes(x, fraction_bits=f, signed=s).codes.dtype.itemsize for f, s in FORMS] == [1, 1] + 14 * [2]
+    assert [octaves.codes(x, fraction_bits=f, signed=s).codes.dtype.itemsize for f, s in FORMS] == [
+        1,
+        1,
+    ] + 14 * [2]
     assert [octaves.code_dtype(f).itemsize for f, _ in FORMS] == [1, 1] + 14 * [2]
     assert octaves.codes(x).codes.shape == octaves.values(octaves.codes(x).codes).shape == (3, 5)
 
 
-# --- the dead band -----------------------------------------------------------------------------------------------------------------
+# --- the dead band --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fraction_bits", "signed"), [(0, False), (0, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("fraction_bits", "signed"), [(0, False), (0, True), (2, False), (3, True)]
+)
 @pytest.mark.parametrize("cells", [0.5, 0.75, 2.0])
 def test_a_base_code_is_kept_just_where_it_is_near_enough(fraction_bits, signed, cells):
     random = np.random.default_rng(1)
@@ -116,7 +139,9 @@ def test_a_base_code_is_kept_just_where_it_is_near_enough(fraction_bits, signed,
     base = octaves.codes(before, fraction_bits=fraction_bits, signed=signed).codes
     old = octaves.values(base, fraction_bits=fraction_bits, signed=signed)
     nearest = octaves.codes(now, fraction_bits=fraction_bits, signed=signed)
-    coded, back = restored(now, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=dead_band)
+    coded, back = restored(
+        now, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=dead_band
+    )
     keep = (base != 0) & (nearest.codes != 0) & (np.signbit(old) == np.signbit(now))
     keep[keep] &= distance(old[keep], now[keep]) <= dead_band
     assert 0.1 < keep.mean() < 1
@@ -132,7 +157,10 @@ def test_values_that_drift_to_and_fro_keep_their_codes_under_a_dead_band():
     before = live(random, 100_000)
     now = before * np.exp2(random.normal(0, 0.1, before.size)).astype(np.float32)
     base = octaves.codes(before).codes
-    changed = [np.count_nonzero(octaves.codes(now, base=base, dead_band=d).codes != base) / base.size for d in (0.5, 0.75, 1.0)]
+    changed = [
+        np.count_nonzero(octaves.codes(now, base=base, dead_band=d).codes != base) / base.size
+        for d in (0.5, 0.75, 1.0)
+    ]
     assert changed[0] > 5 * changed[1] > 5 * changed[2]
 
 
@@ -140,10 +168,12 @@ def test_a_base_that_is_zero_or_of_the_other_sign_or_means_nothing_is_not_kept()
     x = np.array([1.0, -1.0, 1.0, 0.0, 1.0], np.float32)
     right = octaves.codes(x, fraction_bits=2, signed=True).codes
     base = np.array([0, right[0], right[1], right[0], 0x7FFF], np.uint16)
-    assert np.array_equal(octaves.codes(x, fraction_bits=2, signed=True, base=base, dead_band=8.0).codes, right)
+    assert np.array_equal(
+        octaves.codes(x, fraction_bits=2, signed=True, base=base, dead_band=8.0).codes, right
+    )
 
 
-# --- the same bits everywhere ----------------------------------------------------------------------------------------------------
+# --- the same bits everywhere ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", _native.instruction_sets())
@@ -156,17 +186,28 @@ def test_bits_are_those_of_the_plain_telling(fraction_bits, signed, kernels):
         near = np.clip(live(random, count), 0, 1)
         for x, base in (
             (anything, None),
-            (anything, random.integers(0, 1 << 8 * np.dtype(form.dtype).itemsize, count, form.dtype)),
+            (
+                anything,
+                random.integers(0, 1 << 8 * np.dtype(form.dtype).itemsize, count, form.dtype),
+            ),
             (near, 0),
         ):
             if base is not None and np.isscalar(base):
-                base = octaves.codes(x * np.float32(1.2), fraction_bits=fraction_bits, signed=signed).codes
-            coded = octaves.codes(x, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=0.7)
-            codes, refused, zeroed, ratio, away = reference_codes.octave_codes(x, form, base, math.floor(0.7 * 2**23))
+                base = octaves.codes(
+                    x * np.float32(1.2), fraction_bits=fraction_bits, signed=signed
+                ).codes
+            coded = octaves.codes(
+                x, fraction_bits=fraction_bits, signed=signed, base=base, dead_band=0.7
+            )
+            codes, refused, zeroed, ratio, away = reference_codes.octave_codes(
+                x, form, base, math.floor(0.7 * 2**23)
+            )
             assert np.array_equal(coded.codes, codes)
             assert coded[1:] == (refused, zeroed, math.log2(ratio), away * 2.0**-23)
             back = octaves.values(codes, fraction_bits=fraction_bits, signed=signed)
-            assert np.array_equal(back.view(np.uint32), reference_codes.octave_values(codes, form).view(np.uint32))
+            assert np.array_equal(
+                back.view(np.uint32), reference_codes.octave_values(codes, form).view(np.uint32)
+            )
 
 
 @pytest.mark.parametrize("fraction_bits", [0, 3])
@@ -189,7 +230,7 @@ def test_bits_depend_neither_on_threads_nor_on_where_a_tensor_is_cut(count, frac
     assert np.array_equal(base, found[0].codes)
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 X, C = np.ones((4, 4), np.float32), np.ones((4, 4), np.uint8)
 
@@ -216,7 +257,8 @@ def test_arguments_that_do_not_fit_are_refused_by_name(arguments, says):
 
 
 @pytest.mark.parametrize(
-    ("fraction_bits", "signed", "code"), [(0, True, 0x80), (1, False, 600), (3, True, 0x8000), (6, True, 20000)]
+    ("fraction_bits", "signed", "code"),
+    [(0, True, 0x80), (1, False, 600), (3, True, 0x8000), (6, True, 20000)],
 )
 def test_codes_that_no_value_has_are_refused(fraction_bits, signed, code):
     bad = np.array([0, 1, code], octaves.code_dtype(fraction_bits))

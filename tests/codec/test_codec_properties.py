@@ -1,4 +1,6 @@
-"""Whatever the numbers, the cuts, the memory, the kernels and the threads: native bytes are the reference's, and they come back."""
+"""Whatever the numbers, the cuts, the memory, the kernels and the threads: native bytes are the
+reference's, and they come back.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,33 @@ DTYPES = {
     np.dtype(np.complex128): 8,
 }
 
-# As bits of a float32, float16 and bfloat16, one after the other: NaNs with payloads and signs, -0.0, subnormals, infinities.
+# As bits of a float32, float16 and bfloat16, one after the other: NaNs with payloads and signs,
+# -0.0, subnormals, infinities.
 ODD = {
-    4: [0x7FC00001, 0xFFC00002, 0x7F800001, 0x80000000, 0, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0xFFFFFFFF],
+    4: [
+        0x7FC00001,
+        0xFFC00002,
+        0x7F800001,
+        0x80000000,
+        0,
+        1,
+        0x807FFFFF,
+        0x7F800000,
+        0xFF800000,
+        0xFFFFFFFF,
+    ],
     2: [0x7E01, 0xFE02, 0x7FC1, 0xFFC2, 0x8000, 0, 1, 0x83FF, 0x7C00, 0x7F80],
     1: [0x7F, 0xFF, 0x80, 0, 1, 0x81],
-    8: [0x7FF8000000000001, 0xFFF8000000000002, 0x8000000000000000, 0, 1, 0x800FFFFFFFFFFFFF, 0x7FF0000000000000, 2**64 - 1],
+    8: [
+        0x7FF8000000000001,
+        0xFFF8000000000002,
+        0x8000000000000000,
+        0,
+        1,
+        0x800FFFFFFFFFFFFF,
+        0x7FF0000000000000,
+        2**64 - 1,
+    ],
 }
 
 
@@ -64,16 +87,28 @@ def numbers(dtype: np.dtype[Any], count: int, random: np.random.Generator) -> ND
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int]:
-    """(current, base, bounds, word_bytes): words of a dtype, some of them moved, some of them odd; any bounds."""
+    """(current, base, bounds, word_bytes): words of a dtype, some of them moved, some of them odd;
+    any bounds.
+    """
     dtype = draw(st.sampled_from(list(DTYPES)))
     width = DTYPES[dtype]
     tile = TILE_BYTES // dtype.itemsize
-    count = draw(st.one_of(st.integers(0, 200), st.sampled_from([tile - 1, tile, tile + 1, 2 * tile + 63, 17 * tile + 1])))
+    count = draw(
+        st.one_of(
+            st.integers(0, 200),
+            st.sampled_from([tile - 1, tile, tile + 1, 2 * tile + 63, 17 * tile + 1]),
+        )
+    )
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     base = numbers(dtype, count, random).view(f"<u{width}")
     density = draw(st.sampled_from([0.0, 0.0003, 0.004, 0.03, 0.12, 0.5, 0.97, 1.0]))
     far = draw(st.sampled_from([1, 3, 127, 128, 129, 20_000, 2**40]))
-    steps = random.integers(-far, far + 1, base.size).astype(np.int64).view(np.uint64).astype(base.dtype)
+    steps = (
+        random.integers(-far, far + 1, base.size)
+        .astype(np.int64)
+        .view(np.uint64)
+        .astype(base.dtype)
+    )
     current = np.where(random.random(base.size) < density, base + steps, base)
     odd = np.array(ODD[width], base.dtype)
     for array in (current, base):
@@ -98,7 +133,11 @@ OFFSETS = st.sampled_from([0, 0, 1, 2, 7, 63])
 @settings(max_examples=120)
 @given(pairs(), KERNELS, st.integers(1, 4), OFFSETS, st.booleans())
 def test_native_bytes_are_the_references_and_every_bit_comes_back(
-    pair: tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int], kernels: str, threads: int, offset: int, with_base: bool
+    pair: tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int],
+    kernels: str,
+    threads: int,
+    offset: int,
+    with_base: bool,
 ) -> None:
     current, base, bounds, width = pair
     _native.use_instruction_set(kernels)
@@ -118,10 +157,22 @@ def test_native_bytes_are_the_references_and_every_bit_comes_back(
 
 
 @settings(max_examples=120)
-@given(pairs(), st.sampled_from([SPARSE, BITMAP, DIFF, PLANES, RAW]), KERNELS, st.integers(1, 4), OFFSETS)
-@example((np.zeros(0, np.uint8), np.zeros(0, np.uint8), np.zeros(1, np.uint64), 1), SPARSE, "plain", 1, 0)
+@given(
+    pairs(),
+    st.sampled_from([SPARSE, BITMAP, DIFF, PLANES, RAW]),
+    KERNELS,
+    st.integers(1, 4),
+    OFFSETS,
+)
+@example(
+    (np.zeros(0, np.uint8), np.zeros(0, np.uint8), np.zeros(1, np.uint64), 1), SPARSE, "plain", 1, 0
+)
 def test_a_method_that_would_not_be_chosen_gives_the_same_bytes_everywhere_and_comes_back(
-    pair: tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int], method: int, kernels: str, threads: int, offset: int
+    pair: tuple[NDArray[Any], NDArray[Any], NDArray[np.uint64], int],
+    method: int,
+    kernels: str,
+    threads: int,
+    offset: int,
 ) -> None:
     current, base, bounds, width = pair
     now = current.view(np.uint8)
@@ -132,11 +183,20 @@ def test_a_method_that_would_not_be_chosen_gives_the_same_bytes_everywhere_and_c
         shadow = moved_to(base, offset)
         rows, streams = _native.encode(moved_to(now, offset), shadow, bounds, width, method)
         assert np.array_equal(shadow, now)
-        return Encoded(rows, {name: stream for name, stream in zip(STREAMS, streams, strict=True) if stream is not None})
+        return Encoded(
+            rows,
+            {
+                name: stream
+                for name, stream in zip(STREAMS, streams, strict=True)
+                if stream is not None
+            },
+        )
 
     encoded = encode(kernels, threads, offset)
     assert same(encoded, encode("plain", 1, 0))
-    assert set(encoded.rows[:, METHOD].tolist()) <= ({method, RAW} if method in (SPARSE, BITMAP) else {method})
+    assert set(encoded.rows[:, METHOD].tolist()) <= (
+        {method, RAW} if method in (SPARSE, BITMAP) else {method}
+    )
     for codec in (NativeCodec(), ReferenceCodec()):
         decoded = base.view(np.uint8).copy()
         codec.apply(encoded, decoded, bounds, width)

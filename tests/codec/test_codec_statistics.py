@@ -1,4 +1,6 @@
-"""Statistics of (current, base): equal to a plain telling in NumPy, bit for bit, on any processor and number of threads."""
+"""Statistics of (current, base): equal to a plain telling in NumPy, bit for bit, on any processor
+and number of threads.
+"""
 
 import subprocess
 import sys
@@ -32,11 +34,13 @@ DTYPES = {
 SPAN = 64 * TILE_BYTES
 
 
-# --- the plain telling ---------------------------------------------------------------------------------------------------------
+# --- the plain telling ----------------------------------------------------------------------------
 
 
 def in_order(terms):
-    """The sum of one chunk: lanes of a tile, added in halves; tiles of a span; spans. ``terms``: lists of spans of tiles."""
+    """The sum of one chunk: lanes of a tile, added in halves; tiles of a span; spans. ``terms``:
+    lists of spans of tiles.
+    """
     total = np.float64(0)
     for span in terms:
         partial = np.float64(0)
@@ -53,7 +57,13 @@ def in_order(terms):
 def cut(terms, item):
     """Spans of tiles."""
     spans = [terms[start : start + SPAN // item] for start in range(0, terms.size, SPAN // item)]
-    return [[span[start : start + TILE_BYTES // item] for start in range(0, span.size, TILE_BYTES // item)] for span in spans]
+    return [
+        [
+            span[start : start + TILE_BYTES // item]
+            for start in range(0, span.size, TILE_BYTES // item)
+        ]
+        for span in spans
+    ]
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -66,7 +76,9 @@ def told_plainly(current, base, bounds, dtype):
             rows.append((changed, 0, 0.0, 0.0, 0.0))
             continue
         computed = np.float64 if dtype == "float64" else np.float32
-        now, before = (bits.view(DTYPES[dtype]).astype(computed) for bits in (bits_now, bits_before))
+        now, before = (
+            bits.view(DTYPES[dtype]).astype(computed) for bits in (bits_now, bits_before)
+        )
         both = np.isfinite(now) & np.isfinite(before)
         before_kept = np.where(both, before, 0)
         d = (np.where(both, now, 0) - before_kept).astype(np.float64)
@@ -74,24 +86,33 @@ def told_plainly(current, base, bounds, dtype):
         sums = [in_order(cut(x * x, bits_now.itemsize)) for x in (d, b)]
         rows.append((changed, np.count_nonzero(~np.isfinite(now)), *sums, np.abs(d).max(initial=0)))
     columns = np.array(rows, object).reshape(-1, 5).T
-    return Statistics(*(column.astype(np.uint64 if k < 2 else np.float64) for k, column in enumerate(columns)))
+    return Statistics(
+        *(column.astype(np.uint64 if k < 2 else np.float64) for k, column in enumerate(columns))
+    )
 
 
 def same(one, other):
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+    return all(
+        a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True)
+    )
 
 
-# --- what must hold --------------------------------------------------------------------------------------------------------------
+# --- what must hold -------------------------------------------------------------------------------
 
 
 @st.composite
 def runs(draw):
-    """Words of any kind, cut at the edges of tiles, blocks and groups of lanes; infinities, NaNs, subnormals and zeros of both signs."""
+    """Words of any kind, cut at the edges of tiles, blocks and groups of lanes; infinities, NaNs,
+    subnormals and zeros of both signs.
+    """
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     w = min(DTYPES[dtype].itemsize, 8)
     tile = TILE_BYTES // w
     length = draw(
-        st.one_of(st.integers(0, 200), st.sampled_from([2048 // w - 1, 2048 // w + 33, tile, tile + 1, 2 * tile + 65]))
+        st.one_of(
+            st.integers(0, 200),
+            st.sampled_from([2048 // w - 1, 2048 // w + 33, tile, tile + 1, 2 * tile + 65]),
+        )
     )
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
@@ -100,12 +121,26 @@ def runs(draw):
     base = words(length, w, seed) if kind == "values" else noise.copy()
     if dtype == "float16" and kind == "values":
         base = random.standard_normal(length).astype(np.float16).view(np.uint16)
-    current = moved(base, draw(st.sampled_from([0.0, 0.01, 1.0])), draw(st.sampled_from([1, 100, 2 ** (8 * w - 1) - 1])), seed)
-    exponent = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}.get(dtype)
+    current = moved(
+        base,
+        draw(st.sampled_from([0.0, 0.01, 1.0])),
+        draw(st.sampled_from([1, 100, 2 ** (8 * w - 1) - 1])),
+        seed,
+    )
+    exponent = {
+        "float16": 0x7C00,
+        "bfloat16": 0x7F80,
+        "float32": 0x7F800000,
+        "float64": 0x7FF << 52,
+    }.get(dtype)
     if exponent and length:
         for array in (current, base):
             for at in draw(st.lists(st.integers(0, length - 1), max_size=2)):
-                array[at] = draw(st.sampled_from([exponent, exponent + 1, exponent - 1, 1, 0, (1 << (8 * w - 1))]))
+                array[at] = draw(
+                    st.sampled_from(
+                        [exponent, exponent + 1, exponent - 1, 1, 0, (1 << (8 * w - 1))]
+                    )
+                )
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=3)))
     return dtype, current, base, np.array([0, *cuts, length], np.uint64)
 
@@ -115,7 +150,9 @@ def test_any_run_has_the_bits_of_the_plain_telling(run, kernels, threads):
     dtype, current, base, bounds = run
     _native.use_instruction_set(kernels)
     _native.set_threads(threads)
-    assert same(statistics(current, base, bounds, dtype), told_plainly(current, base, bounds, dtype))
+    assert same(
+        statistics(current, base, bounds, dtype), told_plainly(current, base, bounds, dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
@@ -149,7 +186,10 @@ def test_every_value_of_16_bits_is_read_as_numpy_reads_it(dtype, kernels):
     # Not only one by one: in whole vectors, too.
     in_order_of_bits = np.where(finite, every, 0).astype(np.uint16)
     whole = np.array([0, every.size], np.uint64)
-    assert same(statistics(in_order_of_bits, zeros, whole, dtype), told_plainly(in_order_of_bits, zeros, whole, dtype))
+    assert same(
+        statistics(in_order_of_bits, zeros, whole, dtype),
+        told_plainly(in_order_of_bits, zeros, whole, dtype),
+    )
 
 
 def test_words_at_any_address_are_read_as_such():
@@ -159,7 +199,9 @@ def test_words_at_any_address_are_read_as_such():
     base = moved(words(3000, 4), 0.3, 50)
     bounds = np.array([0, 1000, 3000], np.uint64)
     aligned = current.copy().view(np.uint32)
-    assert same(statistics(current, base, bounds, "float32"), told_plainly(aligned, base, bounds, "float32"))
+    assert same(
+        statistics(current, base, bounds, "float32"), told_plainly(aligned, base, bounds, "float32")
+    )
 
 
 def test_a_pair_that_is_not_finite_is_counted_and_left_out():
@@ -171,7 +213,9 @@ def test_a_pair_that_is_not_finite_is_counted_and_left_out():
 
 def test_a_difference_that_overflows_is_infinite_and_no_nan():
     most = np.finfo(np.float32).max
-    found = statistics(np.full(64, most), np.full(64, -most), np.array([0, 64], np.uint64), "float32")
+    found = statistics(
+        np.full(64, most), np.full(64, -most), np.array([0, 64], np.uint64), "float32"
+    )
     assert np.isinf(found.squared_difference[0])
     assert np.isinf(found.largest_difference[0])
     assert found.nonfinite[0] == 0
@@ -179,7 +223,9 @@ def test_a_difference_that_overflows_is_infinite_and_no_nan():
 
 
 def test_subnormals_count_also_on_a_thread_that_flushes_them():
-    """XLA and torch let a thread treat subnormals as zero; the bits must not depend on who calls."""
+    """XLA and torch let a thread treat subnormals as zero; the bits must not depend on who
+    calls.
+    """
     torch = pytest.importorskip("torch")
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
@@ -198,7 +244,11 @@ def test_subnormals_count_also_on_a_thread_that_flushes_them():
         ({"base": np.zeros(3, np.float32)}, ValueError, "base has 12 bytes, current has 16"),
         ({"bounds": np.array([0, 3], np.uint64)}, ValueError, "bounds end at 3 words"),
         ({"bounds": np.array([0, 2, 1, 4], np.uint64)}, ValueError, "ascend"),
-        ({"current": np.zeros((4, 2), np.float32)[:, 0]}, ValueError, "current must be a C-contiguous"),
+        (
+            {"current": np.zeros((4, 2), np.float32)[:, 0]},
+            ValueError,
+            "current must be a C-contiguous",
+        ),
         ({"dtype": "float31"}, UnsupportedLeaf, "float31"),
     ],
 )
@@ -227,10 +277,22 @@ def test_the_extension_refuses_what_would_be_read_out_of_bounds():
 
 def test_no_chunks_give_no_rows():
     empty = np.zeros(0, np.float32)
-    assert [column.shape for column in statistics(empty, empty, np.zeros(1, np.uint64), "float32")] == [(0,)] * 5
-    assert [column.tolist() for column in statistics(empty, empty, np.zeros(2, np.uint64), "float32")] == [[0]] * 5
+    assert [
+        column.shape for column in statistics(empty, empty, np.zeros(1, np.uint64), "float32")
+    ] == [(0,)] * 5
+    assert [
+        column.tolist() for column in statistics(empty, empty, np.zeros(2, np.uint64), "float32")
+    ] == [[0]] * 5
 
 
 def test_importing_needs_no_framework():
-    code = "import sys, deltacheck.codec.statistics, deltacheck.codec.lattice; print({'torch', 'jax'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, deltacheck.codec.statistics, deltacheck.codec.lattice; print({'torch', 'jax'}"
+        " & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )

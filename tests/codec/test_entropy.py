@@ -1,4 +1,6 @@
-"""The entropy stage: streams as zarr files of our own making, which TensorStore and zarr-python read like any others."""
+"""The entropy stage: streams as zarr files of our own making, which TensorStore and zarr-python
+read like any others.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def kinds() -> dict[str, Callable[[int], Bytes]]:
         "gaps": lambda n: np.minimum(random.geometric(0.02, n), 255).astype(np.uint8),
         "rounded noise": lambda n: random.normal(128, 20, n).astype(np.uint8),
         "random": lambda n: random.integers(0, 256, n, np.uint8),
-        "half random": lambda n: np.where(np.arange(n) < n // 2, random.integers(0, 256, n), 5).astype(np.uint8),
+        "half random": lambda n: np.where(
+            np.arange(n) < n // 2, random.integers(0, 256, n), 5
+        ).astype(np.uint8),
         "repetitive": lambda n: np.resize(random.integers(0, 256, 331, np.uint8), n),
         "text": lambda n: np.resize(np.frombuffer(Path(__file__).read_bytes(), np.uint8), n),
         "counter": lambda n: np.arange((n + 3) // 4, dtype="<u4").view(np.uint8)[:n],
@@ -89,23 +93,33 @@ def files(path: Path) -> dict[str, bytes]:
 
 def read_back(path: Path, spec: ArraySpec) -> Bytes:
     """By TensorStore, which must not need us to read what we have written."""
-    # By threads and caches of its own: what a read that failed has begun may still hold chunks of the file as it was then.
+    # By threads and caches of its own: what a read that failed has begun may still hold chunks of
+    # the file as it was then.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_files, "codecs", frozenset)
         return np.asarray(ReadableArray(path, spec, arrays.context()).read(), np.uint8)
 
 
 @pytest.mark.parametrize("codec", ["stream", "store"])
-@pytest.mark.parametrize("size", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2, SHARD, SHARD + 1, 2 * SHARD + 12345])
-def test_both_readers_get_the_bytes_back_around_every_boundary(tmp_path: Path, codec: str, size: int) -> None:
+@pytest.mark.parametrize(
+    "size",
+    [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2, SHARD, SHARD + 1, 2 * SHARD + 12345],
+)
+def test_both_readers_get_the_bytes_back_around_every_boundary(
+    tmp_path: Path, codec: str, size: int
+) -> None:
     data = kinds()["skewed"](size)
-    spec = written(tmp_path / "s", data, codec, [1, size // 3, size // 3, CHUNK, size - 1] if size else [])
+    spec = written(
+        tmp_path / "s", data, codec, [1, size // 3, size // 3, CHUNK, size - 1] if size else []
+    )
     assert np.array_equal(read_back(tmp_path / "s", spec), data)
     assert np.array_equal(zarr.open_array(tmp_path / "s", mode="r")[...], data)
 
 
 @pytest.mark.parametrize("size", [5, CHUNK, CHUNK + 1, 7 * CHUNK + 3, SHARD + CHUNK // 2])
-def test_a_stored_stream_has_the_bytes_that_tensorstore_would_write(tmp_path: Path, size: int) -> None:
+def test_a_stored_stream_has_the_bytes_that_tensorstore_would_write(
+    tmp_path: Path, size: int
+) -> None:
     data = kinds()["random"](size)
     spec = written(tmp_path / "ours", data, "store", [size // 2])
     arrays.write(tmp_path / "theirs", spec, data, WHERE).result()
@@ -114,10 +128,16 @@ def test_a_stored_stream_has_the_bytes_that_tensorstore_would_write(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", list(kinds()))
 @pytest.mark.parametrize("codec", ["stream", "store"])
-def test_files_are_the_same_for_any_number_of_threads_and_pieces(tmp_path: Path, kind: str, codec: str) -> None:
+def test_files_are_the_same_for_any_number_of_threads_and_pieces(
+    tmp_path: Path, kind: str, codec: str
+) -> None:
     data = kinds()[kind](5 * CHUNK + 77)
     found = []
-    for threads, pieces in ((1, []), (2, [3, CHUNK, 4 * CHUNK + 1]), (5, list(range(0, data.size, 70_001)))):
+    for threads, pieces in (
+        (1, []),
+        (2, [3, CHUNK, 4 * CHUNK + 1]),
+        (5, list(range(0, data.size, 70_001))),
+    ):
         _native.set_threads(threads)
         written(tmp_path / str(threads), data, codec, pieces)
         found.append(files(tmp_path / str(threads)))
@@ -142,11 +162,15 @@ def test_any_content_in_any_pieces_comes_back(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=12))
-def test_small_streams_of_arbitrary_bytes_come_back(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes]) -> None:
+def test_small_streams_of_arbitrary_bytes_come_back(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes]
+) -> None:
     path = tmp_path_factory.mktemp("any") / "s"
     data = np.frombuffer(b"".join(pieces), np.uint8)
     spec = spec_of(data, "stream")
-    StreamWriter(WHERE).write(path, spec, [np.frombuffer(piece, np.uint8) for piece in pieces]).result(timeout=60)
+    StreamWriter(WHERE).write(
+        path, spec, [np.frombuffer(piece, np.uint8) for piece in pieces]
+    ).result(timeout=60)
     assert np.array_equal(read_back(path, spec), data)
     assert np.array_equal(zarr.open_array(path, mode="r")[...], data)
 
@@ -165,7 +189,9 @@ def huffman_bytes(block: Bytes) -> float:
 
 @pytest.mark.parametrize("kind", list(kinds()))
 @pytest.mark.parametrize("size", [40, 3000, 20_000, 300_000, CHUNK])
-def test_a_frame_is_hardly_larger_than_the_best_of_the_three_ways(tmp_path: Path, kind: str, size: int) -> None:
+def test_a_frame_is_hardly_larger_than_the_best_of_the_three_ways(
+    tmp_path: Path, kind: str, size: int
+) -> None:
     data = kinds()[kind](size)
     written(tmp_path / "s", data, "stream")
     frame = (tmp_path / "s" / "c.0").stat().st_size - 4
@@ -177,7 +203,9 @@ def test_a_frame_is_hardly_larger_than_the_best_of_the_three_ways(tmp_path: Path
 
 @pytest.mark.parametrize("pieces", [1, 7, 3000])
 def test_only_a_stream_that_no_code_makes_smaller_is_stored_as_it_is(pieces: int) -> None:
-    chosen = {kind: stream_codec(np.array_split(make(1 << 20), pieces)) for kind, make in kinds().items()}
+    chosen = {
+        kind: stream_codec(np.array_split(make(1 << 20), pieces)) for kind, make in kinds().items()
+    }
     assert [kind for kind, codec in chosen.items() if codec == "store"] == ["random"]
     assert stream_codec([kinds()["random"](4000)]) == "stream"  # too few bytes to tell
     assert stream_codec([]) == "stream"
@@ -236,12 +264,17 @@ def test_a_full_disk_is_an_error_on_any_number_of_threads(level: int) -> None:
         for threads in (1, 3):
             _native.set_threads(threads)
             for sharded, per_file in ((True, 4), (False, 1)):
-                assert _native.write_stream_file(full, [data], CHUNK, per_file, sharded, level, 0) == errno.ENOSPC
+                assert (
+                    _native.write_stream_file(full, [data], CHUNK, per_file, sharded, level, 0)
+                    == errno.ENOSPC
+                )
     finally:
         os.close(full)
 
 
-def test_a_failed_write_of_a_stream_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_of_a_stream_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"w": torch.zeros(1 << 18)}
     with Engine(tmp_path) as engine:
         engine.save(0, state).result()
@@ -278,7 +311,9 @@ def test_without_libzstd_tensorstore_compresses_and_the_same_readers_read(
     random = torch.Generator().manual_seed(2)
     states = [{"w": torch.randn(700, 900, generator=random).bfloat16()}]
     for _ in range(2):
-        states.append({"w": (states[-1]["w"] + 0.01 * torch.randn(700, 900, generator=random)).bfloat16()})
+        states.append(
+            {"w": (states[-1]["w"] + 0.01 * torch.randn(700, 900, generator=random)).bfloat16()}
+        )
     with Engine(tmp_path) as engine:
         engine.save(0, states[0]).result()
         monkeypatch.setattr(arrays, "native_stream_writer", lambda: None)
@@ -329,7 +364,9 @@ def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> No
         background = Background(2, "test-background")
         atexit.register(lambda: background.start(lambda: print("done")).result(timeout=30))
     """
-    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
     assert told.stdout == "done\n", told.stderr
 
 
@@ -337,8 +374,12 @@ def test_more_effort_makes_files_no_larger_and_every_effort_restores(tmp_path: P
     random = np.random.default_rng(0)
     before = random.integers(0, 4, 1 << 20, np.uint8)
     after = before.copy()
-    after[::3] = np.tile(random.integers(0, 7, 500, np.uint8), after[::3].size // 500 + 1)[: after[::3].size]
-    flat = [random.integers(0, 128, 1 << 18, np.uint8) for _ in range(2)]  # seven bits a byte, and nothing to match
+    after[::3] = np.tile(random.integers(0, 7, 500, np.uint8), after[::3].size // 500 + 1)[
+        : after[::3].size
+    ]
+    flat = [
+        random.integers(0, 128, 1 << 18, np.uint8) for _ in range(2)
+    ]  # seven bits a byte, and nothing to match
     stored = {}
     for effort in ("low", "normal", "high", "auto"):
         with Engine(tmp_path / effort, effort=effort) as engine:
@@ -358,5 +399,7 @@ def test_effort_follows_the_bottleneck_one_step_at_a_time() -> None:
 
 
 def test_an_unknown_effort_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="effort must be one of auto, low, normal, high, not 'extreme'"):
+    with pytest.raises(
+        ValueError, match="effort must be one of auto, low, normal, high, not 'extreme'"
+    ):
         Engine(tmp_path, effort="extreme")

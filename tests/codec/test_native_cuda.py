@@ -1,4 +1,6 @@
-"""The CUDA encoder's module where there may be no GPU: it loads, says what is missing, and nothing else depends on it."""
+"""The CUDA encoder's module where there may be no GPU: it loads, says what is missing, and nothing
+else depends on it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,27 @@ def test_it_loads_without_a_driver_and_says_what_is_missing() -> None:
 
 
 def test_it_loads_without_any_framework() -> None:
-    code = "import sys, deltacheck._native_cuda; print([name for name in ('torch', 'jax') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, deltacheck._native_cuda; print([name for name in ('torch', 'jax') if name in"
+        " sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_its_handlers_are_for_cuda() -> None:
     found = {name: platform for name, _, platform in cuda.registrations()}
     assert set(found.values()) <= {"CUDA"}
     if found:
-        assert set(found) == {"deltacheck_encode_cuda", "deltacheck_apply_cuda", "deltacheck_statistics_cuda"}
+        assert set(found) == {
+            "deltacheck_encode_cuda",
+            "deltacheck_apply_cuda",
+            "deltacheck_statistics_cuda",
+        }
 
 
 @pytest.mark.skipif(bool(GPUS), reason="there is a GPU")

@@ -1,4 +1,6 @@
-"""The encoder under sanitizers, briefly, with the plain kernels: `make fuzz` and `make tsan` take longer and take them all."""
+"""The encoder under sanitizers, briefly, with the plain kernels: `make fuzz` and `make tsan` take
+longer and take them all.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ def able(flags: tuple[str, ...], folder: Path) -> bool:
         return False
     source, made = folder / "able.cc", folder / "able"
     source.write_text("int main() { return 0; }")
-    built = subprocess.run(["g++", *flags, str(source), "-o", str(made)], capture_output=True, check=False)
-    return built.returncode == 0 and subprocess.run([made], capture_output=True, check=False).returncode == 0
+    built = subprocess.run(
+        ["g++", *flags, str(source), "-o", str(made)], capture_output=True, check=False
+    )
+    return (
+        built.returncode == 0
+        and subprocess.run([made], capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +37,24 @@ def fuzzers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if not able(sanitized.MEMORY, folder):
         pytest.skip("no g++ with AddressSanitizer")
     flags = (*sanitized.MEMORY, *sanitized.QUICK)
-    return sanitized.fuzzers(folder, "g++", flags, sanitized.encoder(folder, "g++", flags, every_level=False))
+    return sanitized.fuzzers(
+        folder, "g++", flags, sanitized.encoder(folder, "g++", flags, every_level=False)
+    )
 
 
 @pytest.mark.parametrize("target", sanitized.TARGETS)
-def test_random_inputs_break_no_promise_and_no_bound_of_memory(target: str, fuzzers: dict[str, Path]) -> None:
-    command = [fuzzers[target], "--seconds", "2", "--seed", "7", "--replay", sanitized.CORPUS / target]
+def test_random_inputs_break_no_promise_and_no_bound_of_memory(
+    target: str, fuzzers: dict[str, Path]
+) -> None:
+    command = [
+        fuzzers[target],
+        "--seconds",
+        "2",
+        "--seed",
+        "7",
+        "--replay",
+        sanitized.CORPUS / target,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     replayed, fuzzed = (int(line.split()[0]) for line in done.stdout.splitlines())
@@ -56,5 +75,11 @@ def test_threads_that_encode_at_once_do_not_race(tmp_path: Path) -> None:
         pytest.skip("no g++ with ThreadSanitizer")
     flags = (*sanitized.THREADS, *sanitized.QUICK)
     objects = sanitized.encoder(tmp_path, "g++", flags, every_level=False)
-    made = sanitized.program(tmp_path / "stress", [Path(__file__).parents[1] / "suites" / "stress.cc"], objects, "g++", flags)
+    made = sanitized.program(
+        tmp_path / "stress",
+        [Path(__file__).parents[1] / "suites" / "stress.cc"],
+        objects,
+        "g++",
+        flags,
+    )
     sanitized.stress(made, 1.5, ["plain"], forks_too=False)

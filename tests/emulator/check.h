@@ -12,7 +12,8 @@ inline int& failures() {
   return failures;
 }
 
-inline void fail(const char* file, int line, const char* what, const std::string& more = "is false") {
+inline void fail(const char* file, int line, const char* what,
+                 const std::string& more = "is false") {
   if (++failures() <= 20) std::fprintf(stderr, "%s:%d: %s %s\n", file, line, what, more.c_str());
 }
 

@@ -1,5 +1,6 @@
-// The device decoder, emulated, on what the host's encoder wrote: every method and size of word, streams and chunks at
-// any address. Also that encoder/delta.h's check finds the same offsets and the same damage as its apply.
+// The device decoder, emulated, on what the host's encoder wrote: every method and size of word,
+// streams and chunks at any address. Also that encoder/delta.h's check finds the same offsets and
+// the same damage as its apply.
 
 #include <cstdio>
 #include <random>
@@ -40,7 +41,8 @@ struct Leaf {
 };
 
 // `density` in 1/1000; differences up to `most`; bytes of values drawn from `symbols`.
-Leaf leaf_of(int w, std::vector<uint64_t> bounds, uint64_t density, uint64_t most, uint64_t symbols) {
+Leaf leaf_of(int w, std::vector<uint64_t> bounds, uint64_t density, uint64_t most,
+             uint64_t symbols) {
   Leaf leaf{w, std::move(bounds), {}, {}};
   const uint64_t words = leaf.bounds.back();
   leaf.base.resize(words * w);
@@ -100,18 +102,21 @@ void check_apply(const Leaf& leaf, bool with_base, const char* what) {
   chunks.reserve(run.chunks);
   std::vector<device::Chunk> table;
   for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
-    const uint64_t start = run.bounds[chunk] * run.word_bytes, end = run.bounds[chunk + 1] * run.word_bytes;
+    const uint64_t start = run.bounds[chunk] * run.word_bytes,
+                   end = run.bounds[chunk + 1] * run.word_bytes;
     chunks.emplace_back(leaf.base.data() + start, end - start, below(40) * run.word_bytes);
     const uint32_t words = static_cast<uint32_t>(run.bounds[chunk + 1] - run.bounds[chunk]);
     table.push_back({nullptr, chunks.back().data(), words, static_cast<uint32_t>(run.word_bytes)});
   }
-  const device::ApplyArguments arguments{table.data(), encoded.rows.data(), static_cast<uint32_t>(encoded.rows.size()),
-                                         streams, offsets.data()};
+  const device::ApplyArguments arguments{table.data(), encoded.rows.data(),
+                                         static_cast<uint32_t>(encoded.rows.size()), streams,
+                                         offsets.data()};
   CHECK(device::apply(arguments, nullptr) == cudaSuccess);
   for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
     const uint64_t start = run.bounds[chunk] * run.word_bytes;
-    const bool same = chunks[chunk].size() == 0 ||
-                      std::memcmp(chunks[chunk].data(), leaf.current.data() + start, chunks[chunk].size()) == 0;
+    const bool same =
+        chunks[chunk].size() == 0 ||
+        std::memcmp(chunks[chunk].data(), leaf.current.data() + start, chunks[chunk].size()) == 0;
     if (!same) check::fail(__FILE__, __LINE__, what, "chunk " + std::to_string(chunk) + " differs");
   }
 
@@ -132,7 +137,8 @@ void check_apply(const Leaf& leaf, bool with_base, const char* what) {
       }
       damaged[stream] = {bytes.empty() ? nullptr : bytes.data(), bytes.size()};
     }
-    if (flip >= kStreams && !rows.empty()) (&rows[below(rows.size())].chunk)[below(kRowWidth)] ^= 1u << below(32);
+    if (flip >= kStreams && !rows.empty())
+      (&rows[below(rows.size())].chunk)[below(kRowWidth)] ^= 1u << below(32);
     std::vector<uint8_t> target = leaf.base;
     const std::string one = apply(run, rows.data(), rows.size(), damaged, target.data());
     const std::string other = deltacheck::check(run, rows.data(), rows.size(), damaged, &offsets);
@@ -147,10 +153,12 @@ int main() {
     const uint64_t tile = kTileBytes / w, top = w == 1   ? 127
                                                 : w == 8 ? uint64_t{1} << 62
                                                          : (uint64_t{1} << (8 * w - 1)) - 1;
-    // Sparse with long gaps and escapes; narrow and wide differences; the edges of tiles and of what a lane takes.
+    // Sparse with long gaps and escapes; narrow and wide differences; the edges of tiles and of
+    // what a lane takes.
     for (const uint64_t density : {1, 20, 250}) {
       for (const uint64_t most : {uint64_t{3}, uint64_t{127}, top}) {
-        check_apply(leaf_of(w, {0, tile + 5, tile + 5, 3 * tile + 77}, density, most, 256), true, "sparse");
+        check_apply(leaf_of(w, {0, tile + 5, tile + 5, 3 * tile + 77}, density, most, 256), true,
+                    "sparse");
       }
     }
     check_apply(leaf_of(w, {0, 2 * tile + 9}, 500, 2, 256), true, "bitmap");
@@ -172,7 +180,8 @@ int main() {
     for (uint64_t tile = 0; tile < 301; ++tile) {
       for (uint64_t k = 0; k < 3; ++k) {
         const uint64_t i = tile * (kTileBytes / 8) + (700 + tile) * k;
-        if (i < words) set(leaf.current.data(), 8, i, get(leaf.base.data(), 8, i) + (tile + k) * 37 + 1);
+        if (i < words)
+          set(leaf.current.data(), 8, i, get(leaf.base.data(), 8, i) + (tile + k) * 37 + 1);
       }
     }
     check_apply(leaf, true, "many tiles");
@@ -193,7 +202,8 @@ int main() {
   for (int w : {1, 2, 4, 8}) {
     for (uint32_t method = kSparse; method <= kRaw; ++method) {
       if (seen.count({method, w}) == 0)
-        check::fail(__FILE__, __LINE__, kMethodNames[method], "of words of " + std::to_string(w) + " was not seen");
+        check::fail(__FILE__, __LINE__, kMethodNames[method],
+                    "of words of " + std::to_string(w) + " was not seen");
     }
   }
   return check::result();

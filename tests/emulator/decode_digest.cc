@@ -1,6 +1,7 @@
-// Prints the digests, made by the emulated device, of parts of a file: `decode_digest FILE`, and on the standard input
-// lines `start length offset`, the last being where the part shall lie after a boundary of 256 bytes. Every part is
-// digested as a base, and the odd ones of a table as what a row names.
+// Prints the digests, made by the emulated device, of parts of a file: `decode_digest FILE`, and on
+// the standard input lines `start length offset`, the last being where the part shall lie after a
+// boundary of 256 bytes. Every part is digested as a base, and the odd ones of a table as what a
+// row names.
 
 #include <cinttypes>
 #include <cstdio>
@@ -18,7 +19,8 @@ using check::Memory;
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   std::ifstream file(argv[1], std::ios::binary);
-  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)),
+                                std::istreambuf_iterator<char>());
   std::vector<Memory> parts;
   std::vector<device::Chunk> bases, currents;
   std::vector<Row> rows;
@@ -37,10 +39,11 @@ int main(int argc, char** argv) {
   std::vector<uint64_t> digests(2 * bases.size()), of_rows(2 * bases.size(), 1);
   CHECK(device::digest(bases.data(), count, digests.data(), nullptr) == cudaSuccess);
   const uint64_t row_count = rows.size();
-  CHECK(device::enqueue_digests(currents.data(), rows.data(), &row_count, count, of_rows.data(), nullptr) ==
-        cudaSuccess);
+  CHECK(device::enqueue_digests(currents.data(), rows.data(), &row_count, count, of_rows.data(),
+                                nullptr) == cudaSuccess);
   for (size_t i = 0; i < rows.size(); ++i) {
-    CHECK(of_rows[2 * i] == digests[2 * rows[i].chunk] && of_rows[2 * i + 1] == digests[2 * rows[i].chunk + 1]);
+    CHECK(of_rows[2 * i] == digests[2 * rows[i].chunk] &&
+          of_rows[2 * i + 1] == digests[2 * rows[i].chunk + 1]);
   }
   for (size_t i = 2 * rows.size(); i < of_rows.size(); ++i) CHECK(of_rows[i] == 1);  // not written
   for (size_t i = 0; i < bases.size(); ++i)

@@ -1,13 +1,15 @@
-// Runs CUDA kernels on the host, one fiber a thread, to find what a GPU would do wrong now and then.
+// Runs CUDA kernels on the host, one fiber a thread, to find what a GPU would do wrong now and
+// then.
 //
-// A few dozen blocks are resident at once, in no order that a kernel could count on. Which fiber runs next is drawn at
-// random (from `settings().seed`) wherever threads meet: barriers, warp functions, atomics. A block's shared memory
-// starts as garbage and ends where its type ends. A launch that cannot be right throws Error: threads of a block at
-// different barriers or not at all, lanes at different warp functions, a shuffle from a lane that takes no part,
-// threads that wait for ever. What it cannot see is a missing barrier; that shows as wrong results for some seeds.
+// A few dozen blocks are resident at once, in no order that a kernel could count on. Which fiber
+// runs next is drawn at random (from `settings().seed`) wherever threads meet: barriers, warp
+// functions, atomics. A block's shared memory starts as garbage and ends where its type ends. A
+// launch that cannot be right throws Error: threads of a block at different barriers or not at all,
+// lanes at different warp functions, a shuffle from a lane that takes no part, threads that wait
+// for ever. What it cannot see is a missing barrier; that shows as wrong results for some seeds.
 //
-// Only what our kernels use is here. Launches have one dimension and run at once, whatever their stream. Not for
-// several threads.
+// Only what our kernels use is here. Launches have one dimension and run at once, whatever their
+// stream. Not for several threads.
 
 #pragma once
 
@@ -41,10 +43,15 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// --- the host's side of the CUDA runtime ----------------------------------------------------------------------------
+// --- the host's side of the CUDA runtime
+// ----------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDeviceToDevice = 3
+};
 using cudaStream_t = struct CUstream_st*;
 
 namespace emulator {
@@ -56,8 +63,9 @@ struct Error : std::runtime_error {
 struct Settings {
   uint64_t seed = 1;
   uint32_t resident_blocks = 48;
-  uint32_t shared_bytes = 48 << 10;       // a block may have
-  uint64_t patience = uint64_t{1} << 22;  // voluntary switches between two steps that free some thread
+  uint32_t shared_bytes = 48 << 10;  // a block may have
+  uint64_t patience =
+      uint64_t{1} << 22;  // voluntary switches between two steps that free some thread
 };
 
 inline Settings& settings() {
@@ -94,12 +102,14 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   return cudaSuccess;
 }
 
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t) {
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 
-// --- built-in types and variables -----------------------------------------------------------------------------------
+// --- built-in types and variables
+// -----------------------------------------------------------------------------------
 
 struct Dimension {
   uint32_t x;
@@ -115,7 +125,8 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-// --- the machine ----------------------------------------------------------------------------------------------------
+// --- the machine
+// ----------------------------------------------------------------------------------------------------
 
 namespace emulator {
 
@@ -125,7 +136,8 @@ constexpr size_t kStackBytes = 64 << 10;
 enum class Wait : uint8_t { kNothing, kBarrier, kShuffle, kVote, kWarpBarrier };
 
 inline const char* name_of(Wait wait) {
-  constexpr const char* kNames[] = {"nothing", "a barrier", "a shuffle", "a vote", "a warp's barrier"};
+  constexpr const char* kNames[] = {"nothing", "a barrier", "a shuffle", "a vote",
+                                    "a warp's barrier"};
   return kNames[static_cast<int>(wait)];
 }
 
@@ -143,7 +155,8 @@ class Stacks {
     return stacks_[index];
   }
 
-  // Lets go of what fibers that were left in the middle of a function had put out of bounds on the first stacks.
+  // Lets go of what fibers that were left in the middle of a function had put out of bounds on the
+  // first stacks.
   void clean(size_t count) {
 #ifdef __SANITIZE_ADDRESS__
     for (size_t i = 0; i < count; ++i) __asan_unpoison_memory_region(stacks_[i], kStackBytes);
@@ -163,9 +176,10 @@ inline Stacks& stacks() {
 
 #ifdef __x86_64__
 using Context = void*;
-// Leaves one stack for another; returns when that leaves for this one. What a called function must preserve is on it.
-__attribute__((naked, noinline, no_sanitize("address", "undefined"))) inline void switch_context(Context* /*from*/,
-                                                                                                 Context* /*to*/) {
+// Leaves one stack for another; returns when that leaves for this one. What a called function must
+// preserve is on it.
+__attribute__((naked, noinline, no_sanitize("address", "undefined"))) inline void switch_context(
+    Context* /*from*/, Context* /*to*/) {
   __asm__(
       "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n\t"
       "movq %rsp, (%rdi); movq (%rsi), %rsp\n\t"
@@ -219,8 +233,13 @@ struct Block {
 
 class Machine {
  public:
-  Machine(const char* kernel, uint32_t blocks, uint32_t threads, void (*body)(const void*), const void* closure)
-      : kernel_(kernel), threads_(threads), body_(body), closure_(closure), state_(settings().seed) {
+  Machine(const char* kernel, uint32_t blocks, uint32_t threads, void (*body)(const void*),
+          const void* closure)
+      : kernel_(kernel),
+        threads_(threads),
+        body_(body),
+        closure_(closure),
+        state_(settings().seed) {
     gridDim.x = blocks;
     blockDim.x = threads;
     for (uint32_t i = 0; i < blocks; ++i) {
@@ -264,17 +283,20 @@ class Machine {
     }
   }
 
-  // --- called on a fiber -------------------------------------------------------------------------------------------
+  // --- called on a fiber
+  // -------------------------------------------------------------------------------------------
 
   uint32_t barrier(bool vote, const char* file, int line) {
     Block& block = *fiber_->block;
-    if (block.exited > 0) fail("waits at a barrier that some threads of its block never reach: they have exited");
+    if (block.exited > 0)
+      fail("waits at a barrier that some threads of its block never reach: they have exited");
     if (block.at_barrier == 0) {
       block.barrier_file = file;
       block.barrier_line = line;
       block.votes = 0;
     } else if (block.barrier_line != line || std::strcmp(block.barrier_file, file) != 0) {
-      fail("waits at the barrier of line %d, other threads of its block at that of line %d", line, block.barrier_line);
+      fail("waits at the barrier of line %d, other threads of its block at that of line %d", line,
+           block.barrier_line);
     }
     block.votes += vote;
     if (++block.at_barrier == threads_) {
@@ -312,7 +334,8 @@ class Machine {
         fail("waits at %s for lane %u, which has exited", name_of(kind), i);
       }
       const Wait other = warp[i].wait;
-      if (other == Wait::kNothing || other == Wait::kBarrier || warp[i].lanes != lanes) {  // not here yet
+      if (other == Wait::kNothing || other == Wait::kBarrier ||
+          warp[i].lanes != lanes) {  // not here yet
         complete = false;
         break;
       }
@@ -340,7 +363,8 @@ class Machine {
   // Lets others run now and then.
   void pause() {
     if (random(8) != 0) return;
-    if (++pauses_ > settings().patience) fail("spins: no thread of the launch has got anywhere for very long");
+    if (++pauses_ > settings().patience)
+      fail("spins: no thread of the launch has got anywhere for very long");
     fiber_->block->ready.push_back(fiber_);
     leave();
   }
@@ -390,7 +414,8 @@ class Machine {
     }
   }
 
-  // Any fiber that can run, mostly of `block`; null where there is none, which is then the launch's error.
+  // Any fiber that can run, mostly of `block`; null where there is none, which is then the launch's
+  // error.
   Fiber* next(Block* block) {
     if (block->ready.empty() || random(256) == 0) {
       const size_t start = random(blocks_.size());
@@ -423,15 +448,16 @@ class Machine {
     change(fiber_, fiber, false);
   }
 
-  // Not sanitized: before a call that never returns the sanitizer looks for the end of the stack, and does not know
-  // this one yet.
+  // Not sanitized: before a call that never returns the sanitizer looks for the end of the stack,
+  // and does not know this one yet.
   __attribute__((no_sanitize("address"))) static void live_current() { running()->live(); }
 
   void live() {
     arrived(nullptr);
     body_(closure_);
     Block& block = *fiber_->block;
-    if (block.at_barrier > 0) fail("has exited while threads of its block wait at a barrier for it");
+    if (block.at_barrier > 0)
+      fail("has exited while threads of its block wait at a barrier for it");
     fiber_->exited = true;
     progress();
     change(fiber_, ++block.exited == threads_ ? nullptr : next(&block), true);
@@ -450,8 +476,9 @@ class Machine {
 
   template <typename... Arguments>
   void report(const Fiber& fiber, const char* why, Arguments... arguments) {
-    const int length = std::snprintf(error_, sizeof error_, "kernel %s, block %u, thread %u: ", kernel_,
-                                     fiber.block->index, fiber.thread);
+    const int length =
+        std::snprintf(error_, sizeof error_, "kernel %s, block %u, thread %u: ", kernel_,
+                      fiber.block->index, fiber.thread);
     std::snprintf(error_ + length, sizeof error_ - static_cast<size_t>(length), why, arguments...);
   }
 
@@ -467,7 +494,8 @@ class Machine {
 #endif
   }
 
-  // From a fiber to another one, or to the host where `to` is null. `for_ever`: it will not be resumed.
+  // From a fiber to another one, or to the host where `to` is null. `for_ever`: it will not be
+  // resumed.
   void change(Fiber* from, Fiber* to, bool for_ever) {
     if (to != nullptr) set_current(to);
 #ifdef __SANITIZE_ADDRESS__
@@ -523,7 +551,9 @@ void launch(const char* kernel, uint32_t blocks, uint32_t threads, cudaStream_t,
     last_error() = cudaErrorInvalidConfiguration;
     return;
   }
-  Machine machine(kernel, blocks, threads, [](const void* closure) { (*static_cast<const Body*>(closure))(); }, &body);
+  Machine machine(
+      kernel, blocks, threads, [](const void* closure) { (*static_cast<const Body*>(closure))(); },
+      &body);
   struct Running {
     explicit Running(Machine* machine) { Machine::running() = machine; }
     ~Running() { Machine::running() = nullptr; }
@@ -533,7 +563,8 @@ void launch(const char* kernel, uint32_t blocks, uint32_t threads, cudaStream_t,
 
 template <typename T>
 T& shared() {
-  static_assert(std::is_trivially_default_constructible<T>::value, "shared memory is not initialized");
+  static_assert(std::is_trivially_default_constructible<T>::value,
+                "shared memory is not initialized");
   return *static_cast<T*>(Machine::running()->shared(sizeof(T), alignof(T)));
 }
 
@@ -551,11 +582,14 @@ inline uint32_t lane() { return threadIdx.x % kWarp; }
 
 }  // namespace emulator
 
-// --- built-in functions of kernels ----------------------------------------------------------------------------------
+// --- built-in functions of kernels
+// ----------------------------------------------------------------------------------
 
 #define DELTACHECK_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(DELTACHECK_HERE) { emulator::Machine::running()->barrier(false, file, line); }
+inline void __syncthreads(DELTACHECK_HERE) {
+  emulator::Machine::running()->barrier(false, file, line);
+}
 inline int __syncthreads_or(int vote, DELTACHECK_HERE) {
   return emulator::Machine::running()->barrier(vote != 0, file, line) != 0;
 }
@@ -572,7 +606,8 @@ inline void __syncwarp(uint32_t lanes = 0xffffffffu) {
   emulator::Machine::running()->warp(emulator::Wait::kWarpBarrier, lanes, 0, 0);
 }
 inline uint32_t __ballot_sync(uint32_t lanes, int vote) {
-  return static_cast<uint32_t>(emulator::Machine::running()->warp(emulator::Wait::kVote, lanes, vote != 0, 0));
+  return static_cast<uint32_t>(
+      emulator::Machine::running()->warp(emulator::Wait::kVote, lanes, vote != 0, 0));
 }
 inline int __any_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) != 0; }
 inline int __all_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) == lanes; }
@@ -584,12 +619,14 @@ T __shfl_sync(uint32_t lanes, T value, uint32_t source) {
 }
 template <typename T>
 T __shfl_up_sync(uint32_t lanes, T value, uint32_t by) {
-  return emulator::shuffle(lanes, value, emulator::lane() < by ? emulator::lane() : emulator::lane() - by);
+  return emulator::shuffle(lanes, value,
+                           emulator::lane() < by ? emulator::lane() : emulator::lane() - by);
 }
 template <typename T>
 T __shfl_down_sync(uint32_t lanes, T value, uint32_t by) {
-  return emulator::shuffle(lanes, value,
-                           emulator::lane() + by < emulator::kWarp ? emulator::lane() + by : emulator::lane());
+  return emulator::shuffle(
+      lanes, value,
+      emulator::lane() + by < emulator::kWarp ? emulator::lane() + by : emulator::lane());
 }
 template <typename T>
 T __shfl_xor_sync(uint32_t lanes, T value, uint32_t with) {
@@ -644,17 +681,21 @@ T atomicOr(T* at, typename emulator::Same<T>::type value) {
 }
 template <typename T>
 T atomicMax(T* at, typename emulator::Same<T>::type value) {
-  return emulator::atomic(at, [&](T before) { return before > value ? before : static_cast<T>(value); });
+  return emulator::atomic(
+      at, [&](T before) { return before > value ? before : static_cast<T>(value); });
 }
 template <typename T>
 T atomicMin(T* at, typename emulator::Same<T>::type value) {
-  return emulator::atomic(at, [&](T before) { return before < value ? before : static_cast<T>(value); });
+  return emulator::atomic(
+      at, [&](T before) { return before < value ? before : static_cast<T>(value); });
 }
 template <typename T>
 T atomicExch(T* at, typename emulator::Same<T>::type value) {
   return emulator::atomic(at, [&](T) { return static_cast<T>(value); });
 }
 template <typename T>
-T atomicCAS(T* at, typename emulator::Same<T>::type expected, typename emulator::Same<T>::type value) {
-  return emulator::atomic(at, [&](T before) { return before == expected ? static_cast<T>(value) : before; });
+T atomicCAS(T* at, typename emulator::Same<T>::type expected,
+            typename emulator::Same<T>::type value) {
+  return emulator::atomic(
+      at, [&](T before) { return before == expected ? static_cast<T>(value) : before; });
 }

@@ -1,4 +1,5 @@
-// That the emulator runs right kernels right and finds what is planted in wrong ones; and the block-wide functions.
+// That the emulator runs right kernels right and finds what is planted in wrong ones; and the
+// block-wide functions.
 
 #include <cstdio>
 #include <functional>
@@ -22,8 +23,10 @@ void block_functions(const uint64_t* in, uint64_t* sums, uint64_t* scans, uint32
   const uint64_t value = in[blockIdx.x * kBlockThreads + threadIdx.x];
   uint64_t total;
   uint32_t low_total;
-  scans[blockIdx.x * kBlockThreads + threadIdx.x] = block_exclusive_sum(value, shared.scratch, &total);
-  const uint32_t low = block_exclusive_sum(static_cast<uint32_t>(value), shared.scratch, &low_total);
+  scans[blockIdx.x * kBlockThreads + threadIdx.x] =
+      block_exclusive_sum(value, shared.scratch, &total);
+  const uint32_t low =
+      block_exclusive_sum(static_cast<uint32_t>(value), shared.scratch, &low_total);
   CHECK(low == static_cast<uint32_t>(scans[blockIdx.x * kBlockThreads + threadIdx.x]));
   CHECK(low_total == static_cast<uint32_t>(total));
   CHECK(block_sum(value, shared.scratch) == total);
@@ -77,7 +80,8 @@ void test_half_warps() {
   std::vector<uint32_t> out(64);
   uint32_t* to = out.data();
   DELTACHECK_LAUNCH(half_warps, 1, 64, nullptr, to);
-  for (uint32_t thread = 0; thread < 64; ++thread) CHECK(out[thread] == 16 * (thread / 16 * 16) + 120);
+  for (uint32_t thread = 0; thread < 64; ++thread)
+    CHECK(out[thread] == 16 * (thread / 16 * 16) + 120);
 }
 
 void histogram(uint32_t* counts) {
@@ -92,7 +96,8 @@ void test_atomics() {
   CHECK(counts[0] == 70 * 64 * 15 && counts[6] == 70 * 64 * 14 && counts[7] == 69063);
 }
 
-// --- planted mistakes -----------------------------------------------------------------------------------------------
+// --- planted mistakes
+// -----------------------------------------------------------------------------------------------
 
 void some_threads_skip_the_barrier() {
   if (threadIdx.x < 100) __syncthreads();
@@ -127,7 +132,8 @@ void shuffle_from_outside_the_mask() {
 
 void mask_leaves_the_caller_out() { (void)__ballot_sync(0xffff0000u, 1); }
 
-// A ring: each block waits for the next one, and the last one for the first. However few wait, some are not resident.
+// A ring: each block waits for the next one, and the last one for the first. However few wait, some
+// are not resident.
 void blocks_wait_for_one_another(uint32_t* flags) {
   if (threadIdx.x == 0) {
     while (atomicAdd(&flags[(blockIdx.x + 1) % gridDim.x], 0u) == 0) continue;
@@ -152,11 +158,13 @@ std::string error_of(const std::function<void()>& launch) {
   return "";
 }
 
-#define CHECK_FOUND(kernel, blocks, threads, why, ...)                                                               \
-  {                                                                                                                  \
-    const std::string error = error_of([&] { DELTACHECK_LAUNCH(kernel, blocks, threads, nullptr, ##__VA_ARGS__); }); \
-    if (error.find("kernel " #kernel) != 0 || error.find(why) == std::string::npos)                                  \
-      check::fail(__FILE__, __LINE__, #kernel, "gave the error '" + error + "', expected '" why "'");                \
+#define CHECK_FOUND(kernel, blocks, threads, why, ...)                                         \
+  {                                                                                            \
+    const std::string error =                                                                  \
+        error_of([&] { DELTACHECK_LAUNCH(kernel, blocks, threads, nullptr, ##__VA_ARGS__); }); \
+    if (error.find("kernel " #kernel) != 0 || error.find(why) == std::string::npos)            \
+      check::fail(__FILE__, __LINE__, #kernel,                                                 \
+                  "gave the error '" + error + "', expected '" why "'");                       \
   }
 
 void test_misuse_is_found() {
@@ -167,7 +175,8 @@ void test_misuse_is_found() {
   CHECK_FOUND(lanes_at_different_functions, 3, 64, "of its warp at");
   CHECK_FOUND(a_lane_is_missing, 3, 64, "lane 9");
   CHECK_FOUND(a_lane_waits_at_the_barrier, 3, 64, "dead-lock");
-  CHECK_FOUND(shuffle_from_outside_the_mask, 1, 64, "shuffles from lane 20, which its mask leaves out");
+  CHECK_FOUND(shuffle_from_outside_the_mask, 1, 64,
+              "shuffles from lane 20, which its mask leaves out");
   CHECK_FOUND(mask_leaves_the_caller_out, 1, 64, "mask that leaves it out");
   CHECK_FOUND(too_much_shared_memory, 1, 64, "51200 bytes of shared memory");
   emulator::settings().patience = 10000;
@@ -181,7 +190,8 @@ void test_misuse_is_found() {
 void reads_a_neighbour_too_early(uint32_t* out) {
   DELTACHECK_SHARED(Shared, shared);
   shared.values[threadIdx.x] = threadIdx.x;
-  out[blockIdx.x * blockDim.x + threadIdx.x] = threadIdx.x == 0 ? 0 : shared.values[threadIdx.x - 1];
+  out[blockIdx.x * blockDim.x + threadIdx.x] =
+      threadIdx.x == 0 ? 0 : shared.values[threadIdx.x - 1];
 }
 
 void forgets_that_memory_is_garbage(uint32_t* out) {
@@ -191,10 +201,13 @@ void forgets_that_memory_is_garbage(uint32_t* out) {
 }
 
 // Right only if blocks ran in their order.
-void takes_the_block_before_for_done(uint32_t* out) { out[blockIdx.x] = blockIdx.x == 0 ? 1 : out[blockIdx.x - 1] + 1; }
+void takes_the_block_before_for_done(uint32_t* out) {
+  out[blockIdx.x] = blockIdx.x == 0 ? 1 : out[blockIdx.x - 1] + 1;
+}
 
 template <typename Kernel>
-bool right(Kernel kernel, uint32_t blocks, uint32_t threads, const std::function<uint32_t(uint32_t)>& expected) {
+bool right(Kernel kernel, uint32_t blocks, uint32_t threads,
+           const std::function<uint32_t(uint32_t)>& expected) {
   std::vector<uint32_t> out(blocks * threads);
   uint32_t* to = out.data();
   DELTACHECK_LAUNCH(kernel, blocks, threads, nullptr, to);
@@ -205,7 +218,8 @@ bool right(Kernel kernel, uint32_t blocks, uint32_t threads, const std::function
 }
 
 void test_races_give_wrong_results() {
-  CHECK(!right(reads_a_neighbour_too_early, 4, 256, [](uint32_t i) { return i % 256 == 0 ? 0 : i % 256 - 1; }));
+  CHECK(!right(reads_a_neighbour_too_early, 4, 256,
+               [](uint32_t i) { return i % 256 == 0 ? 0 : i % 256 - 1; }));
   CHECK(!right(forgets_that_memory_is_garbage, 1, 32, [](uint32_t i) { return i; }));
   CHECK(!right(takes_the_block_before_for_done, 100, 1, [](uint32_t i) { return i + 1; }));
 }

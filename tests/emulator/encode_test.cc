@@ -22,7 +22,9 @@ namespace {
 std::mt19937_64 random_bits(20240607);
 
 uint64_t below(uint64_t end) { return random_bits() % end; }
-bool chance(double probability) { return static_cast<double>(random_bits() >> 11) * 0x1p-53 < probability; }
+bool chance(double probability) {
+  return static_cast<double>(random_bits() >> 11) * 0x1p-53 < probability;
+}
 
 struct Piece {
   int word_bytes;
@@ -41,14 +43,17 @@ struct Piece {
     std::memcpy(&word, base.data() + i * word_bytes, word_bytes);
     return word;
   }
-  void set(uint64_t i, uint64_t word) { std::memcpy(current.data() + i * word_bytes, &word, word_bytes); }
+  void set(uint64_t i, uint64_t word) {
+    std::memcpy(current.data() + i * word_bytes, &word, word_bytes);
+  }
   // With z > 0 of word_bytes bytes.
   void change(uint64_t i, uint64_t z) { set(i, get(i) + ((z >> 1) ^ (0 - (z & 1)))); }
 };
 
 using Group = std::vector<std::unique_ptr<Piece>>;
 
-// --- the check ------------------------------------------------------------------------------------------------------
+// --- the check
+// ------------------------------------------------------------------------------------------------------
 
 struct Digested {
   std::vector<uint32_t> chunks;
@@ -69,8 +74,8 @@ Expected expected_of(const Group& group) {
     const uint64_t bounds[2] = {0, piece.words};
     Memory base(piece.base.size());
     std::memcpy(base.data(), piece.base.data(), base.size());
-    const Encoded encoded =
-        encode({bounds, 1, piece.word_bytes}, piece.current.data(), piece.has_base ? base.data() : nullptr);
+    const Encoded encoded = encode({bounds, 1, piece.word_bytes}, piece.current.data(),
+                                   piece.has_base ? base.data() : nullptr);
     for (Row row : encoded.rows) {
       row.chunk = i;
       expected.rows.push_back(row);
@@ -78,7 +83,8 @@ Expected expected_of(const Group& group) {
     for (int stream = 0; stream < kStreams; ++stream) {
       const Bytes& bytes = encoded.streams[stream];
       if (bytes.size != 0)
-        streams[stream].insert(streams[stream].end(), bytes.data.get(), bytes.data.get() + bytes.size);
+        streams[stream].insert(streams[stream].end(), bytes.data.get(),
+                               bytes.data.get() + bytes.size);
     }
   }
   for (int stream = 0; stream < kStreams; ++stream) {
@@ -91,7 +97,8 @@ Expected expected_of(const Group& group) {
 std::set<std::pair<int, uint32_t>> methods_seen;
 
 // `missing`: by how many bytes the payload is too small.
-void check_group(const Group& group, const std::string& name, uint64_t missing = 0, bool digests = false) {
+void check_group(const Group& group, const std::string& name, uint64_t missing = 0,
+                 bool digests = false) {
   const auto expect = [&](bool condition, const std::string& what) {
     if (!condition) check::fail(__FILE__, __LINE__, name.c_str(), what);
   };
@@ -101,17 +108,20 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
   uint64_t bytes = 0;
   for (const std::unique_ptr<Piece>& piece : group) {
     table.push_back({piece->current.data(), piece->has_base ? piece->base.data() : nullptr,
-                     static_cast<uint32_t>(piece->words), static_cast<uint32_t>(piece->word_bytes)});
+                     static_cast<uint32_t>(piece->words),
+                     static_cast<uint32_t>(piece->word_bytes)});
     bytes += piece->current.size();
   }
   const uint32_t chunks = static_cast<uint32_t>(group.size());
-  const Memory scratch(device::scratch_bytes(chunks, bytes)), payload(expected.payload.size() - missing, 3);
+  const Memory scratch(device::scratch_bytes(chunks, bytes)),
+      payload(expected.payload.size() - missing, 3);
   std::vector<Row> rows(chunks);
   std::vector<uint64_t> head(kHeadEntries, ~uint64_t{0}), digest_memory(2 * chunks);
   digested.chunks.clear();
-  const cudaError_t error = device::encode({table.data(), chunks, scratch.data(), rows.data(), head.data(),
-                                            payload.data(), payload.size(), digests ? digest_memory.data() : nullptr},
-                                           nullptr);
+  const cudaError_t error =
+      device::encode({table.data(), chunks, scratch.data(), rows.data(), head.data(),
+                      payload.data(), payload.size(), digests ? digest_memory.data() : nullptr},
+                     nullptr);
   expect(error == cudaSuccess, "failed");
   expect(payload.untouched_before(), "wrote outside its memory");
   expect(head[kHeadRows] == expected.rows.size(), "has another number of rows");
@@ -124,26 +134,33 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
     const Row &row = rows[i], &right = expected.rows[i];
     methods_seen.insert({group[right.chunk]->word_bytes, right.method});
     expect(std::memcmp(&row, &right, sizeof row) == 0,
-           "row " + std::to_string(i) + " of chunk " + std::to_string(right.chunk) + ": " + std::to_string(row.chunk) +
-               " " + std::to_string(row.method) + " " + std::to_string(row.changed) + " " +
-               std::to_string(row.gap_bytes) + " " + std::to_string(row.wide_count) + ", expected method " +
+           "row " + std::to_string(i) + " of chunk " + std::to_string(right.chunk) + ": " +
+               std::to_string(row.chunk) + " " + std::to_string(row.method) + " " +
+               std::to_string(row.changed) + " " + std::to_string(row.gap_bytes) + " " +
+               std::to_string(row.wide_count) + ", expected method " +
                std::to_string(right.method) + " " + std::to_string(right.changed) + " " +
                std::to_string(right.gap_bytes) + " " + std::to_string(right.wide_count));
     if (digests)
-      expect(i < digested.chunks.size() && digested.chunks[i] == right.chunk, "has another list for digests");
+      expect(i < digested.chunks.size() && digested.chunks[i] == right.chunk,
+             "has another list for digests");
   }
   if (missing == 0 && head[kHeadRows] == expected.rows.size()) {
-    const auto at = std::mismatch(expected.payload.begin(), expected.payload.end(), payload.data()).first;
-    expect(at == expected.payload.end(), "differs at byte " + std::to_string(at - expected.payload.begin()));
+    const auto at =
+        std::mismatch(expected.payload.begin(), expected.payload.end(), payload.data()).first;
+    expect(at == expected.payload.end(),
+           "differs at byte " + std::to_string(at - expected.payload.begin()));
   }
   for (const std::unique_ptr<Piece>& piece : group) {
-    expect(piece->current.untouched_before() && piece->base.untouched_before(), "wrote outside a chunk");
+    expect(piece->current.untouched_before() && piece->base.untouched_before(),
+           "wrote outside a chunk");
     if (piece->has_base)
-      expect(std::memcmp(piece->current.data(), piece->base.data(), piece->base.size()) == 0, "left another base");
+      expect(std::memcmp(piece->current.data(), piece->base.data(), piece->base.size()) == 0,
+             "left another base");
   }
 }
 
-// --- what chunks may look like --------------------------------------------------------------------------------------
+// --- what chunks may look like
+// --------------------------------------------------------------------------------------
 
 uint64_t random_word(int word_bytes) { return random_bits() >> (64 - 8 * word_bytes); }
 
@@ -163,8 +180,8 @@ uint64_t some_z(int word_bytes, Size size) {
   return std::max<uint64_t>(1, random_word(word_bytes));
 }
 
-std::unique_ptr<Piece> piece_of(int word_bytes, uint64_t words, size_t offset, double density, Size size,
-                                uint64_t (*word)(int) = alike_word) {
+std::unique_ptr<Piece> piece_of(int word_bytes, uint64_t words, size_t offset, double density,
+                                Size size, uint64_t (*word)(int) = alike_word) {
   auto piece = std::make_unique<Piece>(word_bytes, words, offset);
   for (uint64_t i = 0; i < words; ++i) {
     const uint64_t value = word(word_bytes);
@@ -202,7 +219,8 @@ std::vector<uint64_t> sizes_around_tiles(int word_bytes) {
           17 * tile - 3};
 }
 
-// --- tests ----------------------------------------------------------------------------------------------------------
+// --- tests
+// ----------------------------------------------------------------------------------------------------------
 
 void test_sizes_around_tiles() {
   for (const int word_bytes : kWordBytes) {
@@ -234,7 +252,8 @@ void test_gaps_around_escapes() {
     Group group;
     for (const uint64_t gap : {0, 253, 254, 255, 256, 509, 510, 511, 1000, 2047}) {
       auto piece = piece_of(word_bytes, 2 * kTileBytes / word_bytes + 77, 0, 0, Size::kNarrow);
-      for (uint64_t i = gap; i < piece->words; i += gap + 1) piece->change(i, chance(0.1) ? 200 : 1);
+      for (uint64_t i = gap; i < piece->words; i += gap + 1)
+        piece->change(i, chance(0.1) ? 200 : 1);
       group.push_back(std::move(piece));
     }
     auto last = piece_of(word_bytes, 3 * kTileBytes / word_bytes, 0, 0, Size::kNarrow);
@@ -245,23 +264,25 @@ void test_gaps_around_escapes() {
   }
 }
 
-// Tiles 1 to 15, of which the sample knows nothing, have `wide` wide and `narrow` narrow changes, one after the other;
-// tile 0 has a single change.
+// Tiles 1 to 15, of which the sample knows nothing, have `wide` wide and `narrow` narrow changes,
+// one after the other; tile 0 has a single change.
 std::unique_ptr<Piece> piece_larger_than_it_seemed(int word_bytes, uint64_t wide, uint64_t narrow) {
   const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
   auto piece = piece_of(word_bytes, 16 * tile, 0, 0, Size::kNarrow);
   piece->change(5, 1);
-  for (uint64_t i = 0; i < wide + narrow; ++i) piece->change(tile + i, i < wide && word_bytes > 1 ? 1000 : 1);
+  for (uint64_t i = 0; i < wide + narrow; ++i)
+    piece->change(tile + i, i < wide && word_bytes > 1 ? 1000 : 1);
   return piece;
 }
 
-// The sample says sparse, but the streams are as large as the chunk, or larger: raw, and the base is up to date
-// nevertheless. Slots beside them are not touched.
+// The sample says sparse, but the streams are as large as the chunk, or larger: raw, and the base
+// is up to date nevertheless. Slots beside them are not touched.
 void test_streams_that_are_not_smaller_than_the_chunk() {
   for (const int word_bytes : kWordBytes) {
     const std::string name = "not smaller, words of " + std::to_string(word_bytes);
     const uint64_t limit = 16 * kTileBytes, entries = 16 * kTileEntryBytes, narrow_bytes = 2;
-    const uint64_t wide_bytes = narrow_bytes + (word_bytes > 1 ? static_cast<uint64_t>(word_bytes) : 0);
+    const uint64_t wide_bytes =
+        narrow_bytes + (word_bytes > 1 ? static_cast<uint64_t>(word_bytes) : 0);
     const uint64_t wide = (limit - entries - 10 * narrow_bytes) / wide_bytes;
     const uint64_t narrow = (limit - entries - wide * wide_bytes) / narrow_bytes;
     Group group;
@@ -270,7 +291,8 @@ void test_streams_that_are_not_smaller_than_the_chunk() {
       group.push_back(piece_of(word_bytes, 10000, 0, 0.03, Size::kMixed));
     }
     const Expected expected = expected_of(group);
-    CHECK(expected.rows.size() == 4 && expected.rows[0].method == kSparse && expected.rows[2].method == kRaw);
+    CHECK(expected.rows.size() == 4 && expected.rows[0].method == kSparse &&
+          expected.rows[2].method == kRaw);
     check_group(group, name);
     group.clear();
     for (const uint64_t tiles : {15, 11, 12}) {
@@ -296,7 +318,8 @@ struct Changes {
 
   std::unique_ptr<Piece> made(uint64_t changes) const {
     auto piece = std::make_unique<Piece>(before->word_bytes, before->words);
-    for (Memory* to : {&piece->base, &piece->current}) std::memcpy(to->data(), before->base.data(), to->size());
+    for (Memory* to : {&piece->base, &piece->current})
+      std::memcpy(to->data(), before->base.data(), to->size());
     for (uint64_t i = 0; i < changes; ++i) piece->change(places[i], z[i]);
     return piece;
   }
@@ -308,14 +331,17 @@ struct Changes {
   }
 };
 
-// Where one more changed word makes another method the best: costs that are only a little wrong show there.
+// Where one more changed word makes another method the best: costs that are only a little wrong
+// show there.
 void test_both_sides_of_every_border_between_methods() {
   for (const int word_bytes : kWordBytes) {
     Group group;
     for (int round = 0; round < 8; ++round) {
       const uint64_t words = kTileBytes / static_cast<uint64_t>(word_bytes) / (1 + below(3));
-      Changes changes{
-          piece_of(word_bytes, words, 0, 0, Size::kNarrow, round % 4 == 3 ? random_word : alike_word), {}, {}};
+      Changes changes{piece_of(word_bytes, words, 0, 0, Size::kNarrow,
+                               round % 4 == 3 ? random_word : alike_word),
+                      {},
+                      {}};
       for (uint64_t i = 0; i < words; ++i) {
         changes.places.push_back(i);
         changes.z.push_back(some_z(word_bytes, static_cast<Size>(round % 4)));
@@ -354,7 +380,8 @@ void test_chunks_without_base() {
     for (const uint64_t words : {uint64_t{0}, uint64_t{1}, uint64_t{5}, uint64_t{20000}}) {
       group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow));
       group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow, random_word));
-      group.push_back(piece_of(word_bytes, words, below(3), 0, Size::kNarrow, [](int) { return uint64_t{0}; }));
+      group.push_back(
+          piece_of(word_bytes, words, below(3), 0, Size::kNarrow, [](int) { return uint64_t{0}; }));
     }
   }
   for (const std::unique_ptr<Piece>& piece : group) piece->has_base = false;
@@ -364,9 +391,10 @@ void test_chunks_without_base() {
 
 std::unique_ptr<Piece> any_piece() {
   const int word_bytes = kWordBytes[below(4)];
-  const uint64_t words = below(4) != 0 ? below(3000) : below(50000 / static_cast<uint64_t>(word_bytes));
-  auto piece = piece_of(word_bytes, words, below(2) * below(32), kDensities[below(9)], static_cast<Size>(below(4)),
-                        below(4) != 0 ? alike_word : random_word);
+  const uint64_t words =
+      below(4) != 0 ? below(3000) : below(50000 / static_cast<uint64_t>(word_bytes));
+  auto piece = piece_of(word_bytes, words, below(2) * below(32), kDensities[below(9)],
+                        static_cast<Size>(below(4)), below(4) != 0 ? alike_word : random_word);
   piece->has_base = below(10) != 0;
   return piece;
 }
@@ -396,7 +424,8 @@ void test_long_chunks() {
     if (word_bytes == 2) group.push_back(piece_of(word_bytes, 130 * tile, 1, 0.4, Size::kMixed));
     // Frozen but for a few tiles in its middle.
     auto piece = piece_of(word_bytes, 40 * tile, 0, 0, Size::kNarrow);
-    for (uint64_t i = 19 * tile; i < 33 * tile; i += 1 + below(300)) piece->change(i, some_z(word_bytes, Size::kMixed));
+    for (uint64_t i = 19 * tile; i < 33 * tile; i += 1 + below(300))
+      piece->change(i, some_z(word_bytes, Size::kMixed));
     group.push_back(std::move(piece));
     check_group(group, "long chunks, words of " + std::to_string(word_bytes));
   }
@@ -415,8 +444,9 @@ void test_every_method_was_seen() {
 }  // namespace
 
 // In place of digest.cu: remembers what it was asked for.
-cudaError_t deltacheck::device::enqueue_digests(const Chunk*, const Row* rows, const uint64_t* count, uint32_t most,
-                                                uint64_t*, cudaStream_t) {
+cudaError_t deltacheck::device::enqueue_digests(const Chunk*, const Row* rows,
+                                                const uint64_t* count, uint32_t most, uint64_t*,
+                                                cudaStream_t) {
   CHECK(*count <= most);
   for (uint64_t i = 0; i < *count; ++i) digested.chunks.push_back(rows[i].chunk);
   return cudaSuccess;

@@ -21,8 +21,12 @@ def _said(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.timeout(300)  # four processes that import torch, one after the other
-def test_quick_demo_is_killed_resumes_and_ends_bit_for_bit_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run.main(seed=11, quick=True, keep=tmp_path / "kept", json_file=tmp_path / "figures.json")
+def test_quick_demo_is_killed_resumes_and_ends_bit_for_bit_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run.main(
+        seed=11, quick=True, keep=tmp_path / "kept", json_file=tmp_path / "figures.json"
+    )
     said = _said(capsys)
     assert code == 0, said
     assert "killed with SIGKILL" in said
@@ -39,7 +43,9 @@ def test_quick_demo_is_killed_resumes_and_ends_bit_for_bit_the_same(tmp_path: Pa
     # Where steps are fast, the kill may come after the last of them.
     assert figures["kill"]["newest_checkpoint"] <= figures["kill"]["last_step"] <= plan.steps
     assert {save["step"] for save in figures["saved"]} <= set(plan.checkpoints())
-    assert all(save["stored_bytes"] > 0 and save["blocking_seconds"] > 0 for save in figures["saved"])
+    assert all(
+        save["stored_bytes"] > 0 and save["blocking_seconds"] > 0 for save in figures["saved"]
+    )
 
 
 def test_a_comparison_that_fails_is_named_and_gives_exit_code_1(
@@ -56,7 +62,9 @@ def test_a_comparison_that_fails_is_named_and_gives_exit_code_1(
 def test_a_child_that_fails_is_one_clear_line_and_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "_write_rows", lambda plan, folder, progress: None)  # so that the first child finds no data
+    monkeypatch.setattr(
+        run, "_write_rows", lambda plan, folder, progress: None
+    )  # so that the first child finds no data
     assert run.main(seed=1, quick=True, keep=tmp_path / "kept") == 1
     said = _said(capsys)
     assert "The demo failed. pretrain ended with exit code 1" in said
@@ -76,7 +84,10 @@ def test_too_few_steps_to_be_killed_between_are_refused(capsys: pytest.CaptureFi
 
 
 def test_importing_the_demo_imports_no_framework() -> None:
-    code = "import sys, deltacheck.evaluate.demo.run; print(sorted({'torch', 'jax', 'zarr', 'tensorstore'} & set(sys.modules)))"
+    code = (
+        "import sys, deltacheck.evaluate.demo.run; print(sorted({'torch', 'jax', 'zarr',"
+        " 'tensorstore'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -91,8 +102,19 @@ OUTCOME = run.report.Outcome(
     kill={"last_step": 5, "newest_checkpoint": 4},
     restore_seconds=0.1,
     step_seconds=[0.1],
-    saved=[{"keyframe": True, "stored_bytes": 1, "blocking_seconds": 0.1, "durable_seconds": 0.1, "classes": {}}],
+    saved=[
+        {
+            "keyframe": True,
+            "stored_bytes": 1,
+            "blocking_seconds": 0.1,
+            "durable_seconds": 0.1,
+            "classes": {},
+        }
+    ],
     torch_saved=[{"bytes": 2, "seconds": 0.2}],
-    verdicts=[checks.Verdict("losses", True, ""), checks.Verdict("final state", False, "1 of 2 leaves differ")],
+    verdicts=[
+        checks.Verdict("losses", True, ""),
+        checks.Verdict("final state", False, "1 of 2 leaves differ"),
+    ],
     seconds=1.0,
 )

@@ -1,4 +1,6 @@
-"""The parts that the demo's claim rests on: data that can be resumed, an optimizer that owns its masters, comparisons that see one bit."""
+"""The parts that the demo's claim rests on: data that can be resumed, an optimizer that owns its
+masters, comparisons that see one bit.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def rows(library: list[str], plan: Plan) -> text.Rows:
 
 @pytest.fixture(autouse=True)
 def _one_process_among_others():
-    """Be deterministic as a child process of the demo is, and leave no trace of it to other tests."""
+    """Be deterministic as a child process of the demo is, and leave no trace of it to other
+    tests.
+    """
     threads = torch.get_num_threads()
     be_deterministic(threads)
     with torch.random.fork_rng(devices=[]):
@@ -68,12 +72,15 @@ def _one_process_among_others():
     torch.set_num_threads(threads)
 
 
-# --- data -------------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_prompt_is_signature_and_docstring_and_answer_is_the_rest() -> None:
     assert list(text.functions(SOURCE)) == [
-        ('def documented(x, *, y=1):\n    """Add, *surely*."""\n', "    total = x + y\n    return total\n"),
+        (
+            'def documented(x, *, y=1):\n    """Add, *surely*."""\n',
+            "    total = x + y\n    return total\n",
+        ),
         ('    async def inner(self):\n        """Größe."""\n', '        return "é"\n'),
     ]
 
@@ -100,7 +107,9 @@ def test_a_function_that_does_not_fit_is_left_out() -> None:
     assert len(text.finetuning_rows([SOURCE], context=longest + 1).tokens) == 1
 
 
-def test_rows_are_the_same_each_time_and_survive_the_disk(library: list[str], rows: text.Rows, plan: Plan, tmp_path) -> None:
+def test_rows_are_the_same_each_time_and_survive_the_disk(
+    library: list[str], rows: text.Rows, plan: Plan, tmp_path
+) -> None:
     again = text.finetuning_rows(library, plan.context)
     rows.write(tmp_path / "rows.npz")
     for other in (again, text.Rows.read(tmp_path / "rows.npz")):
@@ -111,7 +120,12 @@ def test_rows_are_the_same_each_time_and_survive_the_disk(library: list[str], ro
 
 def test_pretraining_rows_are_the_text_itself() -> None:
     rows = text.pretraining_rows(["abcdefgh", "ijklmnopqr"], context=4)
-    assert [bytes(row.astype(np.uint8)) for row in rows.tokens] == [b"abcde", b"efgh\n", b"\nijkl", b"lmnop"]
+    assert [bytes(row.astype(np.uint8)) for row in rows.tokens] == [
+        b"abcde",
+        b"efgh\n",
+        b"\nijkl",
+        b"lmnop",
+    ]
     assert rows.graded.all()
 
 
@@ -133,7 +147,9 @@ def test_cursor_resumes_exactly(rows: text.Rows, taken: int) -> None:
 def test_an_epoch_shows_every_row_once_in_an_order_of_its_own() -> None:
     tokens = np.arange(8).reshape(8, 1)
     stream = text.Batches(text.Rows(tokens, np.ones_like(tokens, dtype=bool)), batch=4, seed=1)
-    epochs = [np.concatenate([next(stream).tokens for _ in range(2)]).ravel().tolist() for _ in range(3)]
+    epochs = [
+        np.concatenate([next(stream).tokens for _ in range(2)]).ravel().tolist() for _ in range(3)
+    ]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert epochs[0] != epochs[1]
 
@@ -143,7 +159,7 @@ def test_too_little_text_is_refused() -> None:
         text.Batches(text.pretraining_rows(["abcdef"], context=4), batch=2, seed=1)
 
 
-# --- optimizer --------------------------------------------------------------------------------------------------------------
+# --- optimizer ------------------------------------------------------------------------------------
 
 
 def test_weights_are_the_masters_rounded(plan: Plan, rows: text.Rows) -> None:
@@ -185,14 +201,19 @@ def test_agrees_with_torch_adamw_on_the_masters() -> None:
     torch.testing.assert_close(ours.state[weight]["master"], twin.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_global_pre_step_hook_fires_once_a_step_before_anything_moves(plan: Plan, rows: text.Rows) -> None:
+def test_global_pre_step_hook_fires_once_a_step_before_anything_moves(
+    plan: Plan, rows: text.Rows
+) -> None:
     training = pretraining(plan, rows)
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     seen = []
 
     def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         weights = training.model.state_dict()
-        seen.append(optimizer is training.optimizer and all(torch.equal(before[name], weights[name]) for name in before))
+        seen.append(
+            optimizer is training.optimizer
+            and all(torch.equal(before[name], weights[name]) for name in before)
+        )
 
     registered = register_optimizer_step_pre_hook(hook)
     try:
@@ -216,7 +237,7 @@ def test_loading_a_state_keeps_float32(plan: Plan, rows: text.Rows) -> None:
     assert master.data_ptr() != saved["state"][0]["master"].data_ptr()
 
 
-# --- the whole state ----------------------------------------------------------------------------------------------------------
+# --- the whole state ------------------------------------------------------------------------------
 
 
 def _finetuning(plan: Plan, rows: text.Rows) -> Training:
@@ -244,7 +265,9 @@ def test_a_restored_state_goes_on_bit_for_bit(plan: Plan, rows: text.Rows) -> No
     resumed.load(saved)
     assert [resumed.train_step() for _ in range(4)] == expected
     assert checks.compare("final state", final, resumed.state()).holds
-    assert checks.compare("tied", final["model"]["embed.weight"], resumed.state()["model"]["head.weight"]).holds
+    assert checks.compare(
+        "tied", final["model"]["embed.weight"], resumed.state()["model"]["head.weight"]
+    ).holds
 
 
 @pytest.mark.parametrize("lost", ["data", "rng", "optimizer", "scheduler"])
@@ -266,7 +289,7 @@ def test_a_state_that_lacks_a_part_does_not(plan: Plan, rows: text.Rows, lost: s
     assert not checks.compare("final state", final, resumed.state()).holds
 
 
-# --- comparisons ----------------------------------------------------------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 
 NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.float32)
 DIFFERENT = {
@@ -316,7 +339,7 @@ def test_every_leaf_has_a_class() -> None:
     assert leaf_class("rng/torch") == "other"
 
 
-# --- plan -----------------------------------------------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------
 
 
 def test_plan_survives_the_disk_and_always_saves_the_last_step(tmp_path) -> None:

@@ -1,4 +1,6 @@
-"""`deltacheck eval`: statistics and judgements on planted numbers, contracts on planted errors, and the command from end to end."""
+"""`deltacheck eval`: statistics and judgements on planted numbers, contracts on planted errors, and
+the command from end to end.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ from deltacheck.policy import Policy
 HERE = Path(__file__).parents[1] / "support"
 
 
-# --- statistics ---------------------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("confidence", "freedom", "expected"), [(0.95, 1, 6.314), (0.95, 2, 2.920), (0.95, 11, 1.796), (0.975, 30, 2.042)]
+    ("confidence", "freedom", "expected"),
+    [(0.95, 1, 6.314), (0.95, 2, 2.920), (0.95, 11, 1.796), (0.975, 30, 2.042)],
 )
-def test_quantiles_of_student_are_those_of_the_tables(confidence: float, freedom: int, expected: float) -> None:
+def test_quantiles_of_student_are_those_of_the_tables(
+    confidence: float, freedom: int, expected: float
+) -> None:
     assert stats.student_quantile(confidence, freedom) == pytest.approx(expected, abs=5e-4)
 
 
@@ -55,7 +60,9 @@ def _seeds(mean: float, sd: float, count: int) -> dict[int, list[float]]:
     return {seed: [float(value)] for seed, value in enumerate(scaled)}
 
 
-UNKILLED = [values[0] for values in _seeds(2.5, 0.002, 12).values()]  # so the margin is half of 0.002
+UNKILLED = [
+    values[0] for values in _seeds(2.5, 0.002, 12).values()
+]  # so the margin is half of 0.002
 
 
 def test_a_planted_regression_is_called_one() -> None:
@@ -77,7 +84,9 @@ def test_small_differences_of_many_seeds_are_within_the_noise() -> None:
 
 def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
     found = stats.equivalence(_seeds(0.0002, 0.001, 3), UNKILLED)
-    assert (found.low, found.high) == pytest.approx((0.0002 - 2.92 * 0.001 / 3**0.5, 0.0002 + 2.92 * 0.001 / 3**0.5), rel=1e-4)
+    assert (found.low, found.high) == pytest.approx(
+        (0.0002 - 2.92 * 0.001 / 3**0.5, 0.0002 + 2.92 * 0.001 / 3**0.5), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +99,9 @@ def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
         ({}, UNKILLED),
     ],
 )
-def test_too_few_seeds_are_said_to_be_too_few(differences: dict[int, list[float]], unkilled: Sequence[float]) -> None:
+def test_too_few_seeds_are_said_to_be_too_few(
+    differences: dict[int, list[float]], unkilled: Sequence[float]
+) -> None:
     assert stats.equivalence(differences, unkilled).verdict == "too few"
 
 
@@ -122,7 +133,7 @@ def test_a_loss_curve_tells_its_first_gap_and_its_spikes() -> None:
     assert stats.curve({3: math.nan}, {3: 2.0}, others).spikes == 1
 
 
-# --- contracts ----------------------------------------------------------------------------------------------------------------
+# --- contracts ------------------------------------------------------------------------------------
 
 
 def _taken(tree: Any, told_rate: float | None = None) -> Snapshot:
@@ -137,14 +148,24 @@ def _adam(master: float = 1.0, first: float = 1e-3, second: float = 1e-6, lr: fl
 
     entry = {"master": full(master), "exp_avg": full(first), "exp_avg_sq": full(second)}
     group = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
-    return {"model": {"w": np.ones((8, 8), np.float16)}, "optimizer": {"state": {0: entry}, "param_groups": [group]}, "step": 7}
+    return {
+        "model": {"w": np.ones((8, 8), np.float16)},
+        "optimizer": {"state": {0: entry}, "param_groups": [group]},
+        "step": 7,
+    }
 
 
 def _problems(
-    live: Any, restored: Any, promises: dict[str, Promise] | None = None, earlier: Any = None, **more: Any
+    live: Any,
+    restored: Any,
+    promises: dict[str, Promise] | None = None,
+    earlier: Any = None,
+    **more: Any,
 ) -> dict[str, str]:
     then = _taken(live if earlier is None else earlier)
-    found = contract.check(_taken(live, **more), _taken(restored, **more), promises or {}, 100, lambda step: then)
+    found = contract.check(
+        _taken(live, **more), _taken(restored, **more), promises or {}, 100, lambda step: then
+    )
     assert len({leaf.path for leaf in found}) == len(found)
     return {leaf.path: leaf.problem for leaf in found if leaf.problem}
 
@@ -157,7 +178,12 @@ def test_every_bit_and_every_python_value_is_compared() -> None:
     other["step"] = 8
     other["optimizer"]["param_groups"][0]["lr"] = 1e-5 + 1e-21
     found = _problems(_adam(), other)
-    assert sorted(found) == ["model/w", "optimizer/param_groups/0/lr", "optimizer/state/0/exp_avg", "step"]
+    assert sorted(found) == [
+        "model/w",
+        "optimizer/param_groups/0/lr",
+        "optimizer/state/0/exp_avg",
+        "step",
+    ]
     assert "1 of 64 elements differ in bits, first element 19: was 1.0" in found["model/w"]
     assert "64 of 64" in found["optimizer/state/0/exp_avg"]
 
@@ -188,14 +214,18 @@ def test_leaves_that_are_tied_are_compared_wherever_they_lie() -> None:
 
 
 @pytest.mark.parametrize(("error_lr", "holds"), [(31.0, True), (33.0, False)])
-def test_a_bounded_master_is_measured_in_its_own_learning_rates(error_lr: float, holds: bool) -> None:
+def test_a_bounded_master_is_measured_in_its_own_learning_rates(
+    error_lr: float, holds: bool
+) -> None:
     path = "optimizer/state/0/master"
     promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}  # it says of itself that it holds
     found = _problems(_adam(), _adam(master=1.0 + error_lr * 1e-5), promise)
     assert (path not in found) == holds
 
 
-def test_a_learning_rate_that_nobody_tells_is_a_problem_and_one_that_the_run_tells_is_taken() -> None:
+def test_a_learning_rate_that_nobody_tells_is_a_problem_and_one_that_the_run_tells_is_taken() -> (
+    None
+):
     path = "optimizer/state/0/master"
     promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}
 
@@ -256,21 +286,35 @@ def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> Non
     promise = {path: Promise(Reused(50), 0.0, from_step=60)}
     live, earlier = _adam(first=5e-3), _adam(first=1e-3)
     assert _problems(live, _adam(first=1.4e-3), promise, earlier) == {}
-    assert "octaves from its values of step 60" in _problems(live, _adam(first=5e-3), promise, earlier)[path]
+    assert (
+        "octaves from its values of step 60"
+        in _problems(live, _adam(first=5e-3), promise, earlier)[path]
+    )
     assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]
 
 
 def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Path) -> None:
     shared = np.arange(6, dtype=np.float32).reshape(2, 3)
-    tree = {"a": shared, "b": [shared, np.array(True)], "empty": np.zeros((0, 4), np.int8), "n": None, "x": math.inf}
+    tree = {
+        "a": shared,
+        "b": [shared, np.array(True)],
+        "empty": np.zeros((0, 4), np.int8),
+        "n": None,
+        "x": math.inf,
+    }
     snapshot.written(flatten(tree, describe_numpy), numpy_bytes, 0.5, tmp_path / "live.npz")
     found, taken = snapshot.read(tmp_path / "live.npz"), _taken(tree, told_rate=0.5)
     assert snapshot.digests(found) == snapshot.digests(taken)
-    assert (found.specs, found.values, found.ties, found.told_rate) == (taken.specs, taken.values, taken.ties, 0.5)
+    assert (found.specs, found.values, found.ties, found.told_rate) == (
+        taken.specs,
+        taken.values,
+        taken.ties,
+        0.5,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["live.npz"]
 
 
-# --- the judgement ------------------------------------------------------------------------------------------------------------
+# --- the judgement --------------------------------------------------------------------------------
 
 PLAN = Plan("f:g", "exact", steps=9, every=2, kills=1, seeds=2, noise_seeds=6)
 
@@ -289,13 +333,20 @@ def _evidence(*recoveries: Recovery, **changes: Any) -> Evidence:
     saves = tuple(Saved(step, 100, 50, 110, 0.2, 0.3, 0.4) for step in (2, 4, 6))
     unkilled = tuple(_ending(seed) for seed in range(1, 7))
     found = recoveries or (_recovery(1), _recovery(2))
-    return replace(Evidence(PLAN, "torch", "peer", unkilled, _ending(1), _ending(1), saves, (), found), **changes)
+    return replace(
+        Evidence(PLAN, "torch", "peer", unkilled, _ending(1), _ending(1), saves, (), found),
+        **changes,
+    )
 
 
 def test_what_comes_back_bit_for_bit_holds() -> None:
     found = judge(_evidence())
     assert found.holds
-    assert (found.correctness.held, found.correctness.trials, found.correctness.equal_endings) == (2, 2, 2)
+    assert (found.correctness.held, found.correctness.trials, found.correctness.equal_endings) == (
+        2,
+        2,
+        2,
+    )
     assert found.quality.final.verdict == "equal"
     assert found.size.later.median == 50 / 110
     assert found.latency.blocking.median == 0.5
@@ -304,9 +355,15 @@ def test_what_comes_back_bit_for_bit_holds() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"failed": (LeafCheck("a/b", "exact", "1 of 9 elements differ"),)}, "leaf 'a/b' (exact): 1 of 9 elements differ"),
+        (
+            {"failed": (LeafCheck("a/b", "exact", "1 of 9 elements differ"),)},
+            "leaf 'a/b' (exact): 1 of 9 elements differ",
+        ),
         ({"acknowledged_step": 6}, "step 6 was reported durable, and is gone"),
-        ({"not_put_back": ("optimizer/step",)}, "load() does not put back what was restored: optimizer/step"),
+        (
+            {"not_put_back": ("optimizer/step",)},
+            "load() does not put back what was restored: optimizer/step",
+        ),
         ({"ending": None, "error": "ChainBroken: step 4"}, "seed 2, kill 1: ChainBroken: step 4"),
         ({"ending": _ending(2, first=5, shift=1e-12)}, "the loss of step 5 is"),
         ({"ending": _ending(2, first=5, b="3")}, "the last state differs in b"),
@@ -316,7 +373,9 @@ def test_what_comes_back_bit_for_bit_holds() -> None:
         ),
     ],
 )
-def test_whatever_does_not_hold_of_one_recovery_is_the_reason(changes: dict[str, Any], reason: str) -> None:
+def test_whatever_does_not_hold_of_one_recovery_is_the_reason(
+    changes: dict[str, Any], reason: str
+) -> None:
     found = judge(_evidence(_recovery(1), _recovery(2, **changes)))
     assert not found.holds
     assert found.correctness.held == 1
@@ -331,7 +390,9 @@ def test_a_run_that_does_not_repeat_itself_is_not_compared_in_bits_after_its_res
     assert not found.correctness.deterministic
     assert found.correctness.repeat_gap == pytest.approx(2e-6)
     failed = replace(apart, failed=(LeafCheck("a", "exact", "differs"),))
-    assert not judge(_evidence(failed, repeat=_ending(1, shift=2e-6))).holds  # the restore itself is, always
+    assert not judge(
+        _evidence(failed, repeat=_ending(1, shift=2e-6))
+    ).holds  # the restore itself is, always
 
 
 def test_saves_that_change_the_training_are_found() -> None:
@@ -344,7 +405,8 @@ def _lossy(shift: float, seeds: int) -> Evidence:
     inexact = (LeafCheck("m", "bounded", measured=1.0, limit=2.0),)
     shifts = [shift + 1e-7 * seed for seed in range(seeds)]
     found = [
-        _recovery(seed, inexact=inexact, ending=_ending(seed, first=5, shift=by)) for seed, by in enumerate(shifts, start=1)
+        _recovery(seed, inexact=inexact, ending=_ending(seed, first=5, shift=by))
+        for seed, by in enumerate(shifts, start=1)
     ]
     return _evidence(*found, plan=replace(PLAN, policy="model_exact"))
 
@@ -361,7 +423,9 @@ def test_a_lossy_policy_that_too_few_seeds_judge_does_not_hold_and_says_why() ->
     found = judge(_lossy(1e-6, seeds=1))
     assert not found.holds
     assert "not enough seeds to tell" in found.reasons[0]
-    assert judge(replace(_lossy(1e-6, seeds=1), plan=PLAN)).holds  # what promises every bit is judged by bits
+    assert judge(
+        replace(_lossy(1e-6, seeds=1), plan=PLAN)
+    ).holds  # what promises every bit is judged by bits
 
 
 def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
@@ -371,13 +435,19 @@ def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> No
     assert len(found) == 12
     steps = [kill.saving_step for kill in found[:4]]
     assert steps == sorted(set(steps))
-    assert all(plan.checkpoints()[0] < kill.saving_step < plan.steps and 0 <= kill.share < 1 for kill in found)
+    assert all(
+        plan.checkpoints()[0] < kill.saving_step < plan.steps and 0 <= kill.share < 1
+        for kill in found
+    )
     assert {kill.mid_save for kill in found} == {True, False}
-    assert {kill.saving_step for kill in kills(plan, inexact=[80, 85, 90])} <= {85, 90}  # the save before is inexact, too
+    assert {kill.saving_step for kill in kills(plan, inexact=[80, 85, 90])} <= {
+        85,
+        90,
+    }  # the save before is inexact, too
     assert kills(plan, inexact=[85]) == found  # one alone leaves nothing to kill between
 
 
-# --- what a user gives --------------------------------------------------------------------------------------------------------
+# --- what a user gives ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -399,9 +469,12 @@ def test_a_factory_that_is_not_there_is_refused_by_name(named: str, says: str) -
 
 def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text(
-        "import json\nanswer = json.dumps\nclass Half:\n    def step(self): ...\ndef make(seed): return Half()"
+        "import json\nanswer = json.dumps\nclass Half:\n    def step(self): ...\ndef make(seed):"
+        " return Half()"
     )
-    assert workload.find(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"  # its name is not taken for that of what it imports
+    assert (
+        workload.find(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"
+    )  # its name is not taken for that of what it imports
     with pytest.raises(workload.NoWorkload, match="a Half without state, load, evaluate"):
         workload.made(workload.find(f"{tmp_path / 'json.py'}:make"), 1)
 
@@ -409,7 +482,9 @@ def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if framework == "torch" else "orbax.checkpoint")
-    door: Any = importlib.import_module(f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.evaluation")
+    door: Any = importlib.import_module(
+        f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.evaluation"
+    )
     values = np.arange(4096, dtype=np.float32)
     if framework == "torch":
         import torch
@@ -419,7 +494,11 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
         import jax.numpy as jnp
 
         state = {"w": jnp.asarray(values), "step": 3}
-    assert door.peer_save(state, tmp_path / "peer") == (tmp_path / "peer").stat().st_size > values.nbytes
+    assert (
+        door.peer_save(state, tmp_path / "peer")
+        == (tmp_path / "peer").stat().st_size
+        > values.nbytes
+    )
     saver = door.Saver(tmp_path / "root", Policy.exact())
     assert saver.finish() is None
     saver.save(3, state, {"loss": 1.0})
@@ -431,12 +510,15 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
     found, restored = saver.restore(state)
     saver.close()
     assert found == 3
-    one, other = (snapshot.digests(snapshot.taken(door.flat(tree), door.bytes_of)) for tree in (state, restored))
+    one, other = (
+        snapshot.digests(snapshot.taken(door.flat(tree), door.bytes_of))
+        for tree in (state, restored)
+    )
     assert one == other
     assert set(one) == {"w", "step"}
 
 
-# --- from end to end ----------------------------------------------------------------------------------------------------------
+# --- from end to end ------------------------------------------------------------------------------
 
 SMALL = ["--steps", "12", "--every", "3", "--kills", "1", "--noise-seeds", "2"]
 
@@ -450,7 +532,9 @@ def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("single_threaded")
 @pytest.mark.timeout(300)
-def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.html"
     words = [
         "eval",
@@ -473,13 +557,19 @@ def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(tmp_path: Pa
     assert found["machine"]["versions"]["torch"]
     assert found["plan"]["killed_seeds"] == [1]
     assert [save["step"] for save in found["saves"]] == [3, 6, 9]
-    assert {group["name"] for group in found["size"]["groups"]} == {"weights", "momentum", "generator"}
+    assert {group["name"] for group in found["size"]["groups"]} == {
+        "weights",
+        "momentum",
+        "generator",
+    }
     (recovery,) = found["recoveries"]
     assert recovery["leaves"] == 4
     assert recovery["failed"] == recovery["not_put_back"] == []
     assert recovery["restored_step"] >= recovery["acknowledged_step"]
     assert recovery["last_step"] >= recovery["kill"]["saving_step"]
-    assert set(recovery["ending"]["losses"]) == {str(step) for step in range(recovery["restored_step"] + 1, 13)}
+    assert set(recovery["ending"]["losses"]) == {
+        str(step) for step in range(recovery["restored_step"] + 1, 13)
+    }
     assert found["recovery"]["equal_endings"] == found["recovery"]["trials"] == 1
     assert found["quality"]["final"]["verdict"] == "equal"
     assert (tmp_path / "kept" / "log.txt").read_text().count(
@@ -492,13 +582,18 @@ def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(tmp_path: Pa
 
 @pytest.mark.usefixtures("single_threaded")
 @pytest.mark.timeout(300)
-def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "1"])
     said = capsys.readouterr().out
     assert code == 1, said
     assert "DOES NOT HOLD: seed 1, kill 1: step" in said
     assert "leaf 'weights' (exact): 1 of 1024 elements differ in bits, first element 101" in said
-    assert "DOES NOT HOLD: seed 1, kill 1: the workload's load() does not put back what was restored: momentum" in said
+    assert (
+        "DOES NOT HOLD: seed 1, kill 1: the workload's load() does not put back what was restored:"
+        " momentum" in said
+    )
     assert "0 of 1 recoveries are correct" in said
     assert "holds (" not in said
 
@@ -509,7 +604,9 @@ def test_an_evaluation_that_cannot_begin_says_why_in_its_own_words(tmp_path: Pat
         evaluate(replace(PLAN, factory="json:absent"), tmp_path)
 
 
-def test_misuse_is_told_before_anything_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_told_before_anything_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").touch()
     for words, says in (
         (["--policy", "lossy"], "one of exact, model_exact, post_training"),

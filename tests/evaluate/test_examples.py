@@ -12,14 +12,24 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _run(example: str, folder: Path, steps: int) -> list[str]:
-    command = [sys.executable, str(EXAMPLES / example), str(folder), "--steps", str(steps), "--every", "5"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / example),
+        str(folder),
+        "--steps",
+        str(steps),
+        "--every",
+        "5",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.mark.timeout(300)  # three processes that import a framework, one after the other
-@pytest.mark.parametrize(("example", "framework"), [("torch_training_loop.py", "torch"), ("jax_training_loop.py", "jax")])
+@pytest.mark.parametrize(
+    ("example", "framework"), [("torch_training_loop.py", "torch"), ("jax_training_loop.py", "jax")]
+)
 def test_example_goes_on_where_it_ended(example: str, framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
     whole = _run(example, tmp_path / "whole", 20)

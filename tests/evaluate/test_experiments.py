@@ -1,4 +1,6 @@
-"""The experiments under `examples/`, run as a user runs them: each kills a training, resumes it, and compares it with one that nobody stopped.
+"""The experiments under `examples/`, run as a user runs them: each kills a training, resumes it,
+and
+compares it with one that nobody stopped.
 
 `make experiments` runs all of them; `make test` the first one, and what they read their data with.
 """
@@ -29,7 +31,9 @@ PATIENT = pytest.mark.timeout(
 def run(example: str, *options: object) -> str:
     """What a quick run of an example prints."""
     command = [sys.executable, str(EXAMPLES / example), "--quick", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,11 +44,18 @@ def part(output: str, policy: str) -> str:
 
 
 def assert_every_bit_equal(told: str) -> None:
-    """The story was told to its end: the run was killed in the middle, went on from a checkpoint of before, and nothing is different."""
-    (killed,), (resumed,) = re.findall(r"killed in step (\d+)", told), re.findall(r"resumed from step (\d+)", told)
+    """The story was told to its end: the run was killed in the middle, went on from a checkpoint of
+    before, and nothing is different.
+    """
+    (killed,), (resumed,) = (
+        re.findall(r"killed in step (\d+)", told),
+        re.findall(r"resumed from step (\d+)", told),
+    )
     assert 0 < int(resumed) < int(killed) < 120
     assert "  killed by SIGKILL\n" in told
-    ((ours, whole),) = re.findall(r"held-out loss (\S+), uninterrupted (\S+): difference \+0\.0e\+00", told)
+    ((ours, whole),) = re.findall(
+        r"held-out loss (\S+), uninterrupted (\S+): difference \+0\.0e\+00", told
+    )
     assert ours == whole
     assert re.search(r"^  every bit equal: \d+ leaves", told, re.MULTILINE)
     ((stored, plain),) = re.findall(
@@ -54,19 +65,25 @@ def assert_every_bit_equal(told: str) -> None:
 
 
 @pytest.mark.timeout(600)  # three processes that import torch, one after the other
-def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_killed_fine_tuning_in_torch_ends_with_every_bit_of_the_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
     output = run(SFT_TORCH, tmp_path, "--policy", "exact")
     assert_every_bit_equal(output)
     losses = re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0]
     assert float(losses[1]) < float(losses[0])  # something was learned
-    refused = subprocess.run([sys.executable, EXAMPLES / SFT_TORCH, tmp_path], capture_output=True, text=True)
+    refused = subprocess.run(
+        [sys.executable, EXAMPLES / SFT_TORCH, tmp_path], capture_output=True, text=True
+    )
     assert "is not empty" in refused.stderr
 
 
 @pytest.mark.experiments
 @PATIENT
 @pytest.mark.parametrize("example", [SFT_FLAX, LORA])
-def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninterrupted_one(example: str) -> None:
+def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninterrupted_one(
+    example: str,
+) -> None:
     assert_every_bit_equal(run(example, "--policy", "exact"))
 
 
@@ -74,7 +91,16 @@ def test_a_killed_run_of_the_other_experiments_ends_with_every_bit_of_the_uninte
 @PATIENT
 @pytest.mark.parametrize("workload", ["sft", "rl_like", "lora"])
 def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> None:
-    command = [sys.executable, "-m", "deltacheck.cli", "eval", "--quick", "--workload", workload, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "deltacheck.cli",
+        "eval",
+        "--quick",
+        "--workload",
+        workload,
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -89,7 +115,9 @@ def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> N
 @pytest.mark.experiments
 @PATIENT
 @pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX])
-def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_result_little(example: str) -> None:
+def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_result_little(
+    example: str,
+) -> None:
     output = run(example, "--every", 5)
     assert re.search(r"stable from step \d+ on", output)
     exact, told = part(output, "exact"), part(output, "post_training")
@@ -107,7 +135,10 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
 def test_a_follower_has_the_trainers_digest_at_every_step_across_the_kill() -> None:
     told = run(RL, "--policy", "exact")
     assert_every_bit_equal(told)
-    steps = re.findall(r"follower: step (\d+), (\S+)% of the weights taken over, digest equal to the trainer's", told)
+    steps = re.findall(
+        r"follower: step (\d+), (\S+)% of the weights taken over, digest equal to the trainer's",
+        told,
+    )
     assert [int(step) for step, _ in steps][-1] == 120
     assert len(steps) >= 6  # it may begin late, and leaves out nothing then
     assert float(steps[0][1]) == 100
@@ -115,12 +146,14 @@ def test_a_follower_has_the_trainers_digest_at_every_step_across_the_kill() -> N
     assert f"follower: {len(steps)} updates, each with the digest of the trainer's weights" in told
 
 
-# --- weights and data of the user's -------------------------------------------------------------------------------------------
+# --- weights and data of the user's ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local transformers checkpoint: a Llama without training, with grouped keys, and a tokenizer of bytes."""
+    """A local transformers checkpoint: a Llama without training, with grouped keys, and a tokenizer
+    of bytes.
+    """
     transformers = pytest.importorskip("transformers")
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -128,9 +161,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     folder = tmp_path_factory.mktemp("llama")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -139,7 +177,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_key_value_heads": 2,
     }
     config = transformers.LlamaConfig(
-        vocab_size=len(words), **sizes, bos_token_id=0, eos_token_id=1, initializer_range=0.2, rms_norm_eps=1e-5
+        vocab_size=len(words),
+        **sizes,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.2,
+        rms_norm_eps=1e-5,
     )
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
@@ -148,7 +191,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
-    lines = [json.dumps({"prompt": f"{number} and one is ", "completion": str(number + 1)}) for number in range(100)]
+    lines = [
+        json.dumps({"prompt": f"{number} and one is ", "completion": str(number + 1)})
+        for number in range(100)
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -156,8 +202,12 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.experiments
 @PATIENT
 @pytest.mark.parametrize("example", [SFT_TORCH, SFT_FLAX, LORA, RL])
-def test_weights_of_transformers_and_data_of_the_users_are_taken(example: str, checkpoint: Path, questions: Path) -> None:
-    output = run(example, "--model", checkpoint, "--data", questions, "--policy", "exact", "--lr", "1e-3")
+def test_weights_of_transformers_and_data_of_the_users_are_taken(
+    example: str, checkpoint: Path, questions: Path
+) -> None:
+    output = run(
+        example, "--model", checkpoint, "--data", questions, "--policy", "exact", "--lr", "1e-3"
+    )
     assert_every_bit_equal(output)
     before, after = map(float, re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0])
     assert after < before
@@ -168,7 +218,9 @@ def test_weights_of_transformers_and_data_of_the_users_are_taken(example: str, c
 @pytest.mark.experiments
 @PATIENT
 def test_the_llama_in_flax_computes_what_the_one_of_transformers_does(checkpoint: Path) -> None:
-    """Also with three times the query heads, an untied embedding, and positions that turn slower."""
+    """Also with three times the query heads, an untied embedding, and positions that turn
+    slower.
+    """
     code = f"""
 import sys, numpy as np, torch
 sys.path.insert(0, {str(EXAMPLES / "supervised_finetuning")!r})
@@ -187,11 +239,16 @@ for path in (Path({str(checkpoint)!r}), other):
     assert np.abs(theirs).max() > 1
     assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max(), (np.abs(ours - theirs).max(), np.abs(theirs).max())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
     assert done.returncode == 0, done.stderr
 
 
-# --- rows of tokens -----------------------------------------------------------------------------------------------------------
+# --- rows of tokens -------------------------------------------------------------------------------
 
 
 def test_rows_grade_the_answer_and_its_end_alone() -> None:
@@ -200,11 +257,19 @@ def test_rows_grade_the_answer_and_its_end_alone() -> None:
     assert made.graded.tolist() == [[False, False, False, True, True, True, False, False]]
 
 
-def test_a_pair_longer_than_a_row_goes_on_in_the_next_and_each_token_of_the_answer_is_predicted_once() -> None:
+def test_a_pair_longer_than_a_row_goes_on_in_the_next_and_each_token_of_the_answer_is_predicted_once() -> (
+    None
+):
     coding = Coding(lambda line: [int(word) for word in line.split()], begin=100, end=101)
     answer = " ".join(map(str, range(50, 63)))
-    made = pairs.rows([Pair("1 2 3 4 5", answer)], coding, context=4)  # the first row has no token of the answer
-    told = [token for row, graded in zip(made.tokens, made.graded, strict=True) for token in row[1:][graded[1:]]]
+    made = pairs.rows(
+        [Pair("1 2 3 4 5", answer)], coding, context=4
+    )  # the first row has no token of the answer
+    told = [
+        token
+        for row, graded in zip(made.tokens, made.graded, strict=True)
+        for token in row[1:][graded[1:]]
+    ]
     assert told == [*range(50, 63), 101]
     assert all(len(row) == 5 for row in made.tokens)
     assert 1 not in made.tokens
@@ -212,7 +277,9 @@ def test_a_pair_longer_than_a_row_goes_on_in_the_next_and_each_token_of_the_answ
 
 def test_data_is_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> None:
     lines = tmp_path / "some.jsonl"
-    lines.write_text('{"prompt": "a", "completion": "b\u2028c"}\n\n{"text": "d", "more": 1}\n', encoding="utf-8")
+    lines.write_text(
+        '{"prompt": "a", "completion": "b\u2028c"}\n\n{"text": "d", "more": 1}\n', encoding="utf-8"
+    )
     assert pairs.read(lines) == [Pair("a", "b\u2028c"), Pair("", "d")]
     plain = tmp_path / "some.txt"
     plain.write_text("one\nline\n\n\n\nanother")
@@ -220,7 +287,9 @@ def test_data_is_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> Non
     assert all(pair.prompt and pair.answer for pair in pairs.standard_library(files=20))
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "a"}', '{"text": 1}', '{"prompt": "a", "completion": null}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"prompt": "a"}', '{"text": 1}', '{"prompt": "a", "completion": null}']
+)
 def test_a_line_that_is_no_example_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "good"}\n' + line)
@@ -229,7 +298,9 @@ def test_a_line_that_is_no_example_is_refused_by_its_number(line: str, tmp_path:
 
 
 def test_rows_of_large_vocabularies_survive_being_written(tmp_path: Path) -> None:
-    made = pairs.rows([Pair("", "x")], Coding(lambda line: [151_000], begin=1, end=128_009), context=4)
+    made = pairs.rows(
+        [Pair("", "x")], Coding(lambda line: [151_000], begin=1, end=128_009), context=4
+    )
     made.write(tmp_path / "rows.npz")
     again = type(made).read(tmp_path / "rows.npz")
     assert np.array_equal(again.tokens, made.tokens)

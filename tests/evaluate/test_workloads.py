@@ -1,4 +1,6 @@
-"""The runs that benchmarks measure: the same recipe gives the same run, and a saved state goes on as if nothing had been."""
+"""The runs that benchmarks measure: the same recipe gives the same run, and a saved state goes on
+as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,15 @@ def leaves(run: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Every array of the state, copied."""
     if isinstance(run, torch_workloads.Workload):
         states = importlib.import_module("benchmarks.states")
-        return {path: leaf.detach().float().numpy().copy() for path, leaf in states.leaves_of(run.state()).items()}
+        return {
+            path: leaf.detach().float().numpy().copy()
+            for path, leaf in states.leaves_of(run.state()).items()
+        }
     import jax
 
-    pairs = jax.tree_util.tree_leaves_with_path({**run.state(), "key": jax.random.key_data(run.key)})
+    pairs = jax.tree_util.tree_leaves_with_path(
+        {**run.state(), "key": jax.random.key_data(run.key)}
+    )
     return {jax.tree_util.keystr(path): np.asarray(leaf).astype(np.float32) for path, leaf in pairs}
 
 
@@ -69,7 +76,9 @@ def test_the_same_recipe_gives_the_same_run(framework: str, task: str) -> None:
         return [run.train_step() for _ in range(2)] + [run.evaluate()]
 
     assert losses() == losses()
-    assert started(framework, task, pretrain=False).evaluate() != losses()[-1]  # pre-training has done something
+    assert (
+        started(framework, task, pretrain=False).evaluate() != losses()[-1]
+    )  # pre-training has done something
 
 
 def test_another_seed_gives_another_run_and_another_order_other_batches_only() -> None:
@@ -82,7 +91,9 @@ def test_another_seed_gives_another_run_and_another_order_other_batches_only() -
 
 
 @pytest.mark.parametrize(("framework", "task"), ALL)
-def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(framework: str, task: str) -> None:
+def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(
+    framework: str, task: str
+) -> None:
     run = started(framework, task, pretrain=False)
     before = leaves(run)
     run.train_step()
@@ -92,14 +103,24 @@ def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(framewo
     if framework == "torch":
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         state = run.optimizer.state
-        held = [p.nbytes + sum(leaf.nbytes for leaf in state[p].values()) for p in run.model.parameters() if p.requires_grad]
-        base = {path for path in before if path.startswith("model/") and task == "lora" and "qkv.up" not in path}
+        held = [
+            p.nbytes + sum(leaf.nbytes for leaf in state[p].values())
+            for p in run.model.parameters()
+            if p.requires_grad
+        ]
+        base = {
+            path
+            for path in before
+            if path.startswith("model/") and task == "lora" and "qkv.up" not in path
+        }
         base -= {path for path in base if "qkv.down" in path}
     else:
         import jax
 
         adam = next(
-            s for s in jax.tree.leaves(run.training["optimizer"], is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")
+            s
+            for s in jax.tree.leaves(run.training["optimizer"], is_leaf=lambda s: hasattr(s, "mu"))
+            if hasattr(s, "mu")
         )
         trained = sum(leaf.size for leaf in jax.tree.leaves(run.training["params"]))
         parts = (run.training["params"], run.training["master"], adam.mu, adam.nu)

@@ -1,4 +1,6 @@
-"""Campaigns of trials: roots made ready once for each scenario, a copy of one for each trial, and what is wrong with it afterwards."""
+"""Campaigns of trials: roots made ready once for each scenario, a copy of one for each trial, and
+what is wrong with it afterwards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _ROOM_BYTES = 1 << 30
 
 
 def scratch() -> Path:
-    """A new directory for trials: in memory where there is room for it, since a killed process loses nothing of what it has written."""
+    """A new directory for trials: in memory where there is room for it, since a killed process
+    loses nothing of what it has written.
+    """
     memory = Path("/dev/shm")
     fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES
     return Path(tempfile.mkdtemp(prefix="deltacheck-faults-", dir=memory if fits else None))
@@ -31,7 +35,9 @@ def scratch() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One trial's places. ``area`` is what the shim watches: it holds the root, so that calls on the root's own name count."""
+    """One trial's places. ``area`` is what the shim watches: it holds the root, so that calls on
+    the root's own name count.
+    """
 
     scenario: str
     area: Path
@@ -54,7 +60,9 @@ class Trial:
 
 
 class Campaign:
-    """Zygotes and prepared roots, made when they are first wanted; all gone at the end, but for what ``keep`` has set aside."""
+    """Zygotes and prepared roots, made when they are first wanted; all gone at the end, but for
+    what ``keep`` has set aside.
+    """
 
     def __init__(self) -> None:
         self.folder = scratch()
@@ -75,7 +83,9 @@ class Campaign:
         if scenario not in self._prepared:
             prepared = self.folder / f"prepared-{scenario}"
             prepared.mkdir()
-            outcome = self.zygote(scenario).run("faults.trials:prepare", scenario, str(prepared / "root"))
+            outcome = self.zygote(scenario).run(
+                "faults.trials:prepare", scenario, str(prepared / "root")
+            )
             assert not outcome.error, outcome.error
             self._prepared[scenario] = prepared
         with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:
@@ -84,12 +94,28 @@ class Campaign:
             yield Trial(scenario, area, Path(folder) / "acknowledgements", Path(folder) / "trace")
 
     def run(
-        self, task: str, trial: Trial, *more: object, fault: Fault | None = None, trace: bool = False, **how: float | None
+        self,
+        task: str,
+        trial: Trial,
+        *more: object,
+        fault: Fault | None = None,
+        trace: bool = False,
+        **how: float | None,
     ) -> Outcome:
-        """Run a task of ``trials.py`` on a trial's root; ``more``: its arguments beside the usual ones."""
+        """Run a task of ``trials.py`` on a trial's root; ``more``: its arguments beside the usual
+        ones.
+        """
         traced = trial.trace if trace or fault is not None else None
         zygote = self.zygote(trial.scenario)
-        return zygote.run(f"faults.trials:{task}", *trial.arguments(), *more, area=trial.area, fault=fault, trace=traced, **how)
+        return zygote.run(
+            f"faults.trials:{task}",
+            *trial.arguments(),
+            *more,
+            area=trial.area,
+            fault=fault,
+            trace=traced,
+            **how,
+        )
 
     def counts(self, scenario: str) -> tuple[int, int, float]:
         """Calls of a whole ``act``, of a recovery after it, and the seconds that ``act`` takes."""
@@ -116,7 +142,12 @@ class Campaign:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -135,10 +166,20 @@ class Tally:
 
     def __str__(self) -> str:
         lines = [f"{self.what}, seed {self.seed}:"]
-        lines += [f"  {name:36} {self.tried[name]:6} tried {self.failed[name]:4} failed" for name in sorted(self.tried)]
+        lines += [
+            f"  {name:36} {self.tried[name]:6} tried {self.failed[name]:4} failed"
+            for name in sorted(self.tried)
+        ]
         tried, failed = self.tried.total(), self.failed.total()
-        bound = f"; the rate is below {3 / tried:.2g} with 95 % confidence (3/n)" if tried and not failed else ""
-        lines.append(f"  {'all':36} {tried:6} tried {failed:4} failed in {time.perf_counter() - self._begin:.0f} s{bound}")
+        bound = (
+            f"; the rate is below {3 / tried:.2g} with 95 % confidence (3/n)"
+            if tried and not failed
+            else ""
+        )
+        lines.append(
+            f"  {'all':36} {tried:6} tried {failed:4} failed in"
+            f" {time.perf_counter() - self._begin:.0f} s{bound}"
+        )
         return "\n".join(lines)
 
 

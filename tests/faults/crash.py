@@ -1,10 +1,13 @@
-"""S1: a process is killed before or inside any mutating call, or at any time, and once more while it recovers.
+"""S1: a process is killed before or inside any mutating call, or at any time, and once more while
+it
+recovers.
 
     python -m faults.crash --points 300                    stratified over the scenarios, both ways to be killed
     python -m faults.crash --exhaustive                    every call of every scenario, both ways
     python -m faults.crash --replay "delta TORN 17"        one of them again, keeping what it leaves
 
-Which call has which number varies from run to run where several threads write, so a replay may need some attempts (``--times``).
+Which call has which number varies from run to run where several threads write, so a replay may need
+some attempts (``--times``).
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ MODES = (Mode.KILL, Mode.TORN)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """When to kill: at call ``at`` of the scenario, or after ``seconds`` where ``at`` is ``None``; ``again``: at a call of the recovery, too."""
+    """When to kill: at call ``at`` of the scenario, or after ``seconds`` where ``at`` is ``None``;
+    ``again``: at a call of the recovery, too.
+    """
 
     scenario: str
     mode: Mode = Mode.KILL
@@ -47,8 +52,12 @@ class Point:
 
 
 def stratified(points: int, calls: Mapping[str, int], rng: random.Random) -> Iterator[Point]:
-    """``points`` over the scenarios, by the root of their number of calls; within each spread over its calls, both modes in turn."""
-    for scenario, share in shares(points, {name: number**0.5 for name, number in calls.items()}).items():
+    """``points`` over the scenarios, by the root of their number of calls; within each spread over
+    its calls, both modes in turn.
+    """
+    for scenario, share in shares(
+        points, {name: number**0.5 for name, number in calls.items()}
+    ).items():
         for number in range(share):
             at = int(calls[scenario] * (number + rng.random()) / share)
             yield Point(scenario, MODES[(number + share) % 2], at)
@@ -56,7 +65,12 @@ def stratified(points: int, calls: Mapping[str, int], rng: random.Random) -> Ite
 
 def exhaustive(calls: Mapping[str, int]) -> Iterator[Point]:
     """Every call of every scenario, both modes."""
-    return (Point(scenario, mode, at) for scenario, number in calls.items() for mode in MODES for at in range(number))
+    return (
+        Point(scenario, mode, at)
+        for scenario, number in calls.items()
+        for mode in MODES
+        for at in range(number)
+    )
 
 
 def attempt(campaign: Campaign, point: Point, *, keep: bool = True) -> list[str]:
@@ -89,12 +103,23 @@ def attempt_all(campaign: Campaign, points: Iterable[Point], tally: Tally) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", type=int, default=300)
     parser.add_argument("--exhaustive", action="store_true")
-    parser.add_argument("--times", type=int, default=0, help="kills at random times beside the points; with --replay, attempts")
-    parser.add_argument("--again", type=int, default=0, help="points at which the recovery is killed, too")
-    parser.add_argument("--scenario", action="append", help="only this one; may be given more than once")
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=0,
+        help="kills at random times beside the points; with --replay, attempts",
+    )
+    parser.add_argument(
+        "--again", type=int, default=0, help="points at which the recovery is killed, too"
+    )
+    parser.add_argument(
+        "--scenario", action="append", help="only this one; may be given more than once"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--replay", metavar="POINT")
     asked = parser.parse_args()
@@ -121,7 +146,14 @@ def planned(campaign: Campaign, asked: argparse.Namespace, rng: random.Random) -
         points.append(Point(name, seconds=rng.uniform(0, 1.2 * counts[name][2])))
     for _ in range(asked.again):
         name = rng.choice(names)
-        points.append(Point(name, rng.choice(MODES), rng.randrange(calls[name]), again=rng.randrange(counts[name][1])))
+        points.append(
+            Point(
+                name,
+                rng.choice(MODES),
+                rng.randrange(calls[name]),
+                again=rng.randrange(counts[name][1]),
+            )
+        )
     return points
 
 

@@ -1,12 +1,15 @@
-"""Cuts the power at every moment of recorded scenarios, in the model of ``power.py``, and looks at what is left.
+"""Cuts the power at every moment of recorded scenarios, in the model of ``power.py``, and looks at
+what is left.
 
     python -m tests.faults.cut                             # every scenario, 2,000 states each
     python -m tests.faults.cut delta --states 100000       # more of one
     python -m tests.faults.cut delta --seed 7 --only 1234  # one state again, which is kept
 
-Each scenario is recorded from the first call on: its preparation, in a directory whose parents it has to make, and its act. It passes where
-every step that was acknowledged, and every other that is listed, restores bit for bit, and a new process can save and collect. Those that do not
-sync must lose what they acknowledged: they show that the model bites. With ``durability="process"`` nothing that is restored may be wrong.
+Each scenario is recorded from the first call on: its preparation, in a directory whose parents it
+has to make, and its act. It passes where every step that was acknowledged, and every other that is
+listed, restores bit for bit, and a new process can save and collect. Those that do not sync must
+lose what they acknowledged: they show that the model bites. With ``durability="process"`` nothing
+that is restored may be wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from tests.faults import power, scenarios, shim
 from tests.faults.scenarios import Acknowledge, Scenario
 from tests.suites import planted
 
-ROOT = Path("new/parents/root")  # in the folder of a scenario, which alone is there at the beginning
+ROOT = Path(
+    "new/parents/root"
+)  # in the folder of a scenario, which alone is there at the beginning
 _MEMORY = Path("/dev/shm")  # where a file system in memory usually is
 
 
@@ -89,13 +94,15 @@ MUST_PASS = {
     "reference-protocol": _control("reference-protocol", SyncedReference(), keep=None),
 }
 MUST_LOSE = {
-    "durability-process": Scenario("durability-process", scenarios.TorchEngine(), lambda root: None, _unsynced),
+    "durability-process": Scenario(
+        "durability-process", scenarios.TorchEngine(), lambda root: None, _unsynced
+    ),
     "torch.save-replaced": _control("torch.save-replaced", ReplacedTorchSave(), keep=1),
 }
 ALL = MUST_PASS | MUST_LOSE
 
 
-# --- recording ----------------------------------------------------------------------------------------------------------------
+# --- recording ------------------------------------------------------------------------------------
 
 
 def record(base: Path, names: Iterable[str]) -> dict[str, list[power.Op]]:
@@ -120,8 +127,12 @@ def _record(base: Path, names: Sequence[str]) -> None:
         shim.disarm()
 
 
-def killed(scenario: Scenario, trace: Sequence[power.Op], points: Sequence[int], folder: Path) -> Iterator[list[power.Op]]:
-    """For each point: the calls of a run that was killed there, then of a process that finds what it left, goes on, saves and is acknowledged.
+def killed(
+    scenario: Scenario, trace: Sequence[power.Op], points: Sequence[int], folder: Path
+) -> Iterator[list[power.Op]]:
+    """For each point: the calls of a run that was killed there, then of a process that finds what
+    it
+    left, goes on, saves and is acknowledged.
 
     What the first had not synced is not durable only because the second has seen it.
     """
@@ -129,7 +140,15 @@ def killed(scenario: Scenario, trace: Sequence[power.Op], points: Sequence[int],
     for point in points:
         (base / str(point)).mkdir(parents=True)
         power.materialise(power.seen_at(trace, point), base / str(point))
-    command = [sys.executable, "-m", "tests.faults.cut", "--record-again", base, scenario.name, *points]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.cut",
+        "--record-again",
+        base,
+        scenario.name,
+        *points,
+    ]
     subprocess.run(list(map(str, command)), check=True, timeout=300, env=shim.environment())
     for point in points:
         yield [*trace[:point], *power.from_trace(shim.read_trace(base / f"{point}.trace"))]
@@ -145,14 +164,16 @@ def _record_again(base: Path, name: str, points: Sequence[str]) -> None:
         shim.disarm()
 
 
-# --- judging ------------------------------------------------------------------------------------------------------------------
+# --- judging --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one scenario. ``states``: tried; ``saves``: of these, those in which a new process saved and collected too. Numbers of states with:
-    ``lost``, an acknowledged step that is not listed; ``unreadable``, a listed one that raises; ``wrong``, one with wrong values; ``stuck``,
-    something in the way of the next process. ``first``: the first bad one.
+    """Of one scenario. ``states``: tried; ``saves``: of these, those in which a new process saved
+    and
+    collected too. Numbers of states with: ``lost``, an acknowledged step that is not listed;
+    ``unreadable``, a listed one that raises; ``wrong``, one with wrong values; ``stuck``, something
+    in the way of the next process. ``first``: the first bad one.
     """
 
     states: int = 0
@@ -168,9 +189,15 @@ class Outcome:
         return self.lost + self.unreadable + self.wrong + self.stuck
 
     def note(self, problems: Sequence[str], where: str) -> None:
-        self.lost += any("acknowledged" in problem or "cannot be listed" in problem for problem in problems)
-        self.wrong += any("does not restore" in problem and _is_wrong(problem) for problem in problems)
-        self.unreadable += any("does not restore" in problem and not _is_wrong(problem) for problem in problems)
+        self.lost += any(
+            "acknowledged" in problem or "cannot be listed" in problem for problem in problems
+        )
+        self.wrong += any(
+            "does not restore" in problem and _is_wrong(problem) for problem in problems
+        )
+        self.unreadable += any(
+            "does not restore" in problem and not _is_wrong(problem) for problem in problems
+        )
         if problems and not self.first:
             self.first = f"{where}: {'; '.join(problems)}"
 
@@ -195,8 +222,12 @@ def try_states(
     saves: float = 0.1,
     only: int | None = None,
 ) -> Outcome:
-    """Try at most ``states`` states of a scenario. ``saves``: share of them in which a new process saves and collects, too."""
-    scenario = dataclasses.replace(scenario, prepared=())  # what was acknowledged is among the marks
+    """Try at most ``states`` states of a scenario. ``saves``: share of them in which a new process
+    saves and collects, too.
+    """
+    scenario = dataclasses.replace(
+        scenario, prepared=()
+    )  # what was acknowledged is among the marks
     outcome, rng = Outcome(), random.Random(seed)
     for number, cut in enumerate(power.cuts(trace, states, seed)):
         goes_on = rng.random() < saves
@@ -205,7 +236,10 @@ def try_states(
         place = folder / f"{scenario.name}-{number}"
         place.mkdir()
         power.materialise(cut.tree, place)
-        where = f"state {number} (--seed {seed} --states {states} --only {number}), after call {cut.point} {trace[cut.point - 1].kind}"
+        where = (
+            f"state {number} (--seed {seed} --states {states} --only {number}), after call"
+            f" {cut.point} {trace[cut.point - 1].kind}"
+        )
         problems = scenarios.violations(scenario, place / ROOT, acknowledged(cut))
         outcome.states += 1
         outcome.note(problems, where)
@@ -222,7 +256,9 @@ def try_states(
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
     """A folder in memory where there is such a file system, else on disk."""
-    folder = Path(tempfile.mkdtemp(prefix="deltacheck-power-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    folder = Path(
+        tempfile.mkdtemp(prefix="deltacheck-power-", dir=_MEMORY if _MEMORY.is_dir() else None)
+    )
     try:
         yield folder
     finally:
@@ -230,16 +266,24 @@ def workplace() -> Iterator[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="scenario", help=", ".join(ALL))
     parser.add_argument("--states", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument(
-        "--saves", type=float, default=0.05, help="share of the states in which a new process saves and collects, too"
+        "--saves",
+        type=float,
+        default=0.05,
+        help="share of the states in which a new process saves and collects, too",
     )
     parser.add_argument("--only", type=int, help="this state only; it is kept")
     parser.add_argument(
-        "--killed", type=int, default=0, help="also kill each scenario at so many points, go on, and cut the power then"
+        "--killed",
+        type=int,
+        default=0,
+        help="also kill each scenario at so many points, go on, and cut the power then",
     )
     parser.add_argument("--record", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--record-again", action="store_true", help=argparse.SUPPRESS)
@@ -256,17 +300,27 @@ def main() -> int:
         runs = list(record(folder, args.names or list(ALL)).items())
         for name, trace in list(runs):
             if name in MUST_PASS and args.killed:
-                points = sorted(random.Random(args.seed).sample(range(1, len(trace)), min(args.killed, len(trace) - 1)))
+                points = sorted(
+                    random.Random(args.seed).sample(
+                        range(1, len(trace)), min(args.killed, len(trace) - 1)
+                    )
+                )
                 runs += [(name, again) for again in killed(ALL[name], trace, points, folder)]
         for name, trace in runs:
             begin = time.monotonic()
-            outcome = try_states(ALL[name], trace, args.states, args.seed, folder, saves=args.saves, only=args.only)
-            is_expected = (outcome.lost > 0 and not outcome.wrong) if name in MUST_LOSE else not outcome.bad
+            outcome = try_states(
+                ALL[name], trace, args.states, args.seed, folder, saves=args.saves, only=args.only
+            )
+            is_expected = (
+                (outcome.lost > 0 and not outcome.wrong) if name in MUST_LOSE else not outcome.bad
+            )
             failed |= not is_expected and args.only is None
             tried += outcome.states if name in MUST_PASS else 0
             print(
-                f"{name}: {len(trace)} calls ({sum(op.kind == 'sync' for op in trace)} syncs), {outcome.states} states, {outcome.saves} saves "
-                f"after: {outcome.lost} lose an acknowledged step, {outcome.unreadable} list an unreadable one, {outcome.wrong} a wrong one, "
+                f"{name}: {len(trace)} calls ({sum(op.kind == 'sync' for op in trace)} syncs),"
+                f" {outcome.states} states, {outcome.saves} saves "
+                f"after: {outcome.lost} lose an acknowledged step, {outcome.unreadable} list an"
+                f" unreadable one, {outcome.wrong} a wrong one, "
                 f"{outcome.stuck} stop the next process; {time.monotonic() - begin:.0f} s"
                 f"{'' if is_expected else '  <- NOT AS PROMISED'}{' (it must)' if is_expected and name in MUST_LOSE else ''}",
                 flush=True,
@@ -279,7 +333,8 @@ def main() -> int:
                 print(f"  kept in {kept}")
     if tried and not failed:
         print(
-            f"seed {args.seed}: no failure in {tried} states; less than {3 / tried:.1e} of such states fail, with 95 % confidence"
+            f"seed {args.seed}: no failure in {tried} states; less than {3 / tried:.1e} of such"
+            " states fail, with 95 % confidence"
         )
     return failed
 

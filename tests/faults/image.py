@@ -1,12 +1,15 @@
-"""Cuts the power under a real file system: the image behind a loop device is copied while a program saves, and the copy is mounted.
+"""Cuts the power under a real file system: the image behind a loop device is copied while a program
+saves, and the copy is mounted.
 
     python -m tests.faults.image                                   # 50 cuts on ext4
     python -m tests.faults.image --cuts 2000 --fs xfs
     python -m tests.faults.image --program torch.save-replaced     # a control: must lose steps
 
-What the file system has not written to its device is not in the copy, as after a power cut; the disk itself keeps all that it was given (no cache
-that is lost). The program is stopped, by SIGSTOP, while the copy is made, at once after an acknowledgement or at a random time, and the copy is
-made again until two are equal, since the file system's own threads cannot be stopped. Needs root, ``losetup`` and ``mkfs``.
+What the file system has not written to its device is not in the copy, as after a power cut; the
+disk itself keeps all that it was given (no cache that is lost). The program is stopped, by SIGSTOP,
+while the copy is made, at once after an acknowledgement or at a random time, and the copy is made
+again until two are equal, since the file system's own threads cannot be stopped. Needs root,
+``losetup`` and ``mkfs``.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ from typing import IO
 from tests.faults import cut, scenarios
 from tests.faults.scenarios import Scenario
 
-SIZES = {"ext4": 96 << 20, "xfs": 320 << 20, "btrfs": 256 << 20}  # of an image; the last two have a minimum
+SIZES = {
+    "ext4": 96 << 20,
+    "xfs": 320 << 20,
+    "btrfs": 256 << 20,
+}  # of an image; the last two have a minimum
 _PROGRAMS = ("engine", "process", "torch.save-replaced")
 _STEPS_BEFORE_A_NEW_IMAGE = 10
 
@@ -65,13 +72,21 @@ def make(image: Path, kind: str) -> Path:
 def mounted(image: Path, at: Path) -> Iterator[Path]:
     """An image, mounted through a loop device that goes with the mount."""
     at.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-o", "loop,noatime", image, at], check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        ["mount", "-o", "loop,noatime", image, at], check=True, timeout=60, capture_output=True
+    )
     try:
         yield at
     finally:
         for _ in range(100):
-            gc.collect()  # readers let go of what they have pinned when they go, and some are in cycles
-            if subprocess.run(["umount", at], timeout=60, capture_output=True, check=False).returncode == 0:
+            # Readers let go of what they have pinned when they go, and some are in cycles
+            gc.collect()
+            if (
+                subprocess.run(
+                    ["umount", at], timeout=60, capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
                 break
             time.sleep(0.1)
         else:
@@ -79,10 +94,14 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
 
 
 def copy(image: Path, to: Path) -> Path:
-    """What has reached the device, at one moment. REQUIRES: nobody else writes to the file system."""
+    """What has reached the device, at one moment. REQUIRES: nobody else writes to the file
+    system.
+    """
     for _ in range(50):
         for target in (to, to.with_suffix(".again")):
-            subprocess.run(["cp", "--reflink=auto", "--sparse=always", image, target], check=True, timeout=60)
+            subprocess.run(
+                ["cp", "--reflink=auto", "--sparse=always", image, target], check=True, timeout=60
+            )
         if filecmp.cmp(to, to.with_suffix(".again"), shallow=False):
             return to
     raise TimeoutError(f"{image} is written to all the time; there is no moment to cut at")
@@ -95,12 +114,19 @@ class Outcome:
     first: str = ""
 
 
-def try_cuts(program: str, cuts: int, kind: str, seed: int, folder: Path, *, at_once: float = 0.5) -> Outcome:
-    """Cut so often. ``at_once``: share of the cuts at once after an acknowledgement; the others come up to 0.5 s later."""
+def try_cuts(
+    program: str, cuts: int, kind: str, seed: int, folder: Path, *, at_once: float = 0.5
+) -> Outcome:
+    """Cut so often. ``at_once``: share of the cuts at once after an acknowledgement; the others
+    come up to 0.5 s later.
+    """
     outcome, rng = Outcome(), random.Random(seed)
     while outcome.cuts < cuts:
         image = make(folder / "image", kind)
-        with mounted(image, folder / "mount") as mount, _running(program, mount / cut.ROOT) as child:
+        with (
+            mounted(image, folder / "mount") as mount,
+            _running(program, mount / cut.ROOT) as child,
+        ):
             known: set[int] = set()
             for _ in range(min(_STEPS_BEFORE_A_NEW_IMAGE, cuts - outcome.cuts)):
                 known |= _acknowledgements(child.stdout, wait=60)
@@ -112,16 +138,23 @@ def try_cuts(program: str, cuts: int, kind: str, seed: int, folder: Path, *, at_
                 child.send_signal(signal.SIGCONT)
                 outcome.cuts += 1
                 with mounted(copied, folder / "copied") as after:
-                    problems = _problems(program, after / cut.ROOT, known, also_save=rng.random() < 0.3)
+                    problems = _problems(
+                        program, after / cut.ROOT, known, also_save=rng.random() < 0.3
+                    )
                 if problems:
                     outcome.bad += 1
-                    outcome.first = outcome.first or f"cut {outcome.cuts} with seed {seed}: {'; '.join(problems)}"
+                    outcome.first = (
+                        outcome.first
+                        or f"cut {outcome.cuts} with seed {seed}: {'; '.join(problems)}"
+                    )
     return outcome
 
 
 def _problems(program: str, root: Path, known: set[int], also_save: bool) -> list[str]:
     scenario = _scenario(program)
-    return scenarios.violations(scenario, root, known) or (scenarios.recovery_violations(scenario, root) if also_save else [])
+    return scenarios.violations(scenario, root, known) or (
+        scenarios.recovery_violations(scenario, root) if also_save else []
+    )
 
 
 def _scenario(program: str) -> Scenario:
@@ -142,7 +175,9 @@ def _running(program: str, root: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _acknowledgements(lines: IO[bytes] | None, wait: float) -> set[int]:
-    """The steps that were acknowledged since the last call, at least one unless ``wait`` (seconds) is 0."""
+    """The steps that were acknowledged since the last call, at least one unless ``wait`` (seconds)
+    is 0.
+    """
     assert lines is not None
     text = b""
     while select.select([lines], [], [], wait)[0]:
@@ -161,14 +196,18 @@ def _save(program: str, root: Path) -> None:
         for step in range(1_000_000):
             cut.ReplacedTorchSave.save(root, step)
             print(step, flush=True)
-    with scenarios.engine(root, keep_last=3, durability="process" if program == "process" else "power") as engine:
+    with scenarios.engine(
+        root, keep_last=3, durability="process" if program == "process" else "power"
+    ) as engine:
         for step in range(1_000_000):
             engine.save(step, scenarios.torch_state(step)).wait(timeout=60)
             print(step, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--program", choices=_PROGRAMS, default="engine")
     parser.add_argument("--cuts", type=int, default=50)
     parser.add_argument("--fs", choices=SIZES, default="ext4")
@@ -185,7 +224,8 @@ def main() -> int:
     with cut.workplace() as folder:
         outcome = try_cuts(args.program, args.cuts, args.fs, args.seed, folder)
     print(
-        f"{args.program} on {args.fs}, seed {args.seed}: {outcome.bad} bad of {outcome.cuts} cuts, {time.monotonic() - begin:.0f} s"
+        f"{args.program} on {args.fs}, seed {args.seed}: {outcome.bad} bad of {outcome.cuts} cuts,"
+        f" {time.monotonic() - begin:.0f} s"
     )
     if outcome.first:
         print(f"  first: {outcome.first[:2000]}")

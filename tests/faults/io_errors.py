@@ -4,8 +4,9 @@
     python -m faults.io_errors --exhaustive                       every call of every scenario, every error, once and from there on
     python -m faults.io_errors --replay "delta fail ENOSPC 17"    one of them again, keeping what it leaves
 
-Two ways to meet the fault: ``fail``, a whole life of the library (opening, compacting, collecting) that may only raise, after which the
-same process goes on; and ``train``, a training that goes on while its saves fail.
+Two ways to meet the fault: ``fail``, a whole life of the library (opening, compacting, collecting)
+that may only raise, after which the same process goes on; and ``train``, a training that goes on
+while its saves fail.
 """
 
 from __future__ import annotations
@@ -69,17 +70,22 @@ class Point:
 
 
 def cells(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Every scenario with every way and fault that it can meet. Opening a root waits for the disk however long that hangs."""
+    """Every scenario with every way and fault that it can meet. Opening a root waits for the disk
+    however long that hangs.
+    """
     return [
         (name, way, fault)
         for name in names
         for way in WAYS
         for fault in FAULTS
-        if not (way == "train" and name not in TRAININGS) and not (way == "fail" and (fault == "hang" or name in ORBAX))
+        if not (way == "train" and name not in TRAININGS)
+        and not (way == "fail" and (fault == "hang" or name in ORBAX))
     ]
 
 
-def calls(campaign: Campaign, cells: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], int]:
+def calls(
+    campaign: Campaign, cells: Iterable[tuple[str, str, str]]
+) -> dict[tuple[str, str, str], int]:
     """How many calls each fault may be given to: counted in one trace for each scenario and way."""
     traces: dict[tuple[str, str], Counter[str]] = {}
     for name, way in dict.fromkeys((name, way) for name, way, _ in cells):
@@ -89,7 +95,10 @@ def calls(campaign: Campaign, cells: Iterable[tuple[str, str, str]]) -> dict[tup
             assert not problems, outcome
             ops = itertools.takewhile(lambda op: op.path != FAULT_OVER, trial.ops())
             traces[name, way] = Counter(op.kind for op in ops)
-    return {cell: sum(traces[cell[0], cell[1]][kind] for kind in FAULTS[cell[2]].kinds) for cell in cells}
+    return {
+        cell: sum(traces[cell[0], cell[1]][kind] for kind in FAULTS[cell[2]].kinds)
+        for cell in cells
+    }
 
 
 def meet(campaign: Campaign, trial: Trial, way: str, fault: Fault) -> Outcome:
@@ -99,11 +108,17 @@ def meet(campaign: Campaign, trial: Trial, way: str, fault: Fault) -> Outcome:
     # Of Orbax's own calls nothing is promised: the fault is given to those in our store.
     watched = trial.root / "deltacheck" if trial.scenario in ORBAX else trial.area
     timeout = HANG_TIMEOUT_SECONDS if fault.mode is Mode.HANG else 20.0
-    return campaign.run("train", trial, str(watched), fault.as_json(), timeout, trace=True, deadline=150.0)
+    return campaign.run(
+        "train", trial, str(watched), fault.as_json(), timeout, trace=True, deadline=150.0
+    )
 
 
-def stratified(points: int, calls: Mapping[tuple[str, str, str], int], rng: random.Random) -> Iterator[Point]:
-    """``points``, drawn without replacement from the cells until all have been drawn, each at any of its calls."""
+def stratified(
+    points: int, calls: Mapping[tuple[str, str, str], int], rng: random.Random
+) -> Iterator[Point]:
+    """``points``, drawn without replacement from the cells until all have been drawn, each at any
+    of its calls.
+    """
     drawn: list[tuple[str, str, str]] = []
     for _ in range(points):
         drawn = drawn or rng.sample(sorted(calls), len(calls))
@@ -143,11 +158,15 @@ def attempt_all(campaign: Campaign, points: Iterable[Point], tally: Tally) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", type=int, default=150)
     parser.add_argument("--exhaustive", action="store_true")
     parser.add_argument("--times", type=int, default=1, help="with --replay, attempts")
-    parser.add_argument("--scenario", action="append", help="only this one; may be given more than once")
+    parser.add_argument(
+        "--scenario", action="append", help="only this one; may be given more than once"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--replay", metavar="POINT")
     asked = parser.parse_args()
@@ -158,7 +177,11 @@ def main() -> None:
         else:
             tally = Tally("S3, I/O errors", asked.seed)
             found = calls(campaign, cells(asked.scenario or [*TORCH, *ORBAX]))
-            points = exhaustive(found) if asked.exhaustive else stratified(asked.points, found, random.Random(asked.seed))
+            points = (
+                exhaustive(found)
+                if asked.exhaustive
+                else stratified(asked.points, found, random.Random(asked.seed))
+            )
         problems = attempt_all(campaign, points, tally)
     print(*problems, tally, sep="\n")
     sys.exit(bool(problems))

@@ -1,18 +1,23 @@
-"""Which files may be on a disk after a power cut: every legal state of a recorded trace, enumerated or drawn at random.
+"""Which files may be on a disk after a power cut: every legal state of a recorded trace, enumerated
+or
+drawn at random.
 
-The model is that of Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014), at its weakest, so that it includes what ext4, XFS
-and btrfs do in any of their modes:
+The model is that of Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014), at its
+weakest, so that it includes what ext4, XFS and btrfs do in any of their modes:
 
-* What was written to a file and not synced since may be there, not there, there up to any byte, or be the right number of zeros or of
-  foreign bytes.
-* A name that was created, renamed or removed, and whose directory was not synced since, may be as before or as after, independently of all
-  others, but for two rules: operations on one name keep their order, and a directory is removed after what was in it. A rename is one act.
-* To sync a file says nothing of its name, to sync a directory nothing of its own name in its parent. What cannot be reached is not there.
+* What was written to a file and not synced since may be there, not there, there up to any byte, or
+  be the right number of zeros or of foreign bytes.
+* A name that was created, renamed or removed, and whose directory was not synced since, may be as
+  before or as after, independently of all others, but for two rules: operations on one name keep
+  their order, and a directory is removed after what was in it. A rename is one act.
+* To sync a file says nothing of its name, to sync a directory nothing of its own name in its
+  parent. What cannot be reached is not there.
 
-A crash between two syncs leaves a state that a crash just before the second may leave too. So the points just before each sync, and the
-end, are all points there are.
+A crash between two syncs leaves a state that a crash just before the second may leave too. So the
+points just before each sync, and the end, are all points there are.
 
-Not in it: a disk that acknowledges a flush and forgets it, a failed sync, damage to what was synced, and renames that are not atomic.
+Not in it: a disk that acknowledges a flush and forgets it, a failed sync, damage to what was
+synced, and renames that are not atomic.
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ Tree = dict[str, bytes | None]  # path below the base -> content, None of a dire
 
 
 class Op(NamedTuple):
-    """One call that changed something, or a sync. Paths are relative to the base, ``""`` is the base; ``path`` of a mark is its text."""
+    """One call that changed something, or a sync. Paths are relative to the base, ``""`` is the
+    base; ``path`` of a mark is its text.
+    """
 
     kind: str
     path: str
@@ -65,12 +72,14 @@ def from_trace(records: Iterable[shim.Op]) -> list[Op]:
     return found
 
 
-# --- the model ----------------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Unit:
-    """One act on names: ``sets``: (directory, name, file or ``None``); ``needs``: acts that must have happened; ``unsynced``: directories."""
+    """One act on names: ``sets``: (directory, name, file or ``None``); ``needs``: acts that must
+    have happened; ``unsynced``: directories.
+    """
 
     sets: tuple[tuple[int, str, int | None], ...]
     needs: tuple[int, ...]
@@ -98,14 +107,23 @@ class File:
     def variants(self) -> list[bytes]:
         """Every content that a power cut may leave, the one that is expected first."""
         old, new = self.content(self.synced), self.content(len(self.acts))
-        common = next((k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        torn = [new[:cut] for cut in {(common + len(new)) // 2, len(new) - 1} if common <= cut < len(new)]
+        common = next(
+            (k for k, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+            min(len(old), len(new)),
+        )
+        torn = [
+            new[:cut]
+            for cut in {(common + len(new)) // 2, len(new) - 1}
+            if common <= cut < len(new)
+        ]
         filled = [new[:common] + of * (len(new) - common) for of in (b"\0", b"\xa5")]
         return list(dict.fromkeys([new, old, *torn, *filled]))
 
 
 class Disk:
-    """What is on a disk and what only seems to be, while a trace goes on. The base (number 0) is durable."""
+    """What is on a disk and what only seems to be, while a trace goes on. The base (number 0) is
+    durable.
+    """
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, str], int] = {}  # as the running system sees them
@@ -130,7 +148,9 @@ class Disk:
         elif op.kind in ("unlink", "rmdir"):
             number = self._find(op.path)
             inner = (
-                [k for k in self._pending if any(d == number for d, _, _ in self._units[k].sets)] if op.kind == "rmdir" else []
+                [k for k in self._pending if any(d == number for d, _, _ in self._units[k].sets)]
+                if op.kind == "rmdir"
+                else []
             )
             self._act((*self._place(op.path), None), needs=inner)
         elif op.kind == "link":
@@ -158,7 +178,9 @@ class Disk:
 
     def _act(self, *sets: tuple[int, str, int | None], needs: Sequence[int] = ()) -> None:
         before = [
-            self._last[key] for d, name, _ in sets if (key := (d, name)) in self._last and self._last[key] in self._pending
+            self._last[key]
+            for d, name, _ in sets
+            if (key := (d, name)) in self._last and self._last[key] in self._pending
         ]
         number = len(self._units)
         self._units.append(Unit(sets, (*needs, *before), {d for d, _, _ in sets}))
@@ -190,7 +212,9 @@ class Disk:
 
     def size(self) -> float:
         """An upper bound of the number of states that a cut may leave now."""
-        return 2.0 ** len(self._pending) * math.prod(len(self._files[n].variants()) for n in self._dirty())
+        return 2.0 ** len(self._pending) * math.prod(
+            len(self._files[n].variants()) for n in self._dirty()
+        )
 
     def _dirty(self) -> list[int]:
         return [n for n, file in self._files.items() if file.synced < len(file.acts)]
@@ -202,27 +226,44 @@ class Disk:
         pending = list(self._pending)
         for kept in itertools.product((True, False), repeat=len(pending)):
             chosen = {number for number, keep in zip(pending, kept, strict=True) if keep}
-            if all(need in chosen or need not in self._pending for number in chosen for need in self._units[number].needs):
+            if all(
+                need in chosen or need not in self._pending
+                for number in chosen
+                for need in self._units[number].needs
+            ):
                 for contents in itertools.product(*choices):
                     yield self._tree(chosen, dict(zip(dirty, contents, strict=True)))
 
     def some(self, rng: random.Random) -> Iterator[Tree]:
-        """States drawn without end: as a journal leaves them (acts up to one of them), with few acts lost, with few kept, with any."""
+        """States drawn without end: as a journal leaves them (acts up to one of them), with few
+        acts lost, with few kept, with any.
+        """
         pending, dirty = list(self._pending), self._dirty()
         choices = [self._files[n].variants() for n in dirty]
         while True:
             way, cut = rng.randrange(4), rng.randint(0, len(pending))
             share = (1.0, 0.9, 0.1, 0.5)[way]
-            wanted = [n for k, n in enumerate(pending) if rng.random() < share and not (way == 0 and k >= cut)]
+            wanted = [
+                n
+                for k, n in enumerate(pending)
+                if rng.random() < share and not (way == 0 and k >= cut)
+            ]
             chosen: set[int] = set()
             for number in wanted:
-                if all(need in chosen or need not in self._pending for need in self._units[number].needs):
+                if all(
+                    need in chosen or need not in self._pending
+                    for need in self._units[number].needs
+                ):
                     chosen.add(number)
-            yield self._tree(chosen, {n: rng.choice(of) for n, of in zip(dirty, choices, strict=True)})
+            yield self._tree(
+                chosen, {n: rng.choice(of) for n, of in zip(dirty, choices, strict=True)}
+            )
 
     def seen(self) -> Tree:
         """What the running system sees."""
-        return self._tree(set(self._pending), {n: file.content(len(file.acts)) for n, file in self._files.items()})
+        return self._tree(
+            set(self._pending), {n: file.content(len(file.acts)) for n, file in self._files.items()}
+        )
 
     def _tree(self, kept: set[int], contents: Mapping[int, bytes]) -> Tree:
         names = dict(self._durable)
@@ -245,13 +286,17 @@ class Disk:
                     tree[full] = None
                     todo.append((full, number))
                 else:
-                    tree[full] = contents[number] if number in contents else file.content(file.synced)
+                    tree[full] = (
+                        contents[number] if number in contents else file.content(file.synced)
+                    )
         return tree
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A state after a power cut. ``marks``: what the program had said until then; ``point``: how many calls had been made."""
+    """A state after a power cut. ``marks``: what the program had said until then; ``point``: how
+    many calls had been made.
+    """
 
     point: int
     marks: tuple[str, ...]
@@ -267,9 +312,12 @@ class Cut:
 
 
 def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
-    """At most ``most`` different states that a power cut at any moment of the trace may leave: all of them where there are no more.
+    """At most ``most`` different states that a power cut at any moment of the trace may leave: all
+    of
+    them where there are no more.
 
-    Points with few states give them all; the others take turns, each drawing at random from ``seed``.
+    Points with few states give them all; the others take turns, each drawing at random from
+    ``seed``.
     """
     few, many = [], []
     for point in _points(trace):
@@ -288,7 +336,9 @@ def cuts(trace: Sequence[Op], most: int, seed: int) -> Iterator[Cut]:
         for tree in _disk(trace, point).every():
             if len(yielded) < most and (cut := fresh(point, tree)) is not None:
                 yield cut
-    running = [(point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}"))) for point in many]
+    running = [
+        (point, _draws(_disk(trace, point), random.Random(f"{seed}/{point}"))) for point in many
+    ]
     while running and len(yielded) < most:
         left = []
         for point, draws in running:
@@ -328,7 +378,9 @@ def _disk(trace: Sequence[Op], point: int) -> Disk:
 
 
 def seen_at(trace: Sequence[Op], point: int) -> Tree:
-    """What the running system saw after ``point`` calls: what a process that is started again finds."""
+    """What the running system saw after ``point`` calls: what a process that is started again
+    finds.
+    """
     return _disk(trace, point).seen()
 
 

@@ -1,8 +1,10 @@
-"""What is done to a root while faults happen, and how to tell afterwards whether a promise was broken.
+"""What is done to a root while faults happen, and how to tell afterwards whether a promise was
+broken.
 
-A ``Scenario`` is data: ``prepare(root)`` makes the root as it is before the fault, ``act(root, acknowledge)`` is what is killed, or whose
-calls fail. It calls ``acknowledge(step)`` as soon as the library has said that the step is durable. The state of every step is
-``state_at(step)``, whatever the scenario, so that any harness can check any root:
+A ``Scenario`` is data: ``prepare(root)`` makes the root as it is before the fault, ``act(root,
+acknowledge)`` is what is killed, or whose calls fail. It calls ``acknowledge(step)`` as soon as the
+library has said that the step is durable. The state of every step is ``state_at(step)``, whatever
+the scenario, so that any harness can check any root:
 
     scenario = SCENARIOS["delta"]
     scenario.prepare(root)
@@ -10,8 +12,9 @@ calls fail. It calls ``acknowledge(step)`` as soon as the library has said that 
     problems = violations(scenario, root, acknowledged)   # what the crash itself has broken
     problems += recovery_violations(scenario, root)       # what the next writer and the collection after it have
 
-``root`` need not exist before ``prepare``. The frameworks are imported by ``import_frameworks`` and by nothing else at module level, and
-nothing here touches TensorStore or a JAX backend before one of these functions is called: a zygote may import this file, then fork.
+``root`` need not exist before ``prepare``. The frameworks are imported by ``import_frameworks`` and
+by nothing else at module level, and nothing here touches TensorStore or a JAX backend before one of
+these functions is called: a zygote may import this file, then fork.
 """
 
 from __future__ import annotations
@@ -37,13 +40,14 @@ Tree = dict[str, Any]
 ELEMENTS = 66_000  # of the large leaf: 264 KB, enough for an array of its own
 
 
-# --- the states ----------------------------------------------------------------------------------------------------------------------
+# --- the states -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def state_at(step: int) -> Tree:
-    """The state of a step, as NumPy arrays, not to be written to: a large leaf that changes a little with each step, one that never does,
-    small ones.
+    """The state of a step, as NumPy arrays, not to be written to: a large leaf that changes a
+    little
+    with each step, one that never does, small ones.
     """
     weights = np.random.default_rng(7).standard_normal(ELEMENTS).astype(np.float32)
     for number in range(1, step + 1):
@@ -58,21 +62,29 @@ def state_at(step: int) -> Tree:
 
 
 def difference(expected: Tree, found: Any) -> str | None:
-    """The first leaf in which a restored state is not the expected one, in a bit, a shape or a type."""
+    """The first leaf in which a restored state is not the expected one, in a bit, a shape or a
+    type.
+    """
     if not isinstance(found, dict) or sorted(found) != sorted(expected):
-        return f"keys {list(found) if isinstance(found, dict) else type(found)} instead of {list(expected)}"
+        return (
+            f"keys {list(found) if isinstance(found, dict) else type(found)} instead of"
+            f" {list(expected)}"
+        )
     for name, value in expected.items():
         other = found[name]
         if isinstance(value, np.ndarray):
             other = np.asarray(other)
-            if (value.dtype, value.shape) != (other.dtype, other.shape) or value.tobytes() != other.tobytes():
+            if (value.dtype, value.shape) != (
+                other.dtype,
+                other.shape,
+            ) or value.tobytes() != other.tobytes():
                 return f"leaf {name} differs"
         elif value != other:
             return f"{name} is {other!r} instead of {value!r}"
     return None
 
 
-# --- what a scenario is about: a way to keep checkpoints ------------------------------------------------------------------------------
+# --- what a scenario is about: a way to keep checkpoints ------------------------------------------
 
 
 class Subject(Protocol):
@@ -87,18 +99,24 @@ class Subject(Protocol):
         ...
 
     def go_on(self, root: Path) -> int:
-        """As a new process would: restore the newest step, if there is one, and save the next; returns it, acknowledged."""
+        """As a new process would: restore the newest step, if there is one, and save the next;
+        returns it, acknowledged.
+        """
         ...
 
     def leftovers(self, root: Path) -> list[str]:
-        """Collect garbage as thoroughly as possible, then name what is there without need, and what is needed but is not."""
+        """Collect garbage as thoroughly as possible, then name what is there without need, and what
+        is needed but is not.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """See the module. ``prepared``: the steps that ``prepare`` leaves, all acknowledged. ``keep``: how many of the newest steps must be
-    there, ``None`` for all; older ones may be deleted at any time. ``sick``: steps that may be damaged: an error, but never wrong.
+    """See the module. ``prepared``: the steps that ``prepare`` leaves, all acknowledged. ``keep``:
+    how
+    many of the newest steps must be there, ``None`` for all; older ones may be deleted at any time.
+    ``sick``: steps that may be damaged: an error, but never wrong.
     """
 
     name: str
@@ -122,7 +140,9 @@ class Scenario:
 
 
 def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[str]:
-    """What a fault has broken: acknowledged steps that are gone, listed steps that do not restore to their state. Changes nothing."""
+    """What a fault has broken: acknowledged steps that are gone, listed steps that do not restore
+    to their state. Changes nothing.
+    """
     try:
         listed = scenario.subject.steps(root)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
@@ -130,12 +150,18 @@ def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[s
             return []  # not even the root need be there
         return [f"the steps cannot be listed: {type(error).__name__}: {error}"]
     lost = scenario.required(acknowledged, set(listed)) - set(listed)
-    problems = [f"step {step} was acknowledged, but only {listed} are there" for step in sorted(lost)]
+    problems = [
+        f"step {step} was acknowledged, but only {listed} are there" for step in sorted(lost)
+    ]
     for step in listed:
         try:
             found = difference(state_at(step), scenario.subject.restore(root, step))
         except Exception as error:  # noqa: BLE001 - as above
-            if step in scenario.sick and type(error).__name__ in ("Damaged", "ChainBroken", "DamagedStream"):
+            if step in scenario.sick and type(error).__name__ in (
+                "Damaged",
+                "ChainBroken",
+                "DamagedStream",
+            ):
                 continue
             found = f"{type(error).__name__}: {error}"
         if found is not None:
@@ -144,7 +170,9 @@ def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[s
 
 
 def recovery_violations(scenario: Scenario, root: Path) -> list[str]:
-    """What stands in the way of the next writer, and what it and a collection after it have broken or left behind. Changes the root."""
+    """What stands in the way of the next writer, and what it and a collection after it have broken
+    or left behind. Changes the root.
+    """
     before: set[int] = set()
     with contextlib.suppress(Exception):
         before = set(scenario.subject.steps(root))
@@ -159,7 +187,7 @@ def recovery_violations(scenario: Scenario, root: Path) -> list[str]:
     return problems + violations(scenario, root, {*before, step})
 
 
-# --- deltacheck: what both backends share ---------------------------------------------------------------------------------------------
+# --- deltacheck: what both backends share ---------------------------------------------------------
 
 
 class _Deltacheck:
@@ -181,20 +209,29 @@ class _Deltacheck:
         from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
-        gc.collect()  # readers of this process pin what they have open until they go, and some are in cycles
+        # Readers of this process pin what they have open until they go, and some are in cycles
+        gc.collect()
         opened = open_root(root)
         lease = Lease(opened.store.path)
         try:
             collect.collect(opened, grace_seconds=0, writer_is_dead=True)
         finally:
             lease.release()
-        needed = {ref.id for checkpoint in opened.checkpoints() for ref in opened.read(checkpoint.manifest_path).segments}
-        there = {entry.name for entry in (opened.store.path / "segments").iterdir() if entry.is_dir()}
+        needed = {
+            ref.id
+            for checkpoint in opened.checkpoints()
+            for ref in opened.read(checkpoint.manifest_path).segments
+        }
+        there = {
+            entry.name for entry in (opened.store.path / "segments").iterdir() if entry.is_dir()
+        }
         problems = [f"segment {name} is left over" for name in sorted(there - needed)]
         problems += [f"segment {name} is missing" for name in sorted(needed - there)]
         manifests = {p.parent for p in opened.manifest_paths()}
         folders = [
-            entry for entry in (opened.store.path / "checkpoints").iterdir() if entry.is_dir() and entry not in manifests
+            entry
+            for entry in (opened.store.path / "checkpoints").iterdir()
+            if entry.is_dir() and entry not in manifests
         ]
         problems += [f"{entry} has no manifest" for entry in folders]
         problems += [f"{path} is left over" for path in root.rglob("*.__lock")]
@@ -202,7 +239,7 @@ class _Deltacheck:
         return problems + [finding.problem for finding in deltacheck.open(root).verify()]
 
 
-# --- the torch Engine -----------------------------------------------------------------------------------------------------------------
+# --- the torch Engine -----------------------------------------------------------------------------
 
 
 class TorchEngine(_Deltacheck):
@@ -225,27 +262,43 @@ def _go_on(opened: Any) -> int:
 
 
 def engine(root: Path, **options: Any) -> Any:
-    """An engine with limits that suit a test: chains of at most four deltas, no save longer than 20 s."""
+    """An engine with limits that suit a test: chains of at most four deltas, no save longer than 20
+    s.
+    """
     import torch
 
     from deltacheck import Policy
     from deltacheck.backends.torch import Engine
 
     torch.set_num_threads(1)
-    return Engine(root, **{"policy": Policy.exact(max_chain_depth=4), "grace_seconds": 0, "io_timeout_seconds": 20} | options)
+    return Engine(
+        root,
+        **{"policy": Policy.exact(max_chain_depth=4), "grace_seconds": 0, "io_timeout_seconds": 20}
+        | options,
+    )
 
 
 def torch_state(step: int) -> Tree:
     """``state_at(step)`` with tensors."""
     import torch
 
-    return {name: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for name, v in state_at(step).items()}
+    return {
+        name: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v
+        for name, v in state_at(step).items()
+    }
 
 
 def _torch(
-    name: str, prepared: int, saves: int, keep: int | None = None, restore: int | None = None, **options: Any
+    name: str,
+    prepared: int,
+    saves: int,
+    keep: int | None = None,
+    restore: int | None = None,
+    **options: Any,
 ) -> Scenario:
-    """``prepared`` saves before the fault, ``saves`` more under it; ``restore``: the step that the second process goes on from."""
+    """``prepared`` saves before the fault, ``saves`` more under it; ``restore``: the step that the
+    second process goes on from.
+    """
 
     def prepare(root: Path) -> None:
         if prepared:
@@ -271,7 +324,9 @@ def _exact(limit: int) -> Any:
 
 
 def _staggered() -> Scenario:
-    """Some leaves reach the limit of their chains and are written whole while others still get deltas."""
+    """Some leaves reach the limit of their chains and are written whole while others still get
+    deltas.
+    """
 
     def prepare(root: Path) -> None:
         with engine(root, policy=_exact(2)) as opened:
@@ -305,10 +360,14 @@ def _compaction() -> Scenario:
 
 
 def _repair() -> Scenario:
-    """A leaf of a step in the middle is damaged, and healed from the steps beside it: all later ones get new manifests."""
+    """A leaf of a step in the middle is damaged, and healed from the steps beside it: all later
+    ones get new manifests.
+    """
 
     def prepare(root: Path) -> None:
-        with engine(root, policy=_exact(0)) as opened:  # whole leaves at every save: the frozen one stands in each
+        with engine(
+            root, policy=_exact(0)
+        ) as opened:  # whole leaves at every save: the frozen one stands in each
             for step in range(4):
                 opened.save(step, torch_state(step)).wait(timeout=30)
         (victim,) = (root / "segments").glob("s0000000001-*/packed/int32/c.0")
@@ -342,7 +401,9 @@ class Ranks(TorchEngine):
 
 
 def _ranks() -> Scenario:
-    """Ranks write their tiles at the same time; the first of them commits when both have said that theirs are durable."""
+    """Ranks write their tiles at the same time; the first of them commits when both have said that
+    theirs are durable.
+    """
 
     def prepare(root: Path) -> None:
         with Ranks.run(root) as run:
@@ -410,7 +471,9 @@ def _keep_last() -> Scenario:
 
 
 def _lives() -> Scenario:
-    """A training that goes on from the newest step, if there is one, and saves until somebody ends it."""
+    """A training that goes on from the newest step, if there is one, and saves until somebody ends
+    it.
+    """
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         with engine(root, keep_last=3) as opened:
@@ -422,7 +485,7 @@ def _lives() -> Scenario:
     return Scenario("lives", TorchEngine(), lambda root: None, act, keep=3)
 
 
-# --- the memory tier ------------------------------------------------------------------------------------------------------------------
+# --- the memory tier ------------------------------------------------------------------------------
 
 DISK, MEMORY = "disk", "memory"  # the two roots, below the scenario's own
 
@@ -436,13 +499,23 @@ def tiered(root: Path, **options: Any) -> Any:
 
 
 class MemoryEngine(TorchEngine):
-    """An engine with a memory tier whose process dies: what either root lists must restore from that root."""
+    """An engine with a memory tier whose process dies: what either root lists must restore from
+    that root.
+    """
 
     def steps(self, root: Path) -> list[int]:
-        return sorted({step for place in self._places(root) for step in super(MemoryEngine, self).steps(place)})
+        return sorted(
+            {
+                step
+                for place in self._places(root)
+                for step in super(MemoryEngine, self).steps(place)
+            }
+        )
 
     def restore(self, root: Path, step: int) -> Any:
-        there = [place for place in self._places(root) if step in super(MemoryEngine, self).steps(place)]
+        there = [
+            place for place in self._places(root) if step in super(MemoryEngine, self).steps(place)
+        ]
         restored = [super(MemoryEngine, self).restore(place, step) for place in there]
         different = difference(restored[0], restored[-1])
         assert different is None, f"memory and disk differ: {different}"
@@ -451,11 +524,17 @@ class MemoryEngine(TorchEngine):
     def go_on(self, root: Path) -> int:
         with tiered(root) as opened:
             step = _go_on(opened)
-        assert super().steps(root / DISK)[-1] == step, "close() has not copied the newest step to the disk"
+        assert super().steps(root / DISK)[-1] == step, (
+            "close() has not copied the newest step to the disk"
+        )
         return step
 
     def leftovers(self, root: Path) -> list[str]:
-        return [problem for place in self._places(root) for problem in super(MemoryEngine, self).leftovers(place)]
+        return [
+            problem
+            for place in self._places(root)
+            for problem in super(MemoryEngine, self).leftovers(place)
+        ]
 
     @staticmethod
     def _places(root: Path) -> list[Path]:
@@ -475,7 +554,9 @@ class RebootedEngine(MemoryEngine):
 
 
 def _tier() -> dict[str, Scenario]:
-    """Saves that are acknowledged in memory, and saves that are acknowledged once they are on the disk."""
+    """Saves that are acknowledged in memory, and saves that are acknowledged once they are on the
+    disk.
+    """
 
     def prepare(root: Path) -> None:
         with tiered(root) as opened:
@@ -499,18 +580,21 @@ def _tier() -> dict[str, Scenario]:
 
     return {
         "memory-killed": Scenario("memory-killed", MemoryEngine(), prepare, act, (0, 1), keep=2),
-        "memory-rebooted": Scenario("memory-rebooted", RebootedEngine(), prepare, act_persisting, (0, 1)),
+        "memory-rebooted": Scenario(
+            "memory-rebooted", RebootedEngine(), prepare, act_persisting, (0, 1)
+        ),
     }
 
 
-# --- Orbax ----------------------------------------------------------------------------------------------------------------------------
+# --- Orbax ----------------------------------------------------------------------------------------
 
 
 class OrbaxManager(_Deltacheck):
     """``deltacheck.backends.orbax.manager()``, an Orbax ``CheckpointManager``."""
 
     def go_on(self, root: Path) -> int:
-        # Without this option Orbax leaves what a killed save has begun, and our store the segments that it may need.
+        # Without this option Orbax leaves what a killed save has begun, and our store the segments
+        # that it may need.
         with orbax_manager(root, cleanup_tmp_directories=True) as opened:
             newest = opened.latest_step()
             step = 0
@@ -524,14 +608,20 @@ class OrbaxManager(_Deltacheck):
 
 @contextlib.contextmanager
 def orbax_manager(root: Path, io_timeout_seconds: float = 20, **options: Any) -> Iterator[Any]:
-    """A manager of our handler with limits that suit a test; ``options``: of ``CheckpointManagerOptions``."""
+    """A manager of our handler with limits that suit a test; ``options``: of
+    ``CheckpointManagerOptions``.
+    """
     from orbax import checkpoint as ocp
 
     from deltacheck.backends.orbax import manager
 
     root.mkdir(parents=True, exist_ok=True)
     made = manager(
-        root, ocp.CheckpointManagerOptions(**options), policy=_exact(1), grace_seconds=0, io_timeout_seconds=io_timeout_seconds
+        root,
+        ocp.CheckpointManagerOptions(**options),
+        policy=_exact(1),
+        grace_seconds=0,
+        io_timeout_seconds=io_timeout_seconds,
     )
     with made:
         yield made
@@ -544,7 +634,10 @@ def orbax_save(opened: Any, step: int) -> None:
     from deltacheck.backends.orbax import DeltaSaveArgs
 
     # 64-bit leaves stay NumPy: JAX would round them.
-    state = {name: jnp.asarray(v) if isinstance(v, np.ndarray) and v.itemsize < 8 else v for name, v in state_at(step).items()}
+    state = {
+        name: jnp.asarray(v) if isinstance(v, np.ndarray) and v.itemsize < 8 else v
+        for name, v in state_at(step).items()
+    }
     assert opened.save(step, args=DeltaSaveArgs(state)), f"Orbax has skipped step {step}"
     opened.wait_until_finished()
 
@@ -567,11 +660,13 @@ def _orbax(name: str, prepared: int, saves: int, keep: int | None = None) -> Sce
     return Scenario(name, OrbaxManager(), prepare, act, tuple(range(prepared)), keep)
 
 
-# --- controls: one that must fail, one that must pass ---------------------------------------------------------------------------------
+# --- controls: one that must fail, one that must pass ---------------------------------------------
 
 
 class OverwritingTorchSave:
-    """What many trainings do: ``torch.save`` over the one file there is. Its steps are lost when it is killed: it must fail."""
+    """What many trainings do: ``torch.save`` over the one file there is. Its steps are lost when it
+    is killed: it must fail.
+    """
 
     def steps(self, root: Path) -> list[int]:
         return [self._load(root)["step"]] if (root / "checkpoint.pt").exists() else []
@@ -602,7 +697,9 @@ class OverwritingTorchSave:
 
 
 class ReferenceProtocol:
-    """The smallest protocol that keeps both promises: a file of its own, fsync, rename, fsync of the directory. It must pass."""
+    """The smallest protocol that keeps both promises: a file of its own, fsync, rename, fsync of
+    the directory. It must pass.
+    """
 
     def steps(self, root: Path) -> list[int]:
         return sorted(int(path.stem) for path in root.glob("*.npz"))
@@ -642,7 +739,9 @@ def sync(directory: Path) -> None:
     os.close(descriptor)
 
 
-def _control(name: str, subject: OverwritingTorchSave | ReferenceProtocol, keep: int | None) -> Scenario:
+def _control(
+    name: str, subject: OverwritingTorchSave | ReferenceProtocol, keep: int | None
+) -> Scenario:
     def prepare(root: Path) -> None:
         for step in range(2):
             subject.save(root, step)
@@ -655,7 +754,7 @@ def _control(name: str, subject: OverwritingTorchSave | ReferenceProtocol, keep:
     return Scenario(name, subject, prepare, act, (0, 1), keep)
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 TORCH = {
     scenario.name: scenario
@@ -674,7 +773,10 @@ TORCH = {
 }
 ORBAX = {
     scenario.name: scenario
-    for scenario in (_orbax("orbax-first", prepared=0, saves=1), _orbax("orbax-keep", prepared=3, saves=2, keep=2))
+    for scenario in (
+        _orbax("orbax-first", prepared=0, saves=1),
+        _orbax("orbax-keep", prepared=3, saves=2, keep=2),
+    )
 }
 CONTROLS = {
     scenario.name: scenario
@@ -688,7 +790,9 @@ SCENARIOS = {**TORCH, **TIER, **ORBAX, **CONTROLS, "lives": _lives()}
 
 
 def import_frameworks(backend: str) -> None:
-    """Import what the scenarios of a backend (``"torch"`` or ``"orbax"``) need, so that a process forked from this one need not."""
+    """Import what the scenarios of a backend (``"torch"`` or ``"orbax"``) need, so that a process
+    forked from this one need not.
+    """
     shared = [
         "deltacheck.maintain.compact",
         "deltacheck.maintain.repair",
@@ -696,7 +800,10 @@ def import_frameworks(backend: str) -> None:
         "deltacheck.maintain.verify",
         "deltacheck.store.collect",
     ]
-    own = {"torch": ["deltacheck.backends.torch"], "orbax": ["jax.numpy", "orbax.checkpoint", "deltacheck.backends.orbax"]}
+    own = {
+        "torch": ["deltacheck.backends.torch"],
+        "orbax": ["jax.numpy", "orbax.checkpoint", "deltacheck.backends.orbax"],
+    }
     for module in (*shared, *own[backend]):
         importlib.import_module(module)
     for step in range(8):

@@ -1,10 +1,11 @@
-// Stands between a process and the C library's mutating file calls, to record them, to fail them, and to kill the
-// process before or inside any of them. Preloaded (LD_PRELOAD), armed at run time: until shim_arm() every call goes
-// straight through. shim.py builds it, drives it and reads its traces.
+// Stands between a process and the C library's mutating file calls, to record them, to fail them,
+// and to kill the process before or inside any of them. Preloaded (LD_PRELOAD), armed at run time:
+// until shim_arm() every call goes straight through. shim.py builds it, drives it and reads its
+// traces.
 //
-// Only calls on paths at or below one root count. One call at a time goes on below the root while armed, so that the
-// order of the trace is the order in which things happened. The calls themselves are made as raw system calls, by their
-// *at forms.
+// Only calls on paths at or below one root count. One call at a time goes on below the root while
+// armed, so that the order of the trace is the order in which things happened. The calls themselves
+// are made as raw system calls, by their *at forms.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,11 +24,27 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum Kind { OPEN, WRITE, TRUNCATE, SYNC, RENAME, LINK, SYMLINK, UNLINK, MKDIR, RMDIR, ALLOCATE, MAP, LOOK, MARK };
+enum Kind {
+  OPEN,
+  WRITE,
+  TRUNCATE,
+  SYNC,
+  RENAME,
+  LINK,
+  SYMLINK,
+  UNLINK,
+  MKDIR,
+  RMDIR,
+  ALLOCATE,
+  MAP,
+  LOOK,
+  MARK
+};
 enum Mode { OFF, COUNT, KILL, TORN, FAIL, FAIL_FROM, SHORT, HANG };
 enum SyncFlag { FSYNC, FDATASYNC, SYNC_FILE_RANGE, SYNCFS };
 
-// What precedes each record's path, other path and data in a trace. Little endian, no padding; shim.py knows it.
+// What precedes each record's path, other path and data in a trace. Little endian, no padding;
+// shim.py knows it.
 struct Header {
   uint32_t magic, number, kind, error;
   int64_t result, offset;
@@ -70,7 +87,8 @@ static void append(const void* data, size_t size) {
 
 // --- which calls count ---
 
-// Writes the path below the root to `out`; whether it is at or below the root. `directory`: a descriptor or AT_FDCWD.
+// Writes the path below the root to `out`; whether it is at or below the root. `directory`: a
+// descriptor or AT_FDCWD.
 static int below_root(char* out, int directory, const char* path) {
   char whole[2 * PATH_MAX], clean[2 * PATH_MAX] = "";
   out[0] = 0;
@@ -90,7 +108,8 @@ static int below_root(char* out, int directory, const char* path) {
     strcpy(whole + size + 1, path);
   }
   size_t used = 0;
-  for (char *save = NULL, *part = strtok_r(whole, "/", &save); part != NULL; part = strtok_r(NULL, "/", &save)) {
+  for (char *save = NULL, *part = strtok_r(whole, "/", &save); part != NULL;
+       part = strtok_r(NULL, "/", &save)) {
     if (strcmp(part, ".") == 0) continue;
     if (strcmp(part, "..") == 0) {
       while (used > 0 && clean[--used] != '/') {
@@ -102,7 +121,8 @@ static int below_root(char* out, int directory, const char* path) {
     }
     clean[used] = 0;
   }
-  if (strncmp(clean, root, root_bytes) != 0 || (clean[root_bytes] != '/' && clean[root_bytes] != 0)) return 0;
+  if (strncmp(clean, root, root_bytes) != 0 || (clean[root_bytes] != '/' && clean[root_bytes] != 0))
+    return 0;
   strncpy(out, clean[root_bytes] == 0 ? "." : clean + root_bytes + 1, PATH_MAX - 1);
   return 1;
 }
@@ -118,7 +138,8 @@ static int concerns(struct Op* op, enum Kind kind, int directory, const char* pa
   memset(&op->head, 0, sizeof op->head);
   op->data = NULL, op->fails = op->dies = 0, op->other[0] = 0;
   op->head.kind = kind;
-  if ((found = below_root(op->path, directory, path))) op->head.inode = inode_of(directory, path, AT_SYMLINK_NOFOLLOW);
+  if ((found = below_root(op->path, directory, path)))
+    op->head.inode = inode_of(directory, path, AT_SYMLINK_NOFOLLOW);
   errno = before;
   return found;
 }
@@ -141,13 +162,15 @@ static int concerns_descriptor(struct Op* op, enum Kind kind, int descriptor) {
 
 // --- what happens to them ---
 
-// Takes the lock, numbers the call, and decides its fate; how many of its `size` bytes it is to carry out.
+// Takes the lock, numbers the call, and decides its fate; how many of its `size` bytes it is to
+// carry out.
 static size_t begin(struct Op* op, size_t size) {
   pthread_mutex_lock(&lock);
   op->head.length = size;
   int counts = armed && (counted_kinds >> op->head.kind & 1);
   op->head.number = counts ? (uint32_t)count++ : UINT32_MAX;
-  if (!counts || mode == COUNT || (op->head.number != fault_at && !(mode == FAIL_FROM && op->head.number > fault_at)))
+  if (!counts || mode == COUNT ||
+      (op->head.number != fault_at && !(mode == FAIL_FROM && op->head.number > fault_at)))
     return size;
   hits++;
   switch (mode) {
@@ -163,7 +186,8 @@ static size_t begin(struct Op* op, size_t size) {
     case SHORT:
       return size > 1 ? size / 2 : size;
     case HANG:
-      while (!is_released) pthread_cond_wait(&released, &lock);  // lets go of the lock: the others go on
+      while (!is_released)
+        pthread_cond_wait(&released, &lock);  // lets go of the lock: the others go on
   }
   return size;
 }
@@ -176,7 +200,8 @@ static long finish(struct Op* op, long result) {
     op->head.error = result < 0 ? (uint32_t)error : 0;
     op->head.result = result;
     op->head.thread = (uint32_t)syscall(SYS_gettid);
-    op->head.path_bytes = (uint32_t)strlen(op->path), op->head.other_bytes = (uint32_t)strlen(op->other);
+    op->head.path_bytes = (uint32_t)strlen(op->path),
+    op->head.other_bytes = (uint32_t)strlen(op->other);
     op->head.data_bytes = op->head.kind == WRITE && result > 0 ? (uint64_t)result : 0;
     append(&op->head, sizeof op->head);
     append(op->path, op->head.path_bytes);
@@ -224,8 +249,8 @@ int shim_trace(const char* file) {
   trace_descriptor = -1;
   int error = 0;
   if (file != NULL) {
-    trace_descriptor =
-        (int)syscall(SYS_openat, AT_FDCWD, file, O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
+    trace_descriptor = (int)syscall(SYS_openat, AT_FDCWD, file,
+                                    O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
     error = trace_descriptor < 0 ? errno : 0;
   }
   pthread_mutex_unlock(&lock);
@@ -247,7 +272,8 @@ void shim_mark(const char* text) {
 static int opened(int directory, const char* path, int flags, mode_t permissions) {
   struct Op op;
   enum Kind kind = flags & (O_CREAT | O_TRUNC) || (flags & O_TMPFILE) == O_TMPFILE ? OPEN : LOOK;
-  if (!concerns(&op, kind, directory, path)) return (int)syscall(SYS_openat, directory, path, flags, permissions);
+  if (!concerns(&op, kind, directory, path))
+    return (int)syscall(SYS_openat, directory, path, flags, permissions);
   begin(&op, 0);
   op.head.flags = (uint32_t)flags;
   op.head.inode = inode_of(directory, path, AT_SYMLINK_NOFOLLOW);
@@ -283,7 +309,9 @@ int creat(const char* path, mode_t permissions) {
   return opened(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, permissions);
 }
 int __open_2(const char* path, int flags) { return opened(AT_FDCWD, path, flags, 0); }
-int __openat_2(int directory, const char* path, int flags) { return opened(directory, path, flags, 0); }
+int __openat_2(int directory, const char* path, int flags) {
+  return opened(directory, path, flags, 0);
+}
 
 FILE* fopen(const char* path, const char* how) {
   static FILE* (*original)(const char*, const char*);
@@ -294,7 +322,10 @@ FILE* fopen(const char* path, const char* how) {
   begin(&op, 0);
   op.head.flags = how[0] == 'w' ? O_CREAT | O_TRUNC : how[0] == 'a' ? O_CREAT | O_APPEND : 0;
   op.head.inode = inode_of(AT_FDCWD, path, 0);
-  FILE* file = op.fails ? NULL : original(path, how);  // the C library's own open is not seen, hence not counted twice
+  FILE* file =
+      op.fails
+          ? NULL
+          : original(path, how);  // the C library's own open is not seen, hence not counted twice
   op.head.created = file != NULL && op.head.inode == 0;
   if (file != NULL) op.head.inode = inode_of(fileno(file), "", AT_EMPTY_PATH);
   finish(&op, file == NULL ? -1 : fileno(file));
@@ -304,7 +335,8 @@ FILE* fopen(const char* path, const char* how) {
 // The offset at which a plain write on this descriptor begins.
 static int64_t position(int descriptor) {
   struct stat about;
-  if (syscall(SYS_fcntl, descriptor, F_GETFL) & O_APPEND && fstat(descriptor, &about) == 0) return about.st_size;
+  if (syscall(SYS_fcntl, descriptor, F_GETFL) & O_APPEND && fstat(descriptor, &about) == 0)
+    return about.st_size;
   return syscall(SYS_lseek, descriptor, 0, SEEK_CUR);
 }
 
@@ -328,7 +360,8 @@ static ssize_t gathered(int descriptor, const struct iovec* pieces, int number, 
   for (int i = 0; i < number; i++) size += pieces[i].iov_len;
   char* whole = malloc(size + 1);
   if (whole == NULL) return errno = ENOMEM, -1;
-  for (int i = 0; i < number; at += pieces[i++].iov_len) memcpy(whole + at, pieces[i].iov_base, pieces[i].iov_len);
+  for (int i = 0; i < number; at += pieces[i++].iov_len)
+    memcpy(whole + at, pieces[i].iov_base, pieces[i].iov_len);
   ssize_t result = written(descriptor, whole, size, offset);
   int error = errno;
   free(whole);
@@ -336,12 +369,15 @@ static ssize_t gathered(int descriptor, const struct iovec* pieces, int number, 
   return result;
 }
 
-ssize_t write(int descriptor, const void* data, size_t size) { return written(descriptor, data, size, -1); }
+ssize_t write(int descriptor, const void* data, size_t size) {
+  return written(descriptor, data, size, -1);
+}
 ssize_t pwrite(int descriptor, const void* data, size_t size, off_t offset) {
   return offset < 0 ? (errno = EINVAL, -1) : written(descriptor, data, size, offset);
 }
 ssize_t writev(int descriptor, const struct iovec* pieces, int number) {
-  return armed ? gathered(descriptor, pieces, number, -1) : syscall(SYS_writev, descriptor, pieces, number);
+  return armed ? gathered(descriptor, pieces, number, -1)
+               : syscall(SYS_writev, descriptor, pieces, number);
 }
 ssize_t pwritev(int descriptor, const struct iovec* pieces, int number, off_t offset) {
   return gathered(descriptor, pieces, number, offset);
@@ -351,8 +387,8 @@ ssize_t pwritev2(int descriptor, const struct iovec* pieces, int number, off_t o
   return gathered(descriptor, pieces, number, offset);
 }
 
-// One piece of a copy, as a read and a write: its data is then seen like any other. `source_at`, `target_at`: NULL,
-// where the descriptors stand.
+// One piece of a copy, as a read and a write: its data is then seen like any other. `source_at`,
+// `target_at`: NULL, where the descriptors stand.
 static ssize_t copied(int source, off_t* source_at, int target, off_t* target_at, size_t size) {
   size_t most = size < (1 << 20) ? size : 1 << 20;
   char* data = malloc(most + 1);
@@ -375,10 +411,12 @@ static ssize_t copied(int source, off_t* source_at, int target, off_t* target_at
 
 ssize_t sendfile(int target, int source, off_t* at, size_t size) {
   struct Op op;
-  if (!concerns_descriptor(&op, WRITE, target)) return syscall(SYS_sendfile, target, source, at, size);
+  if (!concerns_descriptor(&op, WRITE, target))
+    return syscall(SYS_sendfile, target, source, at, size);
   return copied(source, at, target, NULL, size);
 }
-ssize_t copy_file_range(int source, off_t* source_at, int target, off_t* target_at, size_t size, unsigned flags) {
+ssize_t copy_file_range(int source, off_t* source_at, int target, off_t* target_at, size_t size,
+                        unsigned flags) {
   struct Op op;
   if (!concerns_descriptor(&op, WRITE, target)) {
     return syscall(SYS_copy_file_range, source, source_at, target, target_at, size, flags);
@@ -388,7 +426,8 @@ ssize_t copy_file_range(int source, off_t* source_at, int target, off_t* target_
 
 int ftruncate(int descriptor, off_t length) {
   struct Op op;
-  if (!concerns_descriptor(&op, TRUNCATE, descriptor)) return (int)syscall(SYS_ftruncate, descriptor, length);
+  if (!concerns_descriptor(&op, TRUNCATE, descriptor))
+    return (int)syscall(SYS_ftruncate, descriptor, length);
   op.head.offset = length;
   return (int)CARRY_OUT(&op, syscall(SYS_ftruncate, descriptor, length));
 }
@@ -435,7 +474,8 @@ int sync_file_range(int descriptor, off_t offset, off_t length, unsigned flags) 
 }
 
 // Both names count, whichever of them lies below the root.
-static int concerns_two(struct Op* op, enum Kind kind, int from, const char* source, int to, const char* target) {
+static int concerns_two(struct Op* op, enum Kind kind, int from, const char* source, int to,
+                        const char* target) {
   int first = concerns(op, kind, from, source);
   if (!armed) return 0;
   int before = errno, second = below_root(op->other, to, target);
@@ -451,7 +491,9 @@ int renameat2(int from, const char* source, int to, const char* target, unsigned
   op.head.flags = flags;
   return (int)CARRY_OUT(&op, syscall(SYS_renameat2, from, source, to, target, flags));
 }
-int rename(const char* source, const char* target) { return renameat2(AT_FDCWD, source, AT_FDCWD, target, 0); }
+int rename(const char* source, const char* target) {
+  return renameat2(AT_FDCWD, source, AT_FDCWD, target, 0);
+}
 int renameat(int from, const char* source, int to, const char* target) {
   return renameat2(from, source, to, target, 0);
 }
@@ -460,11 +502,14 @@ int linkat(int from, const char* source, int to, const char* target, int flags) 
   struct Op op;
   if (!concerns_two(&op, LINK, from, source, to, target))
     return (int)syscall(SYS_linkat, from, source, to, target, flags);
-  op.head.inode = inode_of(from, source, flags & AT_SYMLINK_FOLLOW ? 0 : AT_SYMLINK_NOFOLLOW | (flags & AT_EMPTY_PATH));
+  op.head.inode = inode_of(
+      from, source, flags & AT_SYMLINK_FOLLOW ? 0 : AT_SYMLINK_NOFOLLOW | (flags & AT_EMPTY_PATH));
   op.head.flags = (uint32_t)flags;
   return (int)CARRY_OUT(&op, syscall(SYS_linkat, from, source, to, target, flags));
 }
-int link(const char* source, const char* target) { return linkat(AT_FDCWD, source, AT_FDCWD, target, 0); }
+int link(const char* source, const char* target) {
+  return linkat(AT_FDCWD, source, AT_FDCWD, target, 0);
+}
 
 int symlinkat(const char* source, int to, const char* target) {
   struct Op op;
@@ -477,7 +522,8 @@ int symlink(const char* source, const char* target) { return symlinkat(source, A
 int unlinkat(int directory, const char* path, int flags) {
   struct Op op;
   enum Kind kind = flags & AT_REMOVEDIR ? RMDIR : UNLINK;
-  if (!concerns(&op, kind, directory, path)) return (int)syscall(SYS_unlinkat, directory, path, flags);
+  if (!concerns(&op, kind, directory, path))
+    return (int)syscall(SYS_unlinkat, directory, path, flags);
   return (int)CARRY_OUT(&op, syscall(SYS_unlinkat, directory, path, flags));
 }
 int unlink(const char* path) { return unlinkat(AT_FDCWD, path, 0); }
@@ -489,7 +535,8 @@ int remove(const char* path) {
 
 int mkdirat(int directory, const char* path, mode_t permissions) {
   struct Op op;
-  if (!concerns(&op, MKDIR, directory, path)) return (int)syscall(SYS_mkdirat, directory, path, permissions);
+  if (!concerns(&op, MKDIR, directory, path))
+    return (int)syscall(SYS_mkdirat, directory, path, permissions);
   begin(&op, 0);
   int result = op.fails ? -1 : (int)syscall(SYS_mkdirat, directory, path, permissions);
   if (result == 0) op.head.inode = inode_of(directory, path, AT_SYMLINK_NOFOLLOW);
@@ -499,13 +546,16 @@ int mkdir(const char* path, mode_t permissions) { return mkdirat(AT_FDCWD, path,
 
 void* mmap(void* address, size_t length, int protection, int flags, int descriptor, off_t offset) {
   struct Op op;
-  int writes = (flags & MAP_SHARED) && (protection & PROT_WRITE) && !(flags & MAP_ANONYMOUS) && descriptor >= 0;
+  int writes = (flags & MAP_SHARED) && (protection & PROT_WRITE) && !(flags & MAP_ANONYMOUS) &&
+               descriptor >= 0;
   if (!writes || !concerns_descriptor(&op, MAP, descriptor)) {
     return (void*)syscall(SYS_mmap, address, length, protection, flags, descriptor, offset);
   }
   begin(&op, length);
   op.head.offset = offset;
-  return (void*)finish(&op, op.fails ? -1 : syscall(SYS_mmap, address, length, protection, flags, descriptor, offset));
+  return (void*)finish(
+      &op,
+      op.fails ? -1 : syscall(SYS_mmap, address, length, protection, flags, descriptor, offset));
 }
 
 #define SAME_AS(name) __attribute__((alias(name)))
@@ -516,12 +566,14 @@ int __open64_2(const char* path, int flags) SAME_AS("__open_2");
 int __openat64_2(int directory, const char* path, int flags) SAME_AS("__openat_2");
 FILE* fopen64(const char* path, const char* how) SAME_AS("fopen");
 ssize_t pwrite64(int descriptor, const void* data, size_t size, off64_t offset) SAME_AS("pwrite");
-ssize_t pwritev64(int descriptor, const struct iovec* pieces, int number, off64_t offset) SAME_AS("pwritev");
-ssize_t pwritev64v2(int descriptor, const struct iovec* pieces, int number, off64_t offset, int flags)
-    SAME_AS("pwritev2");
+ssize_t pwritev64(int descriptor, const struct iovec* pieces, int number, off64_t offset)
+    SAME_AS("pwritev");
+ssize_t pwritev64v2(int descriptor, const struct iovec* pieces, int number, off64_t offset,
+                    int flags) SAME_AS("pwritev2");
 ssize_t sendfile64(int target, int source, off64_t* at, size_t size) SAME_AS("sendfile");
 int ftruncate64(int descriptor, off64_t length) SAME_AS("ftruncate");
 int truncate64(const char* path, off64_t length) SAME_AS("truncate");
 int fallocate64(int descriptor, int how, off64_t offset, off64_t length) SAME_AS("fallocate");
 int posix_fallocate64(int descriptor, off64_t offset, off64_t length) SAME_AS("posix_fallocate");
-void* mmap64(void* address, size_t length, int protection, int flags, int descriptor, off64_t offset) SAME_AS("mmap");
+void* mmap64(void* address, size_t length, int protection, int flags, int descriptor,
+             off64_t offset) SAME_AS("mmap");

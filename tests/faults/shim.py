@@ -1,19 +1,24 @@
 """The fault shim from Python: build it, preload it, arm it, read its traces.
 
-A process that runs under ``environment()`` has ``shim.c`` between itself and the C library. ``arm`` turns it on for the paths at or
-below one root; every mutating call there then has a number, 0, 1, 2, ..., in the order in which the calls were made (one at a time),
-and ``Fault`` says what becomes of which.
+A process that runs under ``environment()`` has ``shim.c`` between itself and the C library. ``arm``
+turns it on for the paths at or below one root; every mutating call there then has a number, 0, 1,
+2, ..., in the order in which the calls were made (one at a time), and ``Fault`` says what becomes
+of which.
 
-*Trace.* ``trace(path)`` appends one binary record for each counted call, after it was carried out, to a file that must lie outside
-the root; ``read_trace`` gives them back as ``Op``. A record is a fixed header (``_HEADER``), the path, the other path and the data.
-Inode numbers tell files apart from names: an ``open`` with ``created`` or a ``mkdir`` begins a file's life under its ``inode``, writes
-and syncs name the inode they go to, a rename moves ``inode`` from ``path`` to ``other`` and drops ``other_inode`` if that is not 0.
-Inode numbers are used again once a file has gone. A call that failed is there too, with its ``error``; one that the process was killed
-*before* is not, one that it was killed *inside* is, with the bytes that were written. ``mark(text)`` puts a record of the kind ``mark``
-and no number among them, with the text as its path: the scenarios mark ``ack STEP`` where a save was acknowledged as durable.
+*Trace.* ``trace(path)`` appends one binary record for each counted call, after it was carried out,
+to a file that must lie outside the root; ``read_trace`` gives them back as ``Op``. A record is a
+fixed header (``_HEADER``), the path, the other path and the data. Inode numbers tell files apart
+from names: an ``open`` with ``created`` or a ``mkdir`` begins a file's life under its ``inode``,
+writes and syncs name the inode they go to, a rename moves ``inode`` from ``path`` to ``other`` and
+drops ``other_inode`` if that is not 0. Inode numbers are used again once a file has gone. A call
+that failed is there too, with its ``error``; one that the process was killed *before* is not, one
+that it was killed *inside* is, with the bytes that were written. ``mark(text)`` puts a record of
+the kind ``mark`` and no number among them, with the text as its path: the scenarios mark ``ack
+STEP`` where a save was acknowledged as durable.
 
-What it cannot see: raw system calls (``syscall``, static binaries), the C library's own calls inside stdio (``fwrite``), memory
-mappings once they are made, and io_uring. ``tests/faults/test_crash_points.py`` compares its count with strace's.
+What it cannot see: raw system calls (``syscall``, static binaries), the C library's own calls
+inside stdio (``fwrite``), memory mappings once they are made, and io_uring.
+``tests/faults/test_crash_points.py`` compares its count with strace's.
 """
 
 from __future__ import annotations
@@ -36,7 +41,10 @@ SOURCE = Path(__file__).with_name("shim.c")
 KINDS = (
     "open", "write", "truncate", "sync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir", "allocate", "map", "look", "mark",
 )  # fmt: skip
-MUTATING = frozenset(KINDS) - {"look", "mark"}  # look: an open that creates nothing. Counted on request only
+MUTATING = frozenset(KINDS) - {
+    "look",
+    "mark",
+}  # look: an open that creates nothing. Counted on request only
 SYNC_KINDS = ("fsync", "fdatasync", "sync_file_range", "syncfs")  # ``Op.flags`` of a sync
 
 _MAGIC = 0x50416C44
@@ -47,9 +55,10 @@ _NO_NUMBER = 0xFFFFFFFF
 class Mode(enum.IntEnum):
     """What becomes of call number ``at``. Permanent numbers: shim.c has them too.
 
-    ``KILL``: SIGKILL before it. ``TORN``: SIGKILL inside it: half of a write's bytes are written; anything else is carried out, but never
-    returns. ``FAIL``: it fails; ``FAIL_FROM``: so does every later one. ``SHORT``: a write takes half of the bytes. ``HANG``: it does not
-    return before ``release``; calls of other threads go on.
+    ``KILL``: SIGKILL before it. ``TORN``: SIGKILL inside it: half of a write's bytes are written;
+    anything else is carried out, but never returns. ``FAIL``: it fails; ``FAIL_FROM``: so does
+    every later one. ``SHORT``: a write takes half of the bytes. ``HANG``: it does not return before
+    ``release``; calls of other threads go on.
     """
 
     OFF = 0
@@ -64,7 +73,9 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of call number ``at`` among the calls of ``kinds`` below the root; ``error``: an ``errno``, where it fails."""
+    """What becomes of call number ``at`` among the calls of ``kinds`` below the root; ``error``: an
+    ``errno``, where it fails.
+    """
 
     mode: Mode = Mode.COUNT
     at: int = 0
@@ -73,7 +84,12 @@ class Fault:
 
     def as_json(self) -> dict[str, Any]:
         """For another process: see ``of_json``."""
-        return {"mode": int(self.mode), "at": self.at, "error": self.error, "kinds": sorted(self.kinds)}
+        return {
+            "mode": int(self.mode),
+            "at": self.at,
+            "error": self.error,
+            "kinds": sorted(self.kinds),
+        }
 
     @classmethod
     def of_json(cls, told: dict[str, Any]) -> Fault:
@@ -90,12 +106,15 @@ class Fault:
 class Op:
     """One call below the root, as it was carried out.
 
-    ``number``: of the call, ``None`` for a mark. ``kind``: of ``KINDS``. ``path``, ``other``: relative to the root, ``"."`` for the root
-    itself, ``""`` where there is none or (of a rename or link) it lies elsewhere; ``other`` is what a rename or link makes, and what a
-    symlink says. ``offset``, ``length``: bytes asked to be written, allocated or mapped; of a ``truncate``, ``offset`` is the new length.
-    ``result``: what the call returned; bytes written. ``error``: an ``errno``, 0 where it succeeded. ``flags``: of ``open`` and
-    ``renameat2``; of a ``sync`` an index of ``SYNC_KINDS``. ``inode``: of ``path`` (of the opened or made file); ``other_inode``: of what
-    lay at ``other`` before. ``created``: the open made the file. ``thread``: the kernel's number. ``data``: what was written.
+    ``number``: of the call, ``None`` for a mark. ``kind``: of ``KINDS``. ``path``, ``other``:
+    relative to the root, ``"."`` for the root itself, ``""`` where there is none or (of a rename or
+    link) it lies elsewhere; ``other`` is what a rename or link makes, and what a symlink says.
+    ``offset``, ``length``: bytes asked to be written, allocated or mapped; of a ``truncate``,
+    ``offset`` is the new length. ``result``: what the call returned; bytes written. ``error``: an
+    ``errno``, 0 where it succeeded. ``flags``: of ``open`` and ``renameat2``; of a ``sync`` an
+    index of ``SYNC_KINDS``. ``inode``: of ``path`` (of the opened or made file); ``other_inode``:
+    of what lay at ``other`` before. ``created``: the open made the file. ``thread``: the kernel's
+    number. ``data``: what was written.
     """
 
     number: int | None
@@ -146,7 +165,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Op]:
     return ops
 
 
-# --- build and preload ------------------------------------------------------------------------------------------------------------------
+# --- build and preload ----------------------------------------------------------------------------
 
 
 def compiler() -> str | None:
@@ -156,7 +175,9 @@ def compiler() -> str | None:
 
 @cache
 def library() -> Path:
-    """The built shim; built once for each version of its source. Raises ``RuntimeError`` where there is no compiler."""
+    """The built shim; built once for each version of its source. Raises ``RuntimeError`` where
+    there is no compiler.
+    """
     gcc = compiler()
     if gcc is None:
         raise RuntimeError("the fault shim needs gcc or cc, and there is none")
@@ -186,17 +207,31 @@ def library() -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that runs under the shim; one thread a process, JAX on the processor."""
-    return {**os.environ, "LD_PRELOAD": str(library()), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", **more}
+    """The environment of a process that runs under the shim; one thread a process, JAX on the
+    processor.
+    """
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(library()),
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+        **more,
+    }
 
 
-# --- from inside a process that runs under it -------------------------------------------------------------------------------------------
+# --- from inside a process that runs under it -----------------------------------------------------
 
 
 @cache
 def _loaded() -> ctypes.CDLL:
     shim = ctypes.CDLL(None)
-    shim.shim_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int, ctypes.c_uint]
+    shim.shim_arm.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_uint,
+    ]
     shim.shim_count.restype = shim.shim_hits.restype = ctypes.c_long
     shim.shim_trace.argtypes = shim.shim_mark.argtypes = [ctypes.c_char_p]
     return shim
@@ -210,7 +245,9 @@ def is_loaded() -> bool:
 def arm(root: str | os.PathLike[str], fault: Fault) -> None:
     """Count from 0 the calls on paths at or below ``root``, and let the fault happen."""
     kinds = sum(1 << KINDS.index(kind) for kind in fault.kinds)
-    _loaded().shim_arm(os.fsencode(os.path.realpath(root)), fault.mode, fault.at, fault.error, kinds)
+    _loaded().shim_arm(
+        os.fsencode(os.path.realpath(root)), fault.mode, fault.at, fault.error, kinds
+    )
 
 
 def disarm() -> None:
@@ -234,7 +271,9 @@ def hits() -> int:
 
 
 def trace(path: str | os.PathLike[str] | None) -> None:
-    """Record every counted call from now on in a new file, which must lie outside the root; ``None``: stop."""
+    """Record every counted call from now on in a new file, which must lie outside the root;
+    ``None``: stop.
+    """
     error = _loaded().shim_trace(None if path is None else os.fsencode(path))
     if error:
         raise OSError(error, os.strerror(error), str(path))

@@ -1,6 +1,8 @@
-"""S1: a process killed before or inside any mutating call loses nothing that was acknowledged, and leaves nothing that stands in the way.
+"""S1: a process killed before or inside any mutating call loses nothing that was acknowledged, and
+leaves nothing that stands in the way.
 
-The quick part; ``make crash-test`` tries more points. Any failure prints its seed and what to replay it with.
+The quick part; ``make crash-test`` tries more points. Any failure prints its seed and what to
+replay it with.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def seed() -> int:
     return chosen
 
 
-@pytest.mark.parametrize(("backend", "points"), [(TORCH, 16), (TIER, 4), (ORBAX, 4)], ids=["torch", "memory", "orbax"])
+@pytest.mark.parametrize(
+    ("backend", "points"), [(TORCH, 16), (TIER, 4), (ORBAX, 4)], ids=["torch", "memory", "orbax"]
+)
 def test_a_process_killed_at_any_call_loses_no_acknowledged_step_and_the_next_one_goes_on(
     campaign: Campaign, seed: int, backend: dict[str, scenarios.Scenario], points: int
 ) -> None:
@@ -54,7 +58,9 @@ def test_a_recovery_that_is_killed_too_is_recovered_from(campaign: Campaign, see
         assert crash.attempt(campaign, point) == [], str(point)
 
 
-def test_a_run_that_is_killed_again_and_again_at_any_time_goes_on_where_it_was(campaign: Campaign, seed: int) -> None:
+def test_a_run_that_is_killed_again_and_again_at_any_time_goes_on_where_it_was(
+    campaign: Campaign, seed: int
+) -> None:
     """One root, many lives: what one leaves behind, the next one lives with."""
     rng = random.Random(seed)
     with campaign.trial("lives") as trial:
@@ -75,7 +81,9 @@ def test_the_harness_sees_that_overwriting_the_only_checkpoint_loses_it(campaign
     assert len(failed) > len(points) / 3
 
 
-def test_the_harness_finds_no_fault_with_the_smallest_protocol_that_has_none(campaign: Campaign, seed: int) -> None:
+def test_the_harness_finds_no_fault_with_the_smallest_protocol_that_has_none(
+    campaign: Campaign, seed: int
+) -> None:
     name = "reference-protocol"
     points = crash.stratified(6, {name: campaign.counts(name)[0]}, random.Random(seed))
     assert crash.attempt_all(campaign, points, Tally("S1, control", seed)) == []
@@ -88,18 +96,34 @@ def test_a_torn_write_leaves_half_of_its_bytes(campaign: Campaign) -> None:
         at = max((op for op in trial.ops() if op.kind == "write"), key=lambda op: op.length).number
     assert at is not None
     with campaign.trial("delta") as trial:
-        assert campaign.run("act", trial, fault=Fault(Mode.TORN, at, kinds=frozenset({"write"}))).killed is False
-        assert campaign.run("act", trial, fault=Fault(Mode.TORN, 3, kinds=frozenset({"write"}))).killed
+        assert (
+            campaign.run(
+                "act", trial, fault=Fault(Mode.TORN, at, kinds=frozenset({"write"}))
+            ).killed
+            is False
+        )
+        assert campaign.run(
+            "act", trial, fault=Fault(Mode.TORN, 3, kinds=frozenset({"write"}))
+        ).killed
         *_, last = trial.ops()
         assert (last.kind, last.number, last.result) == ("write", 3, last.length // 2)
         assert len(last.data) == last.result
 
 
-# --- the shim sees everything ---------------------------------------------------------------------------------------------------------
+# --- the shim sees everything ---------------------------------------------------------------------
 
 SYSTEM_CALLS = {
     "open": ("open", "openat", "openat2", "creat"),
-    "write": ("write", "pwrite64", "writev", "pwritev", "pwritev2", "copy_file_range", "sendfile", "splice"),
+    "write": (
+        "write",
+        "pwrite64",
+        "writev",
+        "pwritev",
+        "pwritev2",
+        "copy_file_range",
+        "sendfile",
+        "splice",
+    ),
     "truncate": ("truncate", "ftruncate"),
     "sync": ("fsync", "fdatasync", "sync_file_range", "syncfs"),
     "rename": ("rename", "renameat", "renameat2"),
@@ -120,12 +144,27 @@ def test_the_shim_counts_the_calls_that_the_kernel_sees(tmp_path: Path, name: st
     if strace is None or shim.compiler() is None:
         pytest.skip("needs strace and a C compiler")
     if subprocess.run(
-        [strace, "-f", "--seccomp-bpf", "-e", "trace=fsync", "true"], capture_output=True, check=False
+        [strace, "-f", "--seccomp-bpf", "-e", "trace=fsync", "true"],
+        capture_output=True,
+        check=False,
     ).returncode:
         pytest.skip("strace may not trace here")
     (tmp_path / "area").mkdir()
-    calls = ",".join(["unlinkat", "io_uring_setup", *(call for calls in SYSTEM_CALLS.values() for call in calls)])
-    watched = [strace, "-f", "--seccomp-bpf", "-y", "-s", "0", "-o", str(tmp_path / "strace"), "-e", f"trace={calls}"]
+    calls = ",".join(
+        ["unlinkat", "io_uring_setup", *(call for calls in SYSTEM_CALLS.values() for call in calls)]
+    )
+    watched = [
+        strace,
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-s",
+        "0",
+        "-o",
+        str(tmp_path / "strace"),
+        "-e",
+        f"trace={calls}",
+    ]
     subprocess.run(
         [*watched, sys.executable, "-c", TRACED, name, str(tmp_path)],
         env=shim.environment(PYTHONPATH=str(REPOSITORY)),
@@ -136,7 +175,11 @@ def test_the_shim_counts_the_calls_that_the_kernel_sees(tmp_path: Path, name: st
     lines = (tmp_path / "strace").read_text().splitlines()
     begin = next(number for number, line in enumerate(lines) if "begin-of-act" in line)
     assert not any("io_uring_setup" in line for line in lines)
-    kernel = Counter(kind for line in lines[begin + 1 :] if (kind := _kind_of(line, str(tmp_path / "area"))) is not None)
+    kernel = Counter(
+        kind
+        for line in lines[begin + 1 :]
+        if (kind := _kind_of(line, str(tmp_path / "area"))) is not None
+    )
     assert seen == kernel
     assert seen.total() > 100
 
@@ -172,11 +215,15 @@ def _kind_of(line: str, area: str) -> str | None:
     return kind
 
 
-# --- what was found this way ------------------------------------------------------------------------------------------------------------
+# --- what was found this way ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("made", [["segments"], ["segments", "checkpoints", "control"], ["zarr.json.__lock", "control"]])
-def test_a_root_whose_making_was_cut_short_can_be_made_by_the_next_process(tmp_path: Path, made: list[str]) -> None:
+@pytest.mark.parametrize(
+    "made", [["segments"], ["segments", "checkpoints", "control"], ["zarr.json.__lock", "control"]]
+)
+def test_a_root_whose_making_was_cut_short_can_be_made_by_the_next_process(
+    tmp_path: Path, made: list[str]
+) -> None:
     for name in made:
         if name.endswith("lock"):
             (tmp_path / name).touch()
@@ -193,7 +240,9 @@ def test_a_full_root_that_has_lost_its_own_metadata_is_not_made_anew(tmp_path: P
     with Engine(tmp_path) as engine:
         engine.save(0, {"x": torch.ones(3)})
     (tmp_path / "zarr.json").unlink()
-    with pytest.raises(errors.Damaged, match=r"zarr.json is missing or damaged, but 1 segments lie beside it"):
+    with pytest.raises(
+        errors.Damaged, match=r"zarr.json is missing or damaged, but 1 segments lie beside it"
+    ):
         Engine(tmp_path)
 
 
@@ -203,7 +252,11 @@ def test_what_a_root_lies_in_is_synced_by_every_writer_since_its_maker_may_have_
     path = tmp_path / "runs" / "today" / "root"
     synced: list[Path] = []
     original = durability.sync_directory
-    monkeypatch.setattr(durability, "sync_directory", lambda directory: (synced.append(directory), original(directory)))
+    monkeypatch.setattr(
+        durability,
+        "sync_directory",
+        lambda directory: (synced.append(directory), original(directory)),
+    )
     for _ in range(2):
         synced.clear()
         Engine(path).close()

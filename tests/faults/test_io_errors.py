@@ -1,6 +1,9 @@
-"""S3: whichever call fails, falls short or hangs, training goes on, the failure is told, older steps are intact and the next save is whole.
+"""S3: whichever call fails, falls short or hangs, training goes on, the failure is told, older
+steps
+are intact and the next save is whole.
 
-The quick part; ``make crash-test`` tries more points. Any failure prints its seed and what to replay it with.
+The quick part; ``make crash-test`` tries more points. Any failure prints its seed and what to
+replay it with.
 """
 
 from __future__ import annotations
@@ -35,19 +38,25 @@ from tests.support.states import assert_same, nudge, training_state
 pytestmark = pytest.mark.xdist_group("faults")
 
 
-def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_call(campaign: Campaign) -> None:
+def test_a_training_and_a_whole_life_of_the_library_survive_any_error_of_any_call(
+    campaign: Campaign,
+) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     rng = random.Random(seed)
     cells = [cell for cell in io_errors.cells(["first-keyframe", "keep-last"]) if cell[2] != "hang"]
     found = io_errors.calls(campaign, cells)
-    problems = io_errors.attempt_all(campaign, io_errors.stratified(10, found, rng), tally := Tally("S3", seed))
+    problems = io_errors.attempt_all(
+        campaign, io_errors.stratified(10, found, rng), tally := Tally("S3", seed)
+    )
     print(tally)
     assert problems == []
 
 
 @pytest.mark.parametrize("fault", ["fsync", "fsync-from"])
 def test_a_file_whose_fsync_failed_is_never_trusted(campaign: Campaign, fault: str) -> None:
-    """The kernel may have dropped what it could not write: a second fsync would succeed and prove nothing."""
+    """The kernel may have dropped what it could not write: a second fsync would succeed and prove
+    nothing.
+    """
     assert io_errors.attempt(campaign, io_errors.Point("delta", "train", fault, 7)) == []
 
 
@@ -63,7 +72,9 @@ def test_the_shim_fails_the_call_that_it_was_told_to_and_no_other(campaign: Camp
     with campaign.trial("keep-last") as trial:
         campaign.run("fail", trial, fault=Fault(Mode.FAIL_FROM, 5, errno.EIO, frozenset({"sync"})))
         before_the_end = list(itertools.takewhile(lambda op: op.kind != "mark", trial.ops()))
-        assert [op.error == errno.EIO for op in before_the_end] == [op.number >= 5 for op in before_the_end]
+        assert [op.error == errno.EIO for op in before_the_end] == [
+            op.number >= 5 for op in before_the_end
+        ]
         assert len(before_the_end) > 5
 
 
@@ -74,10 +85,12 @@ def test_a_collection_that_hangs_does_not_hold_an_orbax_manager(campaign: Campai
         assert (ran.value, ran.error, ran.hits) == ([], "", 1)
 
 
-# --- what was found this way ------------------------------------------------------------------------------------------------------------
+# --- what was found this way ----------------------------------------------------------------------
 
 
-def test_a_lease_that_could_not_be_written_does_not_lock_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_could_not_be_written_does_not_lock_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -90,7 +103,9 @@ def test_a_lease_that_could_not_be_written_does_not_lock_the_root(tmp_path: Path
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``hanging(module, when)``: fsyncs of directories through that module hang from now on where ``when(path)``, until the event is set."""
+    """``hanging(module, when)``: fsyncs of directories through that module hang from now on where
+    ``when(path)``, until the event is set.
+    """
     go = threading.Event()
     original = durability.sync_directory
 
@@ -121,7 +136,9 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
         assert "the save of step 7: the storage did not answer within" in str(error)
         assert "step 7" in caplog.text
         state["x"] += 1
-        engine._saver._setup = _with_deadline(engine, 30.0)  # only the hang is to meet a short deadline
+        engine._saver._setup = _with_deadline(
+            engine, 30.0
+        )  # only the hang is to meet a short deadline
         engine.save(8, state).wait(timeout=30)
         assert time.monotonic() - begin < 30
         assert engine.steps() == [8]
@@ -130,8 +147,12 @@ def test_an_fsync_that_hangs_fails_the_save_at_its_deadline_and_the_next_save_is
 
 
 @pytest.mark.parametrize("later", [0, 3], ids=["alone", "behind newer steps"])
-def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_none(tmp_path: Path, later: int) -> None:
-    """It hangs before its manifest is there. Alone, the step appears, and has its segments; behind newer ones the fence takes it back."""
+def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_none(
+    tmp_path: Path, later: int
+) -> None:
+    """It hangs before its manifest is there. Alone, the step appears, and has its segments; behind
+    newer ones the fence takes it back.
+    """
     state = training_state()
     with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
         go, created = threading.Event(), threading.Event()
@@ -177,9 +198,13 @@ def _with_deadline(engine: Engine, seconds: float) -> Any:
     return dataclasses.replace(engine._saver._setup, io_timeout_seconds=seconds)
 
 
-def test_every_failure_of_a_save_names_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_failure_of_a_save_names_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def late(*_: object) -> None:
-        raise errors.SaveFailed("segment x: writing took longer than the deadline; the storage may hang")
+        raise errors.SaveFailed(
+            "segment x: writing took longer than the deadline; the storage may hang"
+        )
 
     with Engine(tmp_path) as engine:
         monkeypatch.setattr(segment.SegmentWriter, "finish", late)

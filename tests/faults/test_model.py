@@ -1,7 +1,10 @@
-"""A model of the whole: random saves, kills, deletions, collections, compactions and damage against a plain dict of what was saved.
+"""A model of the whole: random saves, kills, deletions, collections, compactions and damage against
+a
+plain dict of what was saved.
 
-The quick size runs with the others; ``make model-test`` runs more (DELTACHECK_MODEL_RUNS, DELTACHECK_MODEL_STEPS). A failure prints the seed
-(DELTACHECK_MODEL_SEED replays it) and the sequence that led to it; it is not made shorter, since what threads do differs from run to run.
+The quick size runs with the others; ``make model-test`` runs more (DELTACHECK_MODEL_RUNS,
+DELTACHECK_MODEL_STEPS). A failure prints the seed (DELTACHECK_MODEL_SEED replays it) and the
+sequence that led to it; it is not made shorter, since what threads do differs from run to run.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import deltacheck
 from deltacheck import KeepBest, Policy, errors
@@ -57,8 +66,10 @@ class Save:
 
 
 def where_saved(do: Callable[..., None]) -> Callable[..., None]:
-    """Do nothing where there is no step, or a save is under way. No precondition: what a kill leaves depends on threads, and hypothesis wants the
-    choices of a run to depend on nothing but its earlier ones.
+    """Do nothing where there is no step, or a save is under way. No precondition: what a kill
+    leaves
+    depends on threads, and hypothesis wants the choices of a run to depend on nothing but its
+    earlier ones.
     """
 
     @functools.wraps(do)
@@ -70,12 +81,20 @@ def where_saved(do: Callable[..., None]) -> Callable[..., None]:
 
 
 class Disk:
-    """The store's ways to change the disk; after ``left`` more of them the process is dead, and nothing changes any more."""
+    """The store's ways to change the disk; after ``left`` more of them the process is dead, and
+    nothing changes any more.
+    """
 
     def __init__(self) -> None:
         self.left: int | None = None
         self.fails = False
-        self._own = (arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, Durability.sync_tree)
+        self._own = (
+            arrays.create_file,
+            arrays.replace_file,
+            Path.unlink,
+            shutil.rmtree,
+            Durability.sync_tree,
+        )
         create, replace, unlink, rmtree, sync_tree = self._own
 
         def checked(change: Any) -> Any:
@@ -109,7 +128,13 @@ class Disk:
         self.left, self.fails = None, False
 
     def restore(self) -> None:
-        arrays.create_file, arrays.replace_file, Path.unlink, shutil.rmtree, Durability.sync_tree = self._own  # type: ignore[method-assign, assignment]
+        (
+            arrays.create_file,
+            arrays.replace_file,
+            Path.unlink,
+            shutil.rmtree,
+            Durability.sync_tree,
+        ) = self._own  # type: ignore[method-assign, assignment]
 
 
 class Model(RuleBasedStateMachine):
@@ -133,7 +158,7 @@ class Model(RuleBasedStateMachine):
         self.time, self.jump = time.time, 0.0
         time.time = lambda: self.time() + self.jump
 
-    # --- the model ------------------------------------------------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
 
     def newest(self, step: int) -> Save:
         return self.saved[max(seq for seq, save in self.saved.items() if save.step == step)]
@@ -149,7 +174,9 @@ class Model(RuleBasedStateMachine):
         for best in retention.best:
             finite = [seq for seq in asked if saved[seq].loss == saved[seq].loss]
             stay |= set(sorted(finite, key=lambda seq: (saved[seq].loss, seq))[: best.count])
-        stay |= {max(seq for seq, save in saved.items() if save.key == key) for key in self.tagged(saved)}
+        stay |= {
+            max(seq for seq, save in saved.items() if save.key == key) for key in self.tagged(saved)
+        }
         return {seq: save for seq, save in saved.items() if seq in stay}
 
     def tagged(self, saved: dict[int, Save]) -> set[int]:
@@ -166,10 +193,13 @@ class Model(RuleBasedStateMachine):
 
     def snapshot(self, step: int, loss: float) -> Save:
         self.keys += 1
-        copy = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in self.live.items()}
+        copy = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in self.live.items()
+        }
         return Save(self.keys, step, copy, loss)
 
-    # --- saving ---------------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engine is None)
     @rule(
@@ -188,10 +218,18 @@ class Model(RuleBasedStateMachine):
         ),
         go_on=st.booleans(),
     )
-    def open(self, depth: int, compact_after: int | None, keep: dict[str, Any], go_on: bool) -> None:
+    def open(
+        self, depth: int, compact_after: int | None, keep: dict[str, Any], go_on: bool
+    ) -> None:
         policy = Policy.exact(max_chain_depth=depth)
         self.engine = Engine(
-            self.path, policy=policy, compact_after=compact_after, grace_seconds=0, max_pending=2, capture="eager", **keep
+            self.path,
+            policy=policy,
+            compact_after=compact_after,
+            grace_seconds=0,
+            max_pending=2,
+            capture="eager",
+            **keep,
         )
         if go_on and self.saved:
             self.restore(which=0, from_engine=True)
@@ -204,7 +242,11 @@ class Model(RuleBasedStateMachine):
         self.live["n"] += 1
 
     @precondition(lambda self: self.engine is not None)
-    @rule(step=st.integers(0, 12), loss=st.sampled_from([0.5, 1.0, 1.0, 2.0, float("nan")]), wait=st.booleans())
+    @rule(
+        step=st.integers(0, 12),
+        loss=st.sampled_from([0.5, 1.0, 1.0, 2.0, float("nan")]),
+        wait=st.booleans(),
+    )
     def save(self, step: int, loss: float, wait: bool) -> None:
         assert self.engine is not None
         save = self.snapshot(step, loss)
@@ -255,7 +297,9 @@ class Model(RuleBasedStateMachine):
         self.pending = []
 
     def recover(self, in_flight: list[Save], retention: Retention) -> None:
-        """Learn from the disk what was committed: only what was in flight may have come, only what a retention lets go may have gone."""
+        """Learn from the disk what was committed: only what was in flight may have come, only what
+        a retention lets go may have gone.
+        """
         found, before = {}, self.saved
         opened = open_root(self.path) if self.path.joinpath("zarr.json").exists() else None
         for ref in opened.checkpoints() if opened is not None else ():
@@ -274,7 +318,7 @@ class Model(RuleBasedStateMachine):
         assert must.keys() <= found.keys() <= before.keys() | new.keys()
         self.saved = found
 
-    # --- looking --------------------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def read(self, root: Any, ref: Any) -> dict[str, Any]:
         from deltacheck.backends.torch.state import leaves
@@ -298,7 +342,8 @@ class Model(RuleBasedStateMachine):
         else:
             found = deltacheck.open(self.path).restore(step)
             assert_same(
-                {k: v for k, v in self.newest(step).state.items() if k in "ab"}, {k: torch.as_tensor(found[k]) for k in "ab"}
+                {k: v for k, v in self.newest(step).state.items() if k in "ab"},
+                {k: torch.as_tensor(found[k]) for k in "ab"},
             )
 
     @invariant()
@@ -310,7 +355,11 @@ class Model(RuleBasedStateMachine):
     @where_saved
     def damage_is_an_error_or_does_not_matter(self, chance: int) -> None:
         random_ = random.Random(chance)
-        files = sorted(p for p in self.path.rglob("*") if p.is_file() and not {"marks", "control"} & {p.parent.name, p.name})
+        files = sorted(
+            p
+            for p in self.path.rglob("*")
+            if p.is_file() and not {"marks", "control"} & {p.parent.name, p.name}
+        )
         victim = random_.choice(files)
         content = victim.read_bytes()
         if not content:
@@ -340,7 +389,7 @@ class Model(RuleBasedStateMachine):
         with pytest.raises(errors.RootBusy, match=f"process {os.getpid()}"):
             Engine(self.path)
 
-    # --- tags, deletion, collection, compaction -----------------------------------------------------------------------------
+    # --- tags, deletion, collection, compaction ---------------------------------------------------
 
     @rule(which=st.integers(0, 20), name=st.sampled_from(["x", "y"]), move=st.booleans())
     @where_saved
@@ -372,7 +421,11 @@ class Model(RuleBasedStateMachine):
                 found = deltacheck.open(self.path).restore(name)
                 assert_same(there[key].state["a"], torch.as_tensor(found["a"]))
 
-    @rule(last=st.integers(1, 3), every=st.sampled_from([None, 3]), killed=st.sampled_from([None, None, 0, 1, 2, 3, 5]))
+    @rule(
+        last=st.integers(1, 3),
+        every=st.sampled_from([None, 3]),
+        killed=st.sampled_from([None, None, 0, 1, 2, 3, 5]),
+    )
     @where_saved
     def prune(self, last: int, every: int | None, killed: int | None) -> None:
         retention = Retention(last, every)
@@ -395,7 +448,9 @@ class Model(RuleBasedStateMachine):
     def delete(self, which: int) -> None:
         steps = sorted({save.step for save in self.saved.values()})
         step = steps[which % len(steps)]
-        if any(save.step == step and save.key in self.tags.values() for save in self.saved.values()):
+        if any(
+            save.step == step and save.key in self.tags.values() for save in self.saved.values()
+        ):
             with pytest.raises(errors.StepTagged):
                 retain.delete(open_root(self.path), step)
         else:
@@ -410,7 +465,9 @@ class Model(RuleBasedStateMachine):
         self.delete(which=which)
         self.collect(killed=None)
         self.save(step=step, loss=1.0, wait=True)
-        self.restore(which=sorted({save.step for save in self.saved.values()}).index(step), from_engine=False)
+        self.restore(
+            which=sorted({save.step for save in self.saved.values()}).index(step), from_engine=False
+        )
 
     @precondition(lambda self: not self.pending)
     @rule(killed=st.sampled_from([None, None, 0, 1, 2, 4, 8]))
@@ -472,7 +529,8 @@ class Model(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
     def check_everything(self) -> None:
-        gc.collect()  # errors that were met hold the frames that read, and so what these have pinned
+        # Errors that were met hold the frames that read, and so what these have pinned
+        gc.collect()
         for _ in range(2):
             collect.collect(open_root(self.path), grace_seconds=0, writer_is_dead=True)
         newest = {save.key: seq for seq, save in sorted(self.saved.items())}
@@ -481,7 +539,9 @@ class Model(RuleBasedStateMachine):
         assert [ref.seq for ref in checkpoints] == sorted(newest.values())
         for ref in checkpoints:
             assert_same(self.saved[ref.seq].state, self.read(opened, ref))
-        needed = {segment.id for ref in checkpoints for segment in opened.read(ref.manifest_path).segments}
+        needed = {
+            segment.id for ref in checkpoints for segment in opened.read(ref.manifest_path).segments
+        }
         assert set(opened.store.segment_ids()) == needed
         assert deltacheck.open(self.path).verify(deep=True) == []
         assert deltacheck.open(self.path).tags().keys() == self.tags.keys()

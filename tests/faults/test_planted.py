@@ -1,4 +1,6 @@
-"""The tests of the tests: bugs that are planted on purpose must be caught. All of them: ``make planted-bugs``."""
+"""The tests of the tests: bugs that are planted on purpose must be caught. All of them: ``make
+planted-bugs``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ QUICK = [bug.name for bug in planted.BUGS if bug.quick]
 @pytest.mark.timeout(300)
 def test_planted_bugs_are_caught() -> None:
     script = Path(planted.__file__)
-    done = subprocess.run([sys.executable, script, *QUICK], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, script, *QUICK], capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(QUICK)} of {len(QUICK)} planted bugs were caught" in done.stdout
 
@@ -28,9 +32,12 @@ def test_there_are_enough_bugs_with_names_of_their_own() -> None:
 
 
 def test_a_bug_whose_place_has_gone_is_an_error_and_not_a_success() -> None:
-    gone = planted.Bug("gone", (planted.Edit("deltacheck.leaf.digest", "a text that is nowhere", ""),), ())
+    gone = planted.Bug(
+        "gone", (planted.Edit("deltacheck.leaf.digest", "a text that is nowhere", ""),), ()
+    )
     with pytest.raises(
-        LookupError, match=r"gone: no function of deltacheck\.digest contains 'a text that is nowhere' any more"
+        LookupError,
+        match=r"gone: no function of deltacheck\.digest contains 'a text that is nowhere' any more",
     ):
         planted.plant(gone)
 

@@ -1,4 +1,6 @@
-"""Power cuts, in the model of ``faults/power.py``: what was acknowledged is there afterwards, whatever the file system had not written yet.
+"""Power cuts, in the model of ``faults/power.py``: what was acknowledged is there afterwards,
+whatever
+the file system had not written yet.
 
 ``make power-test`` tries many more states, and Orbax (``python -m tests.faults.cut --help``).
 """
@@ -20,9 +22,17 @@ from tests.faults import cut, image, power, scenarios, shim
 from tests.faults.power import Op
 
 STATES = 120
-RECORDED = ("two-saves", "keep-last", "durability-process", "reference-protocol", "torch.save-replaced")
+RECORDED = (
+    "two-saves",
+    "keep-last",
+    "durability-process",
+    "reference-protocol",
+    "torch.save-replaced",
+)
 
-needs_a_compiler = pytest.mark.skipif(shim.compiler() is None, reason="the fault shim needs a C compiler")
+needs_a_compiler = pytest.mark.skipif(
+    shim.compiler() is None, reason="the fault shim needs a C compiler"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +58,19 @@ def states(*trace: Op, most: int = 10_000) -> list[dict[str, bytes | None]]:
     return [cut.tree for cut in power.cuts(trace, most, seed=0)]
 
 
-# --- the model itself ---------------------------------------------------------------------------------------------------------
+# --- the model itself -----------------------------------------------------------------------------
 
 
 def test_what_was_not_synced_may_be_there_gone_torn_or_the_right_length_and_wrong() -> None:
     found = states(Op("create", "a"), Op("sync", ""), Op("write", "a", data=b"abcd"))
-    assert {tree["a"] for tree in found if "a" in tree} == {b"", b"abcd", b"ab", b"abc", bytes(4), b"\xa5" * 4}
+    assert {tree["a"] for tree in found if "a" in tree} == {
+        b"",
+        b"abcd",
+        b"ab",
+        b"abc",
+        bytes(4),
+        b"\xa5" * 4,
+    }
     assert {} in found  # before the sync of the directory
 
 
@@ -61,7 +78,9 @@ def test_a_synced_file_is_there_only_if_its_name_is_synced_too() -> None:
     unnamed = states(Op("create", "a"), Op("write", "a", data=b"x"), Op("sync", "a"))
     assert {} in unnamed
     assert {"a": b"x"} in unnamed
-    last = power._disk([Op("create", "a"), Op("write", "a", data=b"x"), Op("sync", "a"), Op("sync", "")], 4)
+    last = power._disk(
+        [Op("create", "a"), Op("write", "a", data=b"x"), Op("sync", "a"), Op("sync", "")], 4
+    )
     assert list(last.every()) == [{"a": b"x"}]
 
 
@@ -73,14 +92,21 @@ def test_a_rename_happens_or_not_and_brings_what_was_synced_of_its_file() -> Non
     found = list(power._disk(trace, len(trace)).every())
     assert {"old": b"1"} in found
     assert {"old": b"2"} in found
-    assert {"old": b""} in found  # renamed before its content was written: what os.replace without fsync leaves
+    assert {
+        "old": b""
+    } in found  # renamed before its content was written: what os.replace without fsync leaves
     assert all("old" in tree for tree in found)
 
 
 def test_acts_on_one_name_keep_their_order_and_others_do_not() -> None:
     trace = [Op("create", "a"), Op("unlink", "a"), Op("create", "b")]
     found = list(power._disk(trace, len(trace)).every())
-    assert {frozenset(tree) for tree in found} == {frozenset(), frozenset("a"), frozenset("b"), frozenset("ab")}
+    assert {frozenset(tree) for tree in found} == {
+        frozenset(),
+        frozenset("a"),
+        frozenset("b"),
+        frozenset("ab"),
+    }
 
 
 def test_a_directory_goes_after_what_was_in_it_and_what_cannot_be_reached_is_gone() -> None:
@@ -102,7 +128,9 @@ def test_all_states_of_a_small_trace_are_enumerated_and_each_once() -> None:
 
 
 @needs_a_compiler
-def test_the_model_ends_where_the_real_file_system_did(traces: dict[str, list[Op]], place: Path) -> None:
+def test_the_model_ends_where_the_real_file_system_did(
+    traces: dict[str, list[Op]], place: Path
+) -> None:
     for name, trace in traces.items():
         real = {
             str(path.relative_to(place / name)): None if path.is_dir() else path.read_bytes()
@@ -111,14 +139,18 @@ def test_the_model_ends_where_the_real_file_system_did(traces: dict[str, list[Op
         assert power.seen_at(trace, len(trace)) == real
 
 
-# --- what is promised ---------------------------------------------------------------------------------------------------------
+# --- what is promised -----------------------------------------------------------------------------
 
 
 @needs_a_compiler
 @pytest.mark.parametrize("name", ["two-saves", "keep-last", "reference-protocol"])
-def test_no_power_cut_takes_an_acknowledged_step(name: str, traces: dict[str, list[Op]], place: Path, seed: int) -> None:
+def test_no_power_cut_takes_an_acknowledged_step(
+    name: str, traces: dict[str, list[Op]], place: Path, seed: int
+) -> None:
     outcome = cut.try_states(cut.ALL[name], traces[name], STATES, seed, place)
-    assert not outcome.bad, f"{outcome.first}\nreplay: python -m tests.faults.cut {name} --seed {seed} --states {STATES}"
+    assert not outcome.bad, (
+        f"{outcome.first}\nreplay: python -m tests.faults.cut {name} --seed {seed} --states {STATES}"
+    )
     assert outcome.states >= 20
 
 
@@ -127,7 +159,9 @@ def test_nor_one_after_a_kill_that_left_unsynced_what_the_next_process_found(
     traces: dict[str, list[Op]], place: Path, seed: int
 ) -> None:
     trace = traces["two-saves"]
-    points = [next(k for k, op in enumerate(trace) if op.path.endswith("root/segments")) + 1]  # the root is half made
+    points = [
+        next(k for k, op in enumerate(trace) if op.path.endswith("root/segments")) + 1
+    ]  # the root is half made
     points.append(random.Random(seed).randrange(points[0], len(trace)))
     for again in cut.killed(cut.ALL["two-saves"], trace, points, place):
         outcome = cut.try_states(cut.ALL["two-saves"], again, 20, seed, place)
@@ -143,12 +177,19 @@ def test_a_root_that_has_its_file_has_its_directories(traces: dict[str, list[Op]
     assert disk.size() <= 4096
     found = [tree for tree in disk.every() if file in tree]
     assert found
-    assert all({f"{cut.ROOT}/{name}" for name in ("checkpoints", "segments", "control")} <= set(tree) for tree in found)
+    assert all(
+        {f"{cut.ROOT}/{name}" for name in ("checkpoints", "segments", "control")} <= set(tree)
+        for tree in found
+    )
 
 
 @needs_a_compiler
-def test_the_model_sees_what_is_lost_without_a_sync(traces: dict[str, list[Op]], place: Path) -> None:
-    outcome = cut.try_states(cut.ALL["torch.save-replaced"], traces["torch.save-replaced"], STATES, 0, place)
+def test_the_model_sees_what_is_lost_without_a_sync(
+    traces: dict[str, list[Op]], place: Path
+) -> None:
+    outcome = cut.try_states(
+        cut.ALL["torch.save-replaced"], traces["torch.save-replaced"], STATES, 0, place
+    )
     assert outcome.lost > 0
     assert outcome.wrong + outcome.unreadable + outcome.lost > outcome.states / 2
 
@@ -165,14 +206,18 @@ def test_durability_process_syncs_nothing_may_lose_steps_and_never_gives_wrong_v
 
 
 @needs_a_compiler
-def test_durability_process_writes_the_same_files_in_the_same_order_of_names(traces: dict[str, list[Op]]) -> None:
+def test_durability_process_writes_the_same_files_in_the_same_order_of_names(
+    traces: dict[str, list[Op]],
+) -> None:
     def committed(name: str) -> list[str]:
-        return [op.other for op in traces[name] if op.kind == "rename" and "/checkpoints/c" in op.other]
+        return [
+            op.other for op in traces[name] if op.kind == "rename" and "/checkpoints/c" in op.other
+        ]
 
     assert committed("durability-process") == committed("two-saves")
 
 
-# --- the option ---------------------------------------------------------------------------------------------------------------
+# --- the option -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durability", ["power", "process"])
@@ -209,11 +254,15 @@ def test_a_root_whose_making_was_cut_short_is_made_whole(tmp_path: Path) -> None
 def test_a_directory_with_anything_else_in_it_is_still_refused(tmp_path: Path) -> None:
     (tmp_path / "segments").mkdir()
     (tmp_path / "segments" / "notes.txt").touch()
-    with pytest.raises(deltacheck.errors.NotACheckpointRoot, match="not empty and not a deltacheck root"):
+    with pytest.raises(
+        deltacheck.errors.NotACheckpointRoot, match="not empty and not a deltacheck root"
+    ):
         Engine(tmp_path)
 
 
-def test_the_way_to_a_root_is_synced_up_to_the_mount_whoever_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_to_a_root_is_synced_up_to_the_mount_whoever_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deltacheck.store.files import durability
 
     synced: list[Path] = []
@@ -238,10 +287,12 @@ def test_the_judge_finds_a_step_that_is_gone(tmp_path: Path) -> None:
     ]
 
 
-# --- a real file system -------------------------------------------------------------------------------------------------------
+# --- a real file system ---------------------------------------------------------------------------
 
 
-def test_a_file_system_image_copied_while_steps_are_saved_has_every_acknowledged_one(place: Path, seed: int) -> None:
+def test_a_file_system_image_copied_while_steps_are_saved_has_every_acknowledged_one(
+    place: Path, seed: int
+) -> None:
     reason = image.why_not()
     if reason is not None:
         pytest.skip(reason)

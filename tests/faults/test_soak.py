@@ -1,4 +1,6 @@
-"""The driver of the long runs counts what its suites tell, and the endurance run finds what grows."""
+"""The driver of the long runs counts what its suites tell, and the endurance run finds what
+grows.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,17 @@ from tests.suites.soak import SUITES, Suite
 
 def printing(text: str, status: int = 0) -> Suite:
     """A suite that says this in every round, ``{size}`` and ``{seed}`` filled in."""
-    code = f"import sys; print({text!r}.format(size=sys.argv[1], seed=sys.argv[2])); sys.exit({status})"
-    return Suite("S0", "nothing", lambda size, seed: [sys.executable, "-S", "-c", code, str(size), str(seed)], soak.TALLY, 8)
+    code = (
+        f"import sys; print({text!r}.format(size=sys.argv[1], seed=sys.argv[2]));"
+        f" sys.exit({status})"
+    )
+    return Suite(
+        "S0",
+        "nothing",
+        lambda size, seed: [sys.executable, "-S", "-c", code, str(size), str(seed)],
+        soak.TALLY,
+        8,
+    )
 
 
 def test_rounds_are_added_up_until_the_time_is_over() -> None:
@@ -29,7 +40,11 @@ def test_rounds_are_added_up_until_the_time_is_over() -> None:
 
 @pytest.mark.parametrize(
     ("text", "status", "failed"),
-    [("all {size} tried 3 failed", 1, 3), ("all {size} tried 0 failed", 1, 1), ("a suite without figures", 0, 1)],
+    [
+        ("all {size} tried 3 failed", 1, 3),
+        ("all {size} tried 0 failed", 1, 1),
+        ("a suite without figures", 0, 1),
+    ],
 )
 def test_a_suite_that_fails_is_shown_with_its_seed_and_gets_no_bound(
     text: str, status: int, failed: int, capsys: pytest.CaptureFixture[str]
@@ -51,7 +66,9 @@ def test_a_suite_that_fails_is_shown_with_its_seed_and_gets_no_bound(
         ("S13", "  all 106 tried 0 failed", 106, 0),
     ],
 )
-def test_the_figures_of_each_suite_are_found(suite: str, output: str, trials: int, failed: int) -> None:
+def test_the_figures_of_each_suite_are_found(
+    suite: str, output: str, trials: int, failed: int
+) -> None:
     import re
 
     counts = next(one.counts for one in SUITES if one.name == suite)
@@ -63,7 +80,13 @@ def test_the_figures_of_each_suite_are_found(suite: str, output: str, trials: in
 def counts(memory: float = 0.0, files: int = 0, disk: float = 0.0) -> list[Count]:
     """An hour in 60 counts; what grows, by how much in it."""
     return [
-        Count(60.0 * k, 5 + files * k // 60, 13, int((300 << 20) + memory * k / 60), int(1000 * (1 + disk * k / 60)))
+        Count(
+            60.0 * k,
+            5 + files * k // 60,
+            13,
+            int((300 << 20) + memory * k / 60),
+            int(1000 * (1 + disk * k / 60)),
+        )
         for k in range(60)
     ]
 

@@ -1,4 +1,6 @@
-"""What the children of a zygote do: act under a fault, recover under another, and look at what is left. Arguments are JSON."""
+"""What the children of a zygote do: act under a fault, recover under another, and look at what is
+left. Arguments are JSON.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def recover(name: str, root: str, acknowledgements: str) -> None:
 
 
 def check(name: str, root: str, acknowledgements: str) -> list[str]:
-    """Every promise that is broken now, or when the next writer and a collection have done their work."""
+    """Every promise that is broken now, or when the next writer and a collection have done their
+    work.
+    """
     scenario, acknowledged = SCENARIOS[name], scenarios.acknowledged_in(Path(acknowledgements))
     problems = scenarios.violations(scenario, Path(root), acknowledged)
     return problems + scenarios.recovery_violations(scenario, Path(root))
@@ -43,17 +47,23 @@ def check(name: str, root: str, acknowledgements: str) -> list[str]:
 
 def look(name: str, root: str, acknowledgements: str) -> list[str]:
     """As ``check``, changing nothing."""
-    return scenarios.violations(SCENARIOS[name], Path(root), scenarios.acknowledged_in(Path(acknowledgements)))
+    return scenarios.violations(
+        SCENARIOS[name], Path(root), scenarios.acknowledged_in(Path(acknowledgements))
+    )
 
 
-# --- errors instead of kills ----------------------------------------------------------------------------------------------------------
+# --- errors instead of kills ----------------------------------------------------------------------
 
 
 def fail(name: str, root: str, acknowledgements: str) -> list[str]:
-    """``act`` while calls fail: it may only raise. Then, the fault over, the same process goes on."""
+    """``act`` while calls fail: it may only raise. Then, the fault over, the same process
+    goes on.
+    """
     scenario, acknowledge = SCENARIOS[name], scenarios.acknowledge_to(Path(acknowledgements))
     begin = time.monotonic()
-    with contextlib.suppress(Exception):  # any will do, as long as it is raised and is no BaseException
+    with contextlib.suppress(
+        Exception
+    ):  # any will do, as long as it is raised and is no BaseException
         scenario.act(Path(root), acknowledge)
     problems = _late(begin)
     _end_fault()
@@ -65,9 +75,15 @@ def fail(name: str, root: str, acknowledgements: str) -> list[str]:
 
 
 def train(
-    name: str, root: str, acknowledgements: str, area: str, fault: dict[str, Any], io_timeout_seconds: float
+    name: str,
+    root: str,
+    acknowledgements: str,
+    area: str,
+    fault: dict[str, Any],
+    io_timeout_seconds: float,
 ) -> list[str]:
-    """A training whose saves meet the fault: it goes on, learns of every failure, and its next save after the fault is whole.
+    """A training whose saves meet the fault: it goes on, learns of every failure, and its next save
+    after the fault is whole.
 
     ``fault``: as ``Fault`` has it. It begins once the root is open.
     """
@@ -83,8 +99,12 @@ def train(
         shim.arm(area, Fault.of_json(fault))
 
     if name in ORBAX:
-        return _train_orbax(Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep)
-    return _train_torch(Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep, logged)
+        return _train_orbax(
+            Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep
+        )
+    return _train_torch(
+        Path(root), acknowledge, begin, first, io_timeout_seconds, scenario.keep, logged
+    )
 
 
 def _train_torch(
@@ -109,8 +129,13 @@ def _train_torch(
             try:
                 handle = opened.save(step, scenarios.torch_state(step))
             except SaveFailed as error:
-                # Told at the next call, and only then: what it is told of must be the failure that nobody has looked at.
-                problems += [] if untold is not None and f"step {untold}" in str(error) else [f"raised for nothing: {error}"]
+                # Told at the next call, and only then: what it is told of must be the failure that
+                # nobody has looked at.
+                problems += (
+                    []
+                    if untold is not None and f"step {untold}" in str(error)
+                    else [f"raised for nothing: {error}"]
+                )
                 untold = None
                 continue
             if untold is not None:
@@ -123,11 +148,17 @@ def _train_torch(
                 acknowledge(step)
             elif handle.done():
                 problems += (
-                    [] if any(f"step {step}" in line for line in logged) else [f"the failure of step {step} is not in the log"]
+                    []
+                    if any(f"step {step}" in line for line in logged)
+                    else [f"the failure of step {step} is not in the log"]
                 )
                 if step % 2:
                     error = handle.exception(0)
-                    problems += [] if isinstance(error, SaveFailed) else [f"step {step} failed with {error!r}"]
+                    problems += (
+                        []
+                        if isinstance(error, SaveFailed)
+                        else [f"step {step} failed with {error!r}"]
+                    )
                 else:
                     untold = step
         _end_fault()
@@ -139,7 +170,11 @@ def _train_torch(
             else:
                 problems.append(f"the failure of step {untold} was not raised by wait()")
         problems += _saves_again(
-            lambda step: opened.save(step, scenarios.torch_state(step)).wait(timeout=PATIENCE_SECONDS), first + 3, acknowledge
+            lambda step: opened.save(step, scenarios.torch_state(step)).wait(
+                timeout=PATIENCE_SECONDS
+            ),
+            first + 3,
+            acknowledge,
         )
     return problems
 
@@ -153,7 +188,9 @@ def _train_orbax(
     keep: int | None,
 ) -> list[str]:
     problems: list[str] = []
-    with scenarios.orbax_manager(root, io_timeout_seconds=io_timeout_seconds, max_to_keep=keep) as opened:
+    with scenarios.orbax_manager(
+        root, io_timeout_seconds=io_timeout_seconds, max_to_keep=keep
+    ) as opened:
         if opened.latest_step() is not None:
             opened.restore(opened.latest_step())
         arm()
@@ -167,7 +204,9 @@ def _train_orbax(
                 acknowledge(step)
             problems += _late(begin)
         _end_fault()
-        problems += _saves_again(lambda step: scenarios.orbax_save(opened, step), first + 3, acknowledge)
+        problems += _saves_again(
+            lambda step: scenarios.orbax_save(opened, step), first + 3, acknowledge
+        )
     return problems
 
 
@@ -176,8 +215,12 @@ def _end_fault() -> None:
     shim.release()
 
 
-def _saves_again(save: Callable[[int], object], step: int, acknowledge: scenarios.Acknowledge) -> list[str]:
-    """The fault is over: the next save is whole. One that ran into the short deadline of a loaded machine may be made again."""
+def _saves_again(
+    save: Callable[[int], object], step: int, acknowledge: scenarios.Acknowledge
+) -> list[str]:
+    """The fault is over: the next save is whole. One that ran into the short deadline of a loaded
+    machine may be made again.
+    """
     for attempt in range(3):
         try:
             save(step + attempt)
@@ -196,7 +239,9 @@ def _late(begin: float) -> list[str]:
 
 
 def check_trust(name: str, root: str, acknowledgements: str, trace: str, error: int) -> list[str]:
-    """As ``check``; and that no acknowledged step needs a file of which a write, a sync or a rename has failed with ``error``."""
+    """As ``check``; and that no acknowledged step needs a file of which a write, a sync or a rename
+    has failed with ``error``.
+    """
     from deltacheck.errors import NotACheckpointRoot
     from deltacheck.store.root import open_root
 
@@ -207,7 +252,10 @@ def check_trust(name: str, root: str, acknowledgements: str, trace: str, error: 
         for checkpoint in opened.checkpoints():
             if checkpoint.step in acknowledged:
                 needed_by[checkpoint.manifest_path.parent.name] = checkpoint.step
-                needed_by |= {ref.id: checkpoint.step for ref in opened.read(checkpoint.manifest_path).segments}
+                needed_by |= {
+                    ref.id: checkpoint.step
+                    for ref in opened.read(checkpoint.manifest_path).segments
+                }
         for op in shim.read_trace(trace):
             if (
                 op.number is not None
@@ -216,5 +264,7 @@ def check_trust(name: str, root: str, acknowledgements: str, trace: str, error: 
                 and op.kind in ("open", "write", "truncate", "sync", "rename")
             ):
                 steps = {needed_by[part] for part in Path(op.path).parts if part in needed_by}
-                problems += [f"step {step} was acknowledged, and needs what failed: {op}" for step in steps]
+                problems += [
+                    f"step {step} was acknowledged, and needs what failed: {op}" for step in steps
+                ]
     return problems + check(name, root, acknowledgements)

@@ -1,10 +1,12 @@
-"""A process that has imported everything, runs under the shim, and forks a child for each trial: about 10 ms instead of seconds.
+"""A process that has imported everything, runs under the shim, and forks a child for each trial:
+about
+10 ms instead of seconds.
 
     with Zygote("torch") as zygote:
         outcome = zygote.run("faults.trials:act", "delta", str(root), str(acknowledgements), area=area, fault=Fault(Mode.KILL, at=17))
 
-A task is ``"module:function"``; its arguments and what it returns are JSON. The child is the only process that touches TensorStore or a
-JAX backend, since neither survives a fork.
+A task is ``"module:function"``; its arguments and what it returns are JSON. The child is the only
+process that touches TensorStore or a JAX backend, since neither survives a fork.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ from tests.support.paths import REPOSITORY
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a child ended. ``killed``: by the fault, or after ``kill_after``; ``hung``: it was ended at its deadline.
+    """How a child ended. ``killed``: by the fault, or after ``kill_after``; ``hung``: it was ended
+    at
+    its deadline.
 
-    ``value``: what the task returned. ``error``: the traceback of what it raised instead, or how else it died; empty where neither.
-    ``count``, ``hits``: the shim's, where the child lived to tell. ``output``: the end of what it printed.
+    ``value``: what the task returned. ``error``: the traceback of what it raised instead, or how
+    else it died; empty where neither. ``count``, ``hits``: the shim's, where the child lived to
+    tell. ``output``: the end of what it printed.
     """
 
     killed: bool
@@ -47,7 +52,9 @@ class Outcome:
 
 
 class Zygote:
-    """A zygote of its own process. ``backend``: ``"torch"`` or ``"orbax"``, whose frameworks it imports."""
+    """A zygote of its own process. ``backend``: ``"torch"`` or ``"orbax"``, whose frameworks it
+    imports.
+    """
 
     def __init__(self, backend: str) -> None:
         paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
@@ -70,10 +77,13 @@ class Zygote:
         kill_after: float | None = None,
         deadline: float = 60.0,
     ) -> Outcome:
-        """Run a task in a child of its own. ``area``: the directory that the shim watches, where there is a ``fault``.
+        """Run a task in a child of its own. ``area``: the directory that the shim watches, where
+        there
+        is a ``fault``.
 
-        ``trace``: where calls are recorded, from the start where there is a ``fault``, else once the task arms the shim itself.
-        ``kill_after``: seconds until it is killed; ``deadline``: until it counts as hung.
+        ``trace``: where calls are recorded, from the start where there is a ``fault``, else once
+        the task arms the shim itself. ``kill_after``: seconds until it is killed; ``deadline``:
+        until it counts as hung.
         """
         armed = None if fault is None and trace is None else (fault or Fault()).as_json()
         job = {
@@ -108,11 +118,16 @@ class Zygote:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
-# --- the zygote's side ------------------------------------------------------------------------------------------------------------------
+# --- the zygote's side ----------------------------------------------------------------------------
 
 
 def main(backend: str) -> None:
@@ -153,7 +168,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     os.close(waiting)
     with os.fdopen(result, "rb") as file:
         told = file.read()
-    output = os.pread(printed, 8000, max(0, os.fstat(printed).st_size - 8000)).decode(errors="replace")
+    output = os.pread(printed, 8000, max(0, os.fstat(printed).st_size - 8000)).decode(
+        errors="replace"
+    )
     os.close(printed)
     killed = status == -signal.SIGKILL
     found = {"value": None, "error": "", "count": -1, "hits": -1}
@@ -162,7 +179,13 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     elif not killed:
         found["error"] = f"the child died with status {status}"
     hung = not ended and wanted_kill is None
-    return {"killed": killed and not hung, "hung": hung, "seconds": seconds, "output": output, **found}
+    return {
+        "killed": killed and not hung,
+        "hung": hung,
+        "seconds": seconds,
+        "output": output,
+        **found,
+    }
 
 
 def _wait(descriptor: int, seconds: float) -> bool:

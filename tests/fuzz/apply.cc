@@ -1,5 +1,6 @@
-// Any rows and streams: `apply` refuses them or they are what the encoder itself would have written, since the format
-// has one encoding only for given positions and differences. All kernels and numbers of threads agree.
+// Any rows and streams: `apply` refuses them or they are what the encoder itself would have
+// written, since the format has one encoding only for given positions and differences. All kernels
+// and numbers of threads agree.
 
 #include <algorithm>
 #include <optional>
@@ -56,7 +57,8 @@ Case case_of(Reader* reader) {
     uint64_t size = 0;
     for (const Row& row : made.rows) {
       if (row.chunk < made.run().chunks)
-        size += stream_bytes(row, stream, made.bounds[row.chunk + 1] - made.bounds[row.chunk], made.word_bytes);
+        size += stream_bytes(row, stream, made.bounds[row.chunk + 1] - made.bounds[row.chunk],
+                             made.word_bytes);
     }
     if (size < kMostStreamBytes) made.streams[stream].resize(size);
   }
@@ -95,8 +97,10 @@ std::string checked(const Case& made) {
   return check(made.run(), made.rows.data(), made.rows.size(), streams.views, &offsets);
 }
 
-// The streams of one chunk as the plain kernels write them; none where they would store the chunk otherwise.
-std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* row, const uint8_t* current,
+// The streams of one chunk as the plain kernels write them; none where they would store the chunk
+// otherwise.
+std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* row,
+                                                         const uint8_t* current,
                                                          const uint8_t* before, uint64_t words) {
   const uint64_t bytes = words * static_cast<uint64_t>(made.word_bytes);
   static const std::unique_ptr<Scratch> scratch(new Scratch);
@@ -105,10 +109,12 @@ std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* 
   if (row->method == kSparse || row->method == kBitmap) {
     const int places = row->method == kSparse ? kGaps : kBits;
     out[kTiles].resize(kTileEntryBytes * tiles_of(words, made.word_bytes));
-    for (int stream : {places, int{kValues}, int{kWide}}) out[stream].resize(bytes + kMostTileBytes);
-    const PositionStreams to{out[kTiles].data(), out[places].data(), out[kValues].data(), out[kWide].data()};
-    if (!kKernelsPlain.encode_positions(made.word_bytes, static_cast<Method>(row->method), current, base.data(), words,
-                                        0, scratch.get(), to, row))
+    for (int stream : {places, int{kValues}, int{kWide}})
+      out[stream].resize(bytes + kMostTileBytes);
+    const PositionStreams to{out[kTiles].data(), out[places].data(), out[kValues].data(),
+                             out[kWide].data()};
+    if (!kKernelsPlain.encode_positions(made.word_bytes, static_cast<Method>(row->method), current,
+                                        base.data(), words, 0, scratch.get(), to, row))
       return std::nullopt;
   } else {
     uint8_t* to[8] = {};
@@ -117,10 +123,11 @@ std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* 
       out[first + k].resize(row->method == kRaw ? bytes : words);
       to[k] = out[first + k].data();
     }
-    kKernelsPlain.encode_dense(made.word_bytes, static_cast<Method>(row->method), current, base.data(), words,
-                               scratch.get(), to);
+    kKernelsPlain.encode_dense(made.word_bytes, static_cast<Method>(row->method), current,
+                               base.data(), words, scratch.get(), to);
   }
-  promise(bytes == 0 || std::memcmp(base.data(), current, bytes) == 0, "the base becomes the current chunk");
+  promise(bytes == 0 || std::memcmp(base.data(), current, bytes) == 0,
+          "the base becomes the current chunk");
   for (int stream = 0; stream < kStreams; ++stream)
     out[stream].resize(stream_bytes(*row, stream, words, made.word_bytes));
   return out;
@@ -135,18 +142,22 @@ void check_accepted(const Case& made, const uint8_t* before, const uint8_t* afte
     const auto streams = written(made, &found, after + start, before + start, words);
     if (streams) {
       if (row.method == kSparse || row.method == kBitmap)
-        promise(std::memcmp(&found, &row, sizeof row) == 0, "what is accepted has the counts that the encoder gives");
+        promise(std::memcmp(&found, &row, sizeof row) == 0,
+                "what is accepted has the counts that the encoder gives");
       for (int stream = 0; stream < kStreams; ++stream) {
         const auto& mine = (*streams)[stream];
-        promise(mine.empty() || std::memcmp(mine.data(), made.streams[stream].data() + taken[stream], mine.size()) == 0,
-                "what is accepted is what the encoder writes");
+        promise(
+            mine.empty() || std::memcmp(mine.data(), made.streams[stream].data() + taken[stream],
+                                        mine.size()) == 0,
+            "what is accepted is what the encoder writes");
       }
     }
     for (int stream = 0; stream < kStreams; ++stream)
       taken[stream] += stream_bytes(row, stream, words, made.word_bytes);
   }
   for (int stream = 0; stream < kStreams; ++stream)
-    promise(taken[stream] == made.streams[stream].size(), "every byte of what is accepted belongs to a chunk");
+    promise(taken[stream] == made.streams[stream].size(),
+            "every byte of what is accepted belongs to a chunk");
 }
 
 }  // namespace
@@ -160,12 +171,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   use_instruction_set("plain");
   set_threads(1);
   const std::string refusal = applied(made, once.data());
-  promise(checked(made) == refusal, "check refuses what apply refuses: a device decodes what it takes unseen");
+  promise(checked(made) == refusal,
+          "check refuses what apply refuses: a device decodes what it takes unseen");
   use_some_kernels(size > 1 ? data[1] : 0);
   set_threads(1 + (size > 2 ? data[2] : 0) % 3);
   promise(applied(made, again.data()) == refusal, "all kernels refuse the same");
   if (!refusal.empty()) return 0;
-  promise(bytes == 0 || std::memcmp(once.data(), again.data(), bytes) == 0, "all kernels decode the same");
+  promise(bytes == 0 || std::memcmp(once.data(), again.data(), bytes) == 0,
+          "all kernels decode the same");
   check_accepted(made, before.data(), once.data());
   return 0;
 }
@@ -173,7 +186,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 std::vector<Input> seeds() {
   std::vector<Input> all;
   uint64_t random = 1;
-  const auto next = [&] { return (random = random * 6364136223846793005u + 1442695040888963407u) >> 33; };
+  const auto next = [&] {
+    return (random = random * 6364136223846793005u + 1442695040888963407u) >> 33;
+  };
   for (int word_bytes : {1, 2, 4, 8}) {
     for (uint32_t method = kSparse; method < kMethods; ++method) {
       // Long chunks, and short ones, in which every byte of an input matters.
@@ -191,7 +206,8 @@ std::vector<Input> seeds() {
           if (words == 0) continue;
           std::vector<uint8_t> after(
               before.begin() + static_cast<int64_t>(start),
-              before.begin() + static_cast<int64_t>(start + words * static_cast<uint64_t>(word_bytes)));
+              before.begin() +
+                  static_cast<int64_t>(start + words * static_cast<uint64_t>(word_bytes)));
           for (uint8_t& byte : after)
             if (next() % (one_in * static_cast<uint32_t>(word_bytes)) == 0)
               byte = static_cast<uint8_t>(byte + 1 + next() % 3);
@@ -203,7 +219,8 @@ std::vector<Input> seeds() {
             made.streams[stream].insert(made.streams[stream].end(), (*streams)[stream].begin(),
                                         (*streams)[stream].end());
         }
-        all.push_back(input_of(made, static_cast<uint8_t>(method), static_cast<uint8_t>(one_in == 20 ? 1 : 128)));
+        all.push_back(input_of(made, static_cast<uint8_t>(method),
+                               static_cast<uint8_t>(one_in == 20 ? 1 : 128)));
       }
     }
   }

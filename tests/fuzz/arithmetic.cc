@@ -1,5 +1,5 @@
-// The arithmetic of the format on any numbers: fast forms give what the document's definitions give, and inverses are
-// inverses.
+// The arithmetic of the format on any numbers: fast forms give what the document's definitions
+// give, and inverses are inverses.
 
 #include "target.h"
 
@@ -10,7 +10,8 @@ namespace {
 template <int W>
 void check_word(uint64_t first, uint64_t second) {
   using U = typename Word<W>::type;
-  const U current = static_cast<U>(first), base = static_cast<U>(second), z = zigzag<W>(current, base);
+  const U current = static_cast<U>(first), base = static_cast<U>(second),
+          z = zigzag<W>(current, base);
   promise(static_cast<U>(base + unzigzag<W>(z)) == current, "a difference gives the word back");
   promise((z == 0) == (current == base), "a difference is 0 where words are equal");
   promise(rotated_right<W>(rotated_left<W>(current)) == current, "a rotated word comes back");
@@ -50,7 +51,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Run run{bounds.data(), bounds.size() - 1, word_bytes};
   const uint64_t bytes = second & 1 ? run.bytes() : second;
   if (problem_with(run, bytes).empty()) {
-    promise(word_bytes == 1 || word_bytes == 2 || word_bytes == 4 || word_bytes == 8, "words have 1, 2, 4 or 8 bytes");
+    promise(word_bytes == 1 || word_bytes == 2 || word_bytes == 4 || word_bytes == 8,
+            "words have 1, 2, 4 or 8 bytes");
     promise(bounds.front() == 0 && bounds.back() == bytes / static_cast<uint64_t>(word_bytes),
             "bounds cover the bytes");
     for (size_t i = 1; i < bounds.size(); ++i)
@@ -67,21 +69,25 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     n += more;
   }
   if (n > 0) {
-    promise(cost(histogram, n) == cost_by_the_document(histogram, n), "a cost is what the document defines");
-    promise(cost(histogram, n, false) <= cost(histogram, n), "a cost without its skew is a bound from below");
+    promise(cost(histogram, n) == cost_by_the_document(histogram, n),
+            "a cost is what the document defines");
+    promise(cost(histogram, n, false) <= cost(histogram, n),
+            "a cost without its skew is a bound from below");
   }
   return 0;
 }
 
 std::vector<Input> seeds() {
   std::vector<Input> all;
-  for (uint64_t x : {uint64_t{0}, uint64_t{1}, uint64_t{255}, uint64_t{1} << 31, ~uint64_t{0}, uint64_t{0x7fc00001}}) {
+  for (uint64_t x : {uint64_t{0}, uint64_t{1}, uint64_t{255}, uint64_t{1} << 31, ~uint64_t{0},
+                     uint64_t{0x7fc00001}}) {
     Input input;
     put(&input, x);
     put(&input, x * 3 + 1);
     put<uint8_t>(&input, 4);
     put<uint8_t>(&input, 3);
-    for (uint64_t bound : {uint64_t{0}, uint64_t{64}, uint64_t{6400}, uint64_t{64000}}) put(&input, bound);
+    for (uint64_t bound : {uint64_t{0}, uint64_t{64}, uint64_t{6400}, uint64_t{64000}})
+      put(&input, bound);
     for (uint8_t byte = 0; byte < 40; ++byte) {
       put<uint8_t>(&input, static_cast<uint8_t>(byte * x));
       put<uint32_t>(&input, static_cast<uint32_t>(x * byte + (byte << 20)));

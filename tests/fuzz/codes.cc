@@ -1,5 +1,6 @@
-// Any bytes as codes of derived leaves, with any parameters that a manifest may have: nothing outside the values is
-// written, all kernels agree, a lattice value is finite and in its weight's cell, and an octave value is coded again.
+// Any bytes as codes of derived leaves, with any parameters that a manifest may have: nothing
+// outside the values is written, all kernels agree, a lattice value is finite and in its weight's
+// cell, and an octave value is coded again.
 
 #include <algorithm>
 #include <cmath>
@@ -12,9 +13,11 @@ namespace {
 
 constexpr size_t kMostCodes = 5000;
 
-void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint8_t kernels, size_t offset) {
+void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint8_t kernels,
+                   size_t offset) {
   const size_t count = std::min(kMostCodes, reader->left() / (cells ? 6 : 4));
-  Exact codes(count * 4, offset), weights(count * 2, offset), values(count * 4, offset), again(count * 4);
+  Exact codes(count * 4, offset), weights(count * 2, offset), values(count * 4, offset),
+      again(count * 4);
   for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
   for (size_t i = 0; i < weights.size(); ++i) weights.data()[i] = reader->take<uint8_t>();
   const uint8_t* in = cells ? weights.data() : nullptr;
@@ -22,32 +25,38 @@ void check_lattice(Reader* reader, double step, uint64_t seed, bool cells, uint8
   lattice_values(codes.data(), in, count, step, seed, again.data());
   use_some_kernels(kernels);
   lattice_values(codes.data(), in, count, step, seed, values.data());
-  promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0, "kernels give the same values");
+  promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0,
+          "kernels give the same values");
   for (size_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, values.data() + 4 * i, sizeof value);
     promise(std::isfinite(value), "a lattice value is finite");
   }
   const LatticeErrors errors = lattice_codes(values.data(), in, count, step, seed, codes.data());
-  promise(errors.refused <= count && errors.largest >= 0, "values of a lattice are coded or refused");
+  promise(errors.refused <= count && errors.largest >= 0,
+          "values of a lattice are coded or refused");
 }
 
-void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8_t kernels, size_t offset) {
+void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8_t kernels,
+                   size_t offset) {
   const OctaveForm form = octave_form(fraction_bits, is_signed);
   const size_t count = std::min(kMostCodes, reader->left() / form.code_bytes);
-  Exact codes(count * form.code_bytes, offset), values(count * 4, offset), again(count * 4), recoded(codes.size());
+  Exact codes(count * form.code_bytes, offset), values(count * 4, offset), again(count * 4),
+      recoded(codes.size());
   for (size_t i = 0; i < codes.size(); ++i) codes.data()[i] = reader->take<uint8_t>();
   use_instruction_set("plain");
   const uint64_t expected = octave_values(codes.data(), count, form, again.data());
   use_some_kernels(kernels);
   const uint64_t bad = octave_values(codes.data(), count, form, values.data());
-  promise(bad == expected && (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
+  promise(bad == expected &&
+              (count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0),
           "kernels give the same values and refuse the same codes");
   const OctaveErrors errors = octave_codes(values.data(), nullptr, count, form, 0, recoded.data());
   promise(errors.refused == 0 && errors.zeroed == 0, "what a code stands for has a code");
   octave_values(recoded.data(), count, form, again.data());
   // Not the same code: subnormals are further apart than cells.
-  promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0, "which stands for the same");
+  promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0,
+          "which stands for the same");
 }
 
 }  // namespace
@@ -55,8 +64,8 @@ void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Reader reader(data, size);
   const uint8_t kernels = reader.take<uint8_t>(), flags = reader.take<uint8_t>();
-  const int exponent =
-      static_cast<int>(reader.take<uint16_t>() % 277) - 149;  // of the spacing, as a manifest may say it
+  const int exponent = static_cast<int>(reader.take<uint16_t>() % 277) -
+                       149;  // of the spacing, as a manifest may say it
   const uint64_t seed = reader.take<uint64_t>();
   const double step = std::ldexp(1.0 + reader.take<uint8_t>() / 256.0, exponent);
   set_threads(1 + flags % 3);
@@ -74,7 +83,8 @@ std::vector<Input> seeds() {
     put<uint16_t>(&input, static_cast<uint16_t>(flags * 7));
     put<uint64_t>(&input, 0x0123456789abcdef);
     put<uint8_t>(&input, 0x80);
-    for (int k = 0; k < 400; ++k) put<uint8_t>(&input, static_cast<uint8_t>(k % 3 == 0 ? k : k * 37 >> 3));
+    for (int k = 0; k < 400; ++k)
+      put<uint8_t>(&input, static_cast<uint8_t>(k % 3 == 0 ? k : k * 37 >> 3));
     all.push_back(input);
   }
   return all;

@@ -1,9 +1,10 @@
-// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of coverage, so it takes
-// more inputs to find the same; every input follows from the seed and its number and can be run again alone.
+// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of
+// coverage, so it takes more inputs to find the same; every input follows from the seed and its
+// number and can be run again alone.
 //
 // `--replay FOLDER` runs every input of a kept corpus first. `--keep FOLDER`, in a build with
-// -fsanitize-coverage=trace-pc for everything but this file, writes each input there that reaches code which none
-// before it has reached.
+// -fsanitize-coverage=trace-pc for everything but this file, writes each input there that reaches
+// code which none before it has reached.
 
 #include <algorithm>
 #include <chrono>
@@ -69,7 +70,8 @@ void mutate(Input* input, std::mt19937_64* random) {
       input->insert(here, static_cast<uint8_t>((*random)()));
       break;
     case 4:
-      input->erase(here, here + static_cast<int64_t>(1 + below(std::min<size_t>(input->size() - at, 8))));
+      input->erase(here,
+                   here + static_cast<int64_t>(1 + below(std::min<size_t>(input->size() - at, 8))));
       break;
     case 5: {  // a part over another
       const size_t from = below(input->size()),
@@ -106,7 +108,8 @@ int main(int count, char** arguments) {
   if (!folder.empty()) {
     for (size_t i = 0; i < first.size(); ++i)
       std::ofstream(folder + "/" + std::to_string(i), std::ios::binary)
-          .write(reinterpret_cast<const char*>(first[i].data()), static_cast<std::streamsize>(first[i].size()));
+          .write(reinterpret_cast<const char*>(first[i].data()),
+                 static_cast<std::streamsize>(first[i].size()));
     return 0;
   }
   std::signal(SIGABRT, tell_input);
@@ -125,7 +128,8 @@ int main(int count, char** arguments) {
   const auto began = std::chrono::steady_clock::now();
   uint64_t done = 0;
   for (g_number = only == ~uint64_t{0} ? 0 : only; done < runs; ++g_number, ++done) {
-    if (g_number % 64 == 0 && std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > seconds)
+    if (g_number % 64 == 0 &&
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() > seconds)
       break;
     std::mt19937_64 random(g_seed * 1000003 + g_number);
     Input input = first[g_number % first.size()];
@@ -135,7 +139,8 @@ int main(int count, char** arguments) {
     run_exactly(input);
     if (!kept.empty() && g_new > 0 && g_number >= first.size() && input.size() < 4096)
       std::ofstream(kept + "/" + std::to_string(g_number), std::ios::binary)
-          .write(reinterpret_cast<const char*>(input.data()), static_cast<std::streamsize>(input.size()));
+          .write(reinterpret_cast<const char*>(input.data()),
+                 static_cast<std::streamsize>(input.size()));
     if (only != ~uint64_t{0}) break;
   }
   std::printf("%llu inputs, seed %llu, no finding: below %.1e an input with 95 %% confidence\n",

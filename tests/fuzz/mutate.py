@@ -1,4 +1,6 @@
-"""Seeded changes of documents, arrays and files: what our fuzz targets in Python draw from, and tests, too."""
+"""Seeded changes of documents, arrays and files: what our fuzz targets in Python draw from, and
+tests, too.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ _ODD = (
 )
 TEXTS = (
     *_ODD,
-    *"a ../../etc/passwd /etc/passwd zarr.json c.0 nan inf 0x1p3 -1 1e9999 ==== s0000000000-00000000 s9999999999-ffffffff c0000000001".split(),
-    *"float32 bfloat16 complex128 int4 object float4_e2m1fn jax.key:threefry2x32 jax.key:x numpy.array numpy.scalar device".split(),
+    *"a ../../etc/passwd /etc/passwd zarr.json c.0 nan inf 0x1p3 -1 1e9999 ===="
+    " s0000000000-00000000 s9999999999-ffffffff c0000000001".split(),
+    *"float32 bfloat16 complex128 int4 object float4_e2m1fn jax.key:threefry2x32 jax.key:x"
+    " numpy.array numpy.scalar device".split(),
     *"dict odict list tuple deque fields array none bool int float complex str bytes exec".split(),
-    *"stream store values gaps tiles wide raw bitmap cast same zeros lattice octaves exact bounded reused warm stable derived replay".split(),
+    *"stream store values gaps tiles wide raw bitmap cast same zeros lattice octaves exact bounded"
+    " reused warm stable derived replay".split(),
 )
 
 
@@ -64,11 +69,26 @@ def mutate_json(document: Any, rng: random.Random) -> None:
         case 2:
             holder[key] = rng.choice(TEXTS)
         case 3:
-            holder[key] = rng.choice((None, True, False, [], {}, [[]], {"t": "none"}, [0], deep(rng.choice((3, 130, 400)))))
+            holder[key] = rng.choice(
+                (
+                    None,
+                    True,
+                    False,
+                    [],
+                    {},
+                    [[]],
+                    {"t": "none"},
+                    [0],
+                    deep(rng.choice((3, 130, 400))),
+                )
+            )
         case 4:
             holder[key] = copy.deepcopy(other_holder[other_key])
         case 5:
-            holder[key], other_holder[other_key] = copy.deepcopy(other_holder[other_key]), copy.deepcopy(old)
+            holder[key], other_holder[other_key] = (
+                copy.deepcopy(other_holder[other_key]),
+                copy.deepcopy(old),
+            )
         case 6:
             del holder[key]
         case 7 if isinstance(holder, list):
@@ -116,7 +136,9 @@ def mutate_bytes(content: bytearray, rng: random.Random) -> None:
 
 
 def mutate_file(path: Path, rng: random.Random, outside: Path) -> None:
-    """Put something else in a file's place. ``outside``: a pipe that no reader may open, in a directory that none may enter."""
+    """Put something else in a file's place. ``outside``: a pipe that no reader may open, in a
+    directory that none may enter.
+    """
     match rng.randrange(9):
         case 0:
             path.unlink()

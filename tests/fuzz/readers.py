@@ -1,9 +1,12 @@
-"""Fuzz targets in Python: `documents`, the parser of manifests and tables, and `roots`, everything that reads a whole root.
+"""Fuzz targets in Python: `documents`, the parser of manifests and tables, and `roots`, everything
+that reads a whole root.
 
-Each input follows from the seed and its number and can be run again alone: `python -m tests.fuzz.readers roots --seed 7 --only 123`. Changed
-documents get right checksums and digests again, so that mutation reaches what stands behind them. Whatever the input, the outcome must
-be a `DeltacheckError` or a result; and where checksums were not made right again, the result must be what was saved. The links that mutation
-leaves lead to a pipe that nobody writes to: who opens it hangs, and is found by the alarm. Memory is limited: who takes more is killed.
+Each input follows from the seed and its number and can be run again alone: `python -m
+tests.fuzz.readers roots --seed 7 --only 123`. Changed documents get right checksums and digests
+again, so that mutation reaches what stands behind them. Whatever the input, the outcome must be a
+`DeltacheckError` or a result; and where checksums were not made right again, the result must be
+what was saved. The links that mutation leaves lead to a pipe that nobody writes to: who opens it
+hangs, and is found by the alarm. Memory is limited: who takes more is killed.
 
 `--atheris` lets coverage choose the inputs of `documents`, where atheris is installed.
 """
@@ -39,14 +42,16 @@ from tests.golden import make
 from tests.support import forge
 
 BUDGET_BYTES = 64 << 20
-MEMORY_BYTES = 2 << 30  # beside what the process has at the start: its budget, caches, threads and their arenas
+MEMORY_BYTES = (
+    2 << 30
+)  # beside what the process has at the start: its budget, caches, threads and their arenas
 SECONDS_A_TRIAL = 30
 ROOTS = ("engine", "policy", "derived", "gradients", "manager", "tiled")
 
 Trial = Callable[[random.Random], None]
 
 
-# --- documents -------------------------------------------------------------------------------------------------------------------
+# --- documents ------------------------------------------------------------------------------------
 
 
 def documents() -> list[bytes]:
@@ -55,7 +60,11 @@ def documents() -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         for name in ROOTS:
             root = forge.unpack(name, Path(folder) / name)
-            found += [p.read_bytes() for p in sorted(root.rglob("zarr.json")) if b'"checksum"' in p.read_bytes()]
+            found += [
+                p.read_bytes()
+                for p in sorted(root.rglob("zarr.json"))
+                if b'"checksum"' in p.read_bytes()
+            ]
     return found
 
 
@@ -76,7 +85,9 @@ def documents_trial() -> Trial:
         content = rng.choice(seeds)
         if rng.random() < 0.8:
             group = json.loads(content)
-            with contextlib.suppress(LookupError, TypeError, AttributeError, RecursionError):  # nothing left to seal
+            with contextlib.suppress(
+                LookupError, TypeError, AttributeError, RecursionError
+            ):  # nothing left to seal
                 for _ in range(rng.randrange(1, 4)):
                     mutate.mutate_json(group if rng.random() < 0.02 else forge.body_of(group), rng)
                 content = forge.sealed(group)
@@ -89,7 +100,7 @@ def documents_trial() -> Trial:
     return trial
 
 
-# --- roots -----------------------------------------------------------------------------------------------------------------------
+# --- roots ----------------------------------------------------------------------------------------
 
 
 class Roots:
@@ -109,7 +120,10 @@ class Roots:
 
     def trial(self, rng: random.Random) -> None:
         name = rng.choice(ROOTS)
-        root, store = self.roots[name], self.roots[name] / ("deltacheck" if name == "manager" else "")
+        root, store = (
+            self.roots[name],
+            self.roots[name] / ("deltacheck" if name == "manager" else ""),
+        )
         steps = sorted(map(int, self.expected[name]))
         victim = rng.randrange(len(steps))
         step = steps[victim]
@@ -146,7 +160,9 @@ class Roots:
                 restore_folder(path, self.pristine[name] / path.relative_to(root))
 
     @staticmethod
-    def change_array(root: Path, manifest: schema.Manifest, number: int, rng: random.Random) -> None:
+    def change_array(
+        root: Path, manifest: schema.Manifest, number: int, rng: random.Random
+    ) -> None:
         """Change the content of an array, with its checksums right again."""
         segment = open_root(root).store.segment(manifest.segments[number])
         path, spec = rng.choice(sorted(segment.array_specs().items(), key=lambda one: str(one[0])))
@@ -163,7 +179,16 @@ class Roots:
         shutil.rmtree(path)
         arrays.write(path, spec, values, where).result()
 
-    def read(self, name: str, root: Path, at: Path, steps: list[int], step: int, rng: random.Random, honest: bool) -> None:
+    def read(
+        self,
+        name: str,
+        root: Path,
+        at: Path,
+        steps: list[int],
+        step: int,
+        rng: random.Random,
+        honest: bool,
+    ) -> None:
         expected = self.expected[name]
         refused = errors.DeltacheckError
         with contextlib.suppress(refused):
@@ -173,16 +198,25 @@ class Roots:
                 with contextlib.suppress(refused):
                     found = opened.restore(asked, max_bytes=BUDGET_BYTES)
                     if honest:
-                        # Without its manifest a step was never committed, or is deleted: the newest is then another.
+                        # Without its manifest a step was never committed, or is deleted: the newest
+                        # is then another.
                         gone = asked is None and not os.path.lexists(at)
-                        wanted = [expected[str(step)] for step in (steps if gone else [steps[-1] if asked is None else asked])]
+                        wanted = [
+                            expected[str(step)]
+                            for step in (steps if gone else [steps[-1] if asked is None else asked])
+                        ]
                         assert make.described(found) in wanted, f"step {asked} came back wrong"
             with contextlib.suppress(refused):
                 manifest = opened.manifest(step)
                 tree.scalars(manifest.tree)
-                history.leaf_states(manifest, [open_root(root).store.segment(ref) for ref in manifest.segments])
+                history.leaf_states(
+                    manifest, [open_root(root).store.segment(ref) for ref in manifest.segments]
+                )
                 path, spec = rng.choice(sorted(manifest.specs.items()))
-                box = [slice(0, size, 1) if rng.random() < 0.5 else slice(size // 2, size // 2 + 1) for size in spec.shape]
+                box = [
+                    slice(0, size, 1) if rng.random() < 0.5 else slice(size // 2, size // 2 + 1)
+                    for size in spec.shape
+                ]
                 opened.restore(step, slices={path: box}, max_bytes=BUDGET_BYTES)
             with contextlib.suppress(refused):
                 opened.verify(deep=rng.random() < 0.2)
@@ -200,7 +234,7 @@ def restore_folder(path: Path, pristine: Path) -> None:
     shutil.copytree(pristine, path)
 
 
-# --- driver ----------------------------------------------------------------------------------------------------------------------
+# --- driver ---------------------------------------------------------------------------------------
 
 
 def limit_memory() -> None:
@@ -208,12 +242,16 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
 
 
-def run(target: str, trial: Trial, seed: int, seconds: float, runs: int | None, only: int | None) -> None:
+def run(
+    target: str, trial: Trial, seed: int, seconds: float, runs: int | None, only: int | None
+) -> None:
     limit_memory()
     end, done = time.monotonic() + seconds, 0
     number = only or 0
     while time.monotonic() < end and (runs is None or done < runs):
-        again = f"run again with: python -m tests.fuzz.readers {target} --seed {seed} --only {number}"
+        again = (
+            f"run again with: python -m tests.fuzz.readers {target} --seed {seed} --only {number}"
+        )
         faulthandler.dump_traceback_later(SECONDS_A_TRIAL, exit=True)
         try:
             trial(random.Random(f"{seed}-{number}"))
@@ -227,12 +265,15 @@ def run(target: str, trial: Trial, seed: int, seconds: float, runs: int | None, 
         NOTE.write_text(f"{target}: the process died at the next input after this one; {again}\n")
     faulthandler.cancel_dump_traceback_later()
     print(
-        f"{target}: {done} inputs, seed {seed}, no finding: below {3 / max(done, 1):.1e} a trial with 95 % confidence",
+        f"{target}: {done} inputs, seed {seed}, no finding: below {3 / max(done, 1):.1e} a trial"
+        " with 95 % confidence",
         flush=True,
     )
 
 
-NOTE = Path(os.environ.get("DELTACHECK_FUZZ_NOTE", os.devnull))  # survives where the process does not
+NOTE = Path(
+    os.environ.get("DELTACHECK_FUZZ_NOTE", os.devnull)
+)  # survives where the process does not
 
 
 def guided(seconds: float) -> None:
@@ -246,10 +287,14 @@ def guided(seconds: float) -> None:
 
         def one(data: bytes) -> None:
             parse(data)
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError, AttributeError, RecursionError
+            ):
                 parse(forge.sealed(json.loads(data)))
 
-        atheris.Setup([sys.argv[0], corpus, f"-max_total_time={int(seconds)}", "-max_len=20000"], one)
+        atheris.Setup(
+            [sys.argv[0], corpus, f"-max_total_time={int(seconds)}", "-max_len=20000"], one
+        )
         atheris.Fuzz()
 
 
@@ -265,7 +310,9 @@ def main() -> None:
     if given.atheris and given.target == "documents":
         return guided(given.seconds)
     memory = Path("/dev/shm")  # three times as many roots in a second, where there is one
-    with tempfile.TemporaryDirectory(prefix="deltacheck-fuzz-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="deltacheck-fuzz-", dir=memory if os.access(memory, os.W_OK) else None
+    ) as folder:
         trial = documents_trial() if given.target == "documents" else Roots(Path(folder)).trial
         run(given.target, trial, given.seed, given.seconds, given.runs, given.only)
 

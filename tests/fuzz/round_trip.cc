@@ -1,5 +1,5 @@
-// Any words against any base, in any cuts, at any address: what is encoded comes back bit for bit, the base becomes the
-// words, and the bytes depend neither on kernels nor on threads.
+// Any words against any base, in any cuts, at any address: what is encoded comes back bit for bit,
+// the base becomes the words, and the bytes depend neither on kernels nor on threads.
 
 #include <algorithm>
 
@@ -16,22 +16,26 @@ struct Result {
   std::vector<uint8_t> base;
 };
 
-Result encode_at(const Run& run, const std::vector<uint8_t>& current, const std::vector<uint8_t>* base, size_t offset) {
+Result encode_at(const Run& run, const std::vector<uint8_t>& current,
+                 const std::vector<uint8_t>* base, size_t offset) {
   Exact now(current.size(), offset), shadow(current.size(), offset);
   if (!current.empty()) std::memcpy(now.data(), current.data(), current.size());
   if (base != nullptr && !base->empty()) std::memcpy(shadow.data(), base->data(), base->size());
   Encoded encoded = encode(run, now.data(), base != nullptr ? shadow.data() : nullptr);
   return {std::move(encoded),
-          base != nullptr ? std::vector<uint8_t>(shadow.data(), shadow.data() + shadow.size()) : current};
+          base != nullptr ? std::vector<uint8_t>(shadow.data(), shadow.data() + shadow.size())
+                          : current};
 }
 
 bool same(const Encoded& one, const Encoded& other) {
   if (one.rows.size() != other.rows.size()) return false;
-  if (!one.rows.empty() && std::memcmp(one.rows.data(), other.rows.data(), one.rows.size() * sizeof(Row)) != 0)
+  if (!one.rows.empty() &&
+      std::memcmp(one.rows.data(), other.rows.data(), one.rows.size() * sizeof(Row)) != 0)
     return false;
   for (int stream = 0; stream < kStreams; ++stream) {
     const Bytes &a = one.streams[stream], &b = other.streams[stream];
-    if (a.size != b.size || (a.size > 0 && std::memcmp(a.data.get(), b.data.get(), a.size) != 0)) return false;
+    if (a.size != b.size || (a.size > 0 && std::memcmp(a.data.get(), b.data.get(), a.size) != 0))
+      return false;
   }
   return true;
 }
@@ -41,16 +45,19 @@ bool same(const Encoded& one, const Encoded& other) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Reader reader(data, size);
   const int word_bytes = some_word_bytes(reader.take<uint8_t>());
-  const uint8_t kernels = reader.take<uint8_t>(), threads = reader.take<uint8_t>(), flags = reader.take<uint8_t>();
+  const uint8_t kernels = reader.take<uint8_t>(), threads = reader.take<uint8_t>(),
+                flags = reader.take<uint8_t>();
   // Most runs are short: they are many times as fast, and few edges need whole tiles.
-  const uint32_t words = reader.take<uint32_t>() % (flags & 64 ? kMostBytes / static_cast<uint32_t>(word_bytes) : 700);
+  const uint32_t words =
+      reader.take<uint32_t>() % (flags & 64 ? kMostBytes / static_cast<uint32_t>(word_bytes) : 700);
   std::vector<uint64_t> bounds{0, words};
   for (uint32_t cuts = reader.take<uint8_t>() % kMostChunks; cuts > 0; --cuts)
     bounds.push_back(reader.take<uint32_t>() % (words + 1));
   std::sort(bounds.begin(), bounds.end());
   const Run run{bounds.data(), bounds.size() - 1, word_bytes};
 
-  // The base: noise or one byte. The current words: the base, then steps of some words at a time that add to one byte.
+  // The base: noise or one byte. The current words: the base, then steps of some words at a time
+  // that add to one byte.
   uint64_t random = reader.take<uint32_t>();
   std::vector<uint8_t> base(run.bytes());
   for (uint8_t& byte : base) {
@@ -77,7 +84,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     views[stream] = {found.encoded.streams[stream].data.get(), found.encoded.streams[stream].size};
   Exact decoded(base.size(), flags >> 3 & 7);
   if (!base.empty()) std::memcpy(decoded.data(), base.data(), base.size());
-  promise(apply(run, found.encoded.rows.data(), found.encoded.rows.size(), views, decoded.data()).empty(),
+  promise(apply(run, found.encoded.rows.data(), found.encoded.rows.size(), views, decoded.data())
+              .empty(),
           "what was encoded is accepted");
   promise(base.empty() || std::memcmp(decoded.data(), current.data(), current.size()) == 0,
           "what was encoded comes back");

@@ -1,8 +1,8 @@
-// What every fuzz target shares: taking an input apart, memory without slack, and what it does when a promise is
-// broken.
+// What every fuzz target shares: taking an input apart, memory without slack, and what it does when
+// a promise is broken.
 //
-// A target is one file with the function that libFuzzer calls and with the inputs to begin from. driver.cc stands in
-// for libFuzzer where there is none.
+// A target is one file with the function that libFuzzer calls and with the inputs to begin from.
+// driver.cc stands in for libFuzzer where there is none.
 
 #pragma once
 
@@ -52,10 +52,12 @@ inline void put(Input* input, T value) {
   input->insert(input->end(), bytes, bytes + sizeof value);
 }
 
-// Memory of exactly this size, `offset` bytes past an aligned address, so that a sanitizer sees every step beside it.
+// Memory of exactly this size, `offset` bytes past an aligned address, so that a sanitizer sees
+// every step beside it.
 class Exact {
  public:
-  explicit Exact(size_t size, size_t offset = 0) : memory_(new uint8_t[size + offset]), offset_(offset), size_(size) {}
+  explicit Exact(size_t size, size_t offset = 0)
+      : memory_(new uint8_t[size + offset]), offset_(offset), size_(size) {}
 
   uint8_t* data() { return memory_.get() + offset_; }
   size_t size() const { return size_; }

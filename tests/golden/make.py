@@ -1,8 +1,10 @@
-"""Makes the golden checkpoints of a release: `python -m tests.golden.make tests/golden/<version>`, once, by that release's code.
+"""Makes the golden checkpoints of a release: `python -m tests.golden.make tests/golden/<version>`,
+once, by that release's code.
 
-Later releases read them (tests/store/test_golden.py), and encode the same states to the same arrays. Never make them again: a folder here is what
-a release has written, and a reader that no longer takes it has broken the format. The states are whole numbers and what follows from
-them by operations that IEEE 754 fixes, so they are the same everywhere.
+Later releases read them (tests/store/test_golden.py), and encode the same states to the same
+arrays. Never make them again: a folder here is what a release has written, and a reader that no
+longer takes it has broken the format. The states are whole numbers and what follows from them by
+operations that IEEE 754 fixes, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
 
 DTYPES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 float8_e3m4 "
-    "float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn "
-    "float6_e3m2fn float4_e2m1fn int2 int4 uint2 uint4"
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64"
+    " complex128 bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz"
+    " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int2"
+    " int4 uint2 uint4"
 ).split()
 
 
@@ -54,20 +57,36 @@ def of_dtype(name: str, seed: int) -> NDArray[Any]:
     if name == "bool":
         return (noise(10, seed) & np.uint64(1)).astype(bool)
     if name.endswith(("int2", "int4")):
-        return (noise(10, seed) & np.uint64(3 if name == "uint2" else 1)).astype(np.uint8).astype(dtype)
+        return (
+            (noise(10, seed) & np.uint64(3 if name == "uint2" else 1))
+            .astype(np.uint8)
+            .astype(dtype)
+        )
     mask = {"float6_e2m3fn": 0x3F, "float6_e3m2fn": 0x3F, "float4_e2m1fn": 0x0F}.get(name, 0xFF)
     return (noise(20, seed).view(np.uint8)[: 10 * dtype.itemsize] & np.uint8(mask)).view(dtype)
 
 
 def engine_states() -> Iterator[dict[str, Any]]:
-    """Every dtype, kind of scalar and method of encoding; large, packed, empty, 0-d and tied leaves; leaves that come and go."""
-    few, half, small = np.zeros((320, 1024), np.float32), np.arange(700 * 128, dtype=np.int32).reshape(700, 128), np.arange(40)
+    """Every dtype, kind of scalar and method of encoding; large, packed, empty, 0-d and tied
+    leaves; leaves that come and go.
+    """
+    few, half, small = (
+        np.zeros((320, 1024), np.float32),
+        np.arange(700 * 128, dtype=np.int32).reshape(700, 128),
+        np.arange(40),
+    )
     weight = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     for step in range(4):
         few.reshape(-1)[noise(9, step) % np.uint64(few.size)] = np.float32(step) + np.float32(0.5)
         half[step * 50 : step * 50 + 120] += np.int32(3)
-        some = np.where(noise(9000, step + 50) % np.uint64(4) == 0, np.uint64(step), np.uint64(0)).astype(np.int16)  # a bitmap
-        random = (noise(6000, step) & np.uint64(0xFFFF)).astype(np.uint16) if step < 2 else np.full(6000, step, np.uint16)
+        some = np.where(
+            noise(9000, step + 50) % np.uint64(4) == 0, np.uint64(step), np.uint64(0)
+        ).astype(np.int16)  # a bitmap
+        random = (
+            (noise(6000, step) & np.uint64(0xFFFF)).astype(np.uint16)
+            if step < 2
+            else np.full(6000, step, np.uint16)
+        )
         yield {
             "dtypes": {name: of_dtype(name, step) for name in DTYPES},
             "few": few.copy(),
@@ -79,7 +98,19 @@ def engine_states() -> Iterator[dict[str, Any]]:
             "0-d": np.array(step, np.int64),
             "scalar": np.float32(step),
             "tied": {"one": weight + step, "other": None},
-            "numbers": [step, -1.5, 2**100, True, None, "text \u00e9", b"bytes", 1 + 2j, float("inf"), (), {}],
+            "numbers": [
+                step,
+                -1.5,
+                2**100,
+                True,
+                None,
+                "text \u00e9",
+                b"bytes",
+                1 + 2j,
+                float("inf"),
+                (),
+                {},
+            ],
             0: "an integer key",
             "0": "a text key",
             "a/b": small + step,
@@ -116,14 +147,23 @@ def write_manager(root: Path) -> dict[int, Any]:
     saved = {}
     with manager(root) as opened:
         for step in range(3):
-            values = (np.arange(300 * 64, dtype=np.int32).reshape(300, 64) % (7 + step)).astype(np.float32)
+            values = (np.arange(300 * 64, dtype=np.int32).reshape(300, 64) % (7 + step)).astype(
+                np.float32
+            )
             state = {
-                "params": {"w": jnp.asarray(values), "b": jnp.asarray(values[0].astype(ml_dtypes.bfloat16))},
+                "params": {
+                    "w": jnp.asarray(values),
+                    "b": jnp.asarray(values[0].astype(ml_dtypes.bfloat16)),
+                },
                 "key": jax.random.wrap_key_data(jnp.array([1, step], jnp.uint32)),
                 "count": step,
             }
             opened.save(step, args=DeltaSaveArgs(state))
-            saved[step] = {"params": state["params"], "key": jax.random.key_data(state["key"]), "count": step}
+            saved[step] = {
+                "params": state["params"],
+                "key": jax.random.key_data(state["key"]),
+                "count": step,
+            }
         opened.wait_until_finished()
     return saved
 
@@ -142,13 +182,18 @@ def write_policy(root: Path) -> None:
             inexact |= {manifest.step} if manifest.contract != "exact" else set()
 
     opened = open_root(root)
-    compact(opened)  # the codes as keyframes: the chain of exact steps before them is not what this root is for
+    compact(
+        opened
+    )  # the codes as keyframes: the chain of exact steps before them is not what this root is for
     collect(opened, grace_seconds=0, writer_is_dead=True)
 
 
 def write_derived(root: Path) -> dict[int, Any]:
     run, saved = AdamRun((64, 96), parameters=1), {}
-    run.masters = [np.arange(master.size, dtype=np.float32).reshape(master.shape) / 512 for master in run.masters]
+    run.masters = [
+        np.arange(master.size, dtype=np.float32).reshape(master.shape) / 512
+        for master in run.masters
+    ]
     with Engine(root, policy=Policy.exact(derive=True)) as engine:
         for step in (1, 2):
             run.masters[0][step] += np.float32(0.5)
@@ -182,7 +227,9 @@ def write_log(root: Path) -> dict[int, Any]:
     saved = {}
     with Engine(root) as engine, GradientLog(engine, optimizer) as log:
         for step in range(3):
-            weight.grad = torch.from_numpy((noise(64, step) % np.uint64(97)).astype(np.float32).reshape(8, 8))
+            weight.grad = torch.from_numpy(
+                (noise(64, step) % np.uint64(97)).astype(np.float32).reshape(8, 8)
+            )
             optimizer.step()
             state = {"w": weight.detach(), "optimizer": optimizer.state_dict(), "step": step}
             saved[step] = copy.deepcopy(state)
@@ -191,13 +238,22 @@ def write_log(root: Path) -> dict[int, Any]:
 
 
 def described(state: Any) -> dict[str, Any]:
-    """What a state holds: dtype, shape and SHA-256 of the bytes of every array, and the rest as a skeleton."""
+    """What a state holds: dtype, shape and SHA-256 of the bytes of every array, and the rest as a
+    skeleton.
+    """
     flat = tree.flatten(as_numpy(state), describe_numpy)
     arrays = {
-        path: [leaf.dtype, list(leaf.shape), hashlib.sha256(np.ascontiguousarray(flat.arrays[path]).tobytes()).hexdigest()[:32]]
+        path: [
+            leaf.dtype,
+            list(leaf.shape),
+            hashlib.sha256(np.ascontiguousarray(flat.arrays[path]).tobytes()).hexdigest()[:32],
+        ]
         for path, leaf in flat.leaves.items()
     }
-    return {"arrays": arrays, "scalars": {path: repr(value) for path, value in tree.scalars(flat.skeleton).items()}}
+    return {
+        "arrays": arrays,
+        "scalars": {path: repr(value) for path, value in tree.scalars(flat.skeleton).items()},
+    }
 
 
 def as_numpy(value: Any) -> Any:
@@ -212,7 +268,9 @@ def as_numpy(value: Any) -> Any:
 
 
 def write_tiled(root: Path) -> dict[int, Any]:
-    """Four ranks, leaves cut along two axes; then three, cut along the first, which keep the tiles that fit."""
+    """Four ranks, leaves cut along two axes; then three, cut along the first, which keep the tiles
+    that fit.
+    """
     saved: dict[int, Any] = {}
     state: dict[str, Any] = {
         "model": {
@@ -251,7 +309,9 @@ WRITERS: Mapping[str, Callable[[Path], Any]] = {
 def main(folder: Path) -> None:
     socket.gethostname = lambda: "golden"
     if folder.exists():
-        raise SystemExit(f"{folder} is there already: what a release has written is never made again")
+        raise SystemExit(
+            f"{folder} is there already: what a release has written is never made again"
+        )
     folder.mkdir()
     expected = {}
     for name, write in WRITERS.items():

@@ -14,7 +14,9 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 
 @given(shapes, st.integers(1, 40))
-def test_chunks_are_consecutive_runs_that_cover_the_leaf(shape: tuple[int, ...], budget: int) -> None:
+def test_chunks_are_consecutive_runs_that_cover_the_leaf(
+    shape: tuple[int, ...], budget: int
+) -> None:
     chunk = small_chunk(shape, budget)
     assert grid.is_contiguous(shape, chunk)
     if math.prod(shape) == 0:
@@ -23,7 +25,9 @@ def test_chunks_are_consecutive_runs_that_cover_the_leaf(shape: tuple[int, ...],
     bounds = grid.bounds(shape, chunk)
     for number in range(grid.chunk_count(shape, chunk)):
         box = grid.box(shape, chunk, number)
-        assert elements[box].reshape(-1).tolist() == list(range(int(bounds[number]), int(bounds[number + 1])))
+        assert elements[box].reshape(-1).tolist() == list(
+            range(int(bounds[number]), int(bounds[number + 1]))
+        )
     assert bounds[-1] == elements.size
 
 
@@ -33,7 +37,9 @@ def small_chunk(shape: tuple[int, ...], budget: int) -> tuple[int, ...]:
 
 
 @given(shapes, st.integers(1, 40), st.data())
-def test_the_chunks_of_a_box_are_those_that_it_touches(shape: tuple[int, ...], budget: int, data: st.DataObject) -> None:
+def test_the_chunks_of_a_box_are_those_that_it_touches(
+    shape: tuple[int, ...], budget: int, data: st.DataObject
+) -> None:
     chunk = small_chunk(shape, budget)
     slices = []
     for size in shape:
@@ -42,7 +48,10 @@ def test_the_chunks_of_a_box_are_those_that_it_touches(shape: tuple[int, ...], b
     touched = [
         number
         for number in range(grid.chunk_count(shape, chunk))
-        if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(grid.box(shape, chunk, number), slices, strict=True))
+        if all(
+            max(a.start, b.start) < min(a.stop, b.stop)
+            for a, b in zip(grid.box(shape, chunk, number), slices, strict=True)
+        )
     ]
     assert grid.chunks_of_slices(shape, chunk, slices) == touched
 

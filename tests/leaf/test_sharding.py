@@ -1,4 +1,6 @@
-"""Who writes which tile: whatever the ranks hold, every element once, balanced, and as before where that fits."""
+"""Who writes which tile: whatever the ranks hold, every element once, balanced, and as before where
+that fits.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,27 @@ def box(*edges: tuple[int, int]) -> Box:
     return tuple(slice(a, b) for a, b in edges)
 
 
-def planned(held: Sequence[dict[str, Held]], before: dict[str, Before] | None = None) -> dict[str, Planned]:
+def planned(
+    held: Sequence[dict[str, Held]], before: dict[str, Before] | None = None
+) -> dict[str, Planned]:
     return sharding.plan([Holdings.of(one) for one in held], before)
 
 
 def boxes_of(one: Planned) -> list[Box]:
-    return [sharding.whole(one.shape)] if one.cuts is None else [tiles.box(one.cuts, n) for n in range(tiles.count(one.cuts))]
+    return (
+        [sharding.whole(one.shape)]
+        if one.cuts is None
+        else [tiles.box(one.cuts, n) for n in range(tiles.count(one.cuts))]
+    )
 
 
 def loads(plan: dict[str, Planned], size: int) -> np.ndarray:
     found = np.zeros(size, np.int64)
     for one in plan.values():
         for number, of in enumerate(boxes_of(one)):
-            found[one.owners[number]] += math.prod(s.stop - s.start for s in of) * dtype_named(one.dtype).item_bytes
+            found[one.owners[number]] += (
+                math.prod(s.stop - s.start for s in of) * dtype_named(one.dtype).item_bytes
+            )
     return found
 
 
@@ -60,33 +70,47 @@ def assert_right(plan: dict[str, Planned], held: Sequence[dict[str, Held]]) -> N
 
 @st.composite
 def holdings(draw: st.DrawFn) -> list[dict[str, Held]]:
-    """Grids of ranks that hold leaves cut along some axes, and whole along others: replicated as often as that makes them."""
+    """Grids of ranks that hold leaves cut along some axes, and whole along others: replicated as
+    often as that makes them.
+    """
     grid = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     size = math.prod(grid)
     held: list[dict[str, Held]] = [{} for _ in range(size)]
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        axes = [draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None for _ in grid]
+        axes = [
+            draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
+            for _ in grid
+        ]
         for rank in range(size):
             of = [slice(0, s) for s in shape]
             for axis, at, parts in zip(axes, np.unravel_index(rank, grid), grid, strict=True):
                 if axis is not None:
                     start, width = of[axis].start, of[axis].stop - of[axis].start
                     part = -(-width // parts)
-                    of[axis] = slice(start + min(int(at) * part, width), start + min((int(at) + 1) * part, width))
+                    of[axis] = slice(
+                        start + min(int(at) * part, width), start + min((int(at) + 1) * part, width)
+                    )
             held[rank][f"leaf{number}"] = Held(draw(st.just("float32")), shape, (tuple(of),))
     return held
 
 
 @given(holdings(), st.integers(0, 1 << 30))
 @settings(max_examples=25)
-def test_every_element_has_one_writer_whatever_the_order_of_the_leaves(held: list[dict[str, Held]], seed: int) -> None:
+def test_every_element_has_one_writer_whatever_the_order_of_the_leaves(
+    held: list[dict[str, Held]], seed: int
+) -> None:
     plan = planned(held)
     assert_right(plan, held)
-    mixed = [dict(random.Random(seed + rank).sample(list(one.items()), len(one))) for rank, one in enumerate(held)]
+    mixed = [
+        dict(random.Random(seed + rank).sample(list(one.items()), len(one)))
+        for rank, one in enumerate(held)
+    ]
     again = planned(mixed)
     assert list(again) == list(plan) == sorted(plan)
-    assert all(again[p].cuts == plan[p].cuts and (again[p].owners == plan[p].owners).all() for p in plan)
+    assert all(
+        again[p].cuts == plan[p].cuts and (again[p].owners == plan[p].owners).all() for p in plan
+    )
 
 
 @given(holdings(), holdings())
@@ -97,7 +121,9 @@ def test_a_plan_after_another_is_right_too_and_the_same_where_nothing_changed(
     first = planned(held)
     before = {path: Before(one.cuts, one.owners) for path, one in first.items()}
     same = planned(held, before)
-    assert all(same[p].cuts == first[p].cuts and (same[p].owners == first[p].owners).all() for p in first)
+    assert all(
+        same[p].cuts == first[p].cuts and (same[p].owners == first[p].owners).all() for p in first
+    )
     assert_right(planned(other, before), other)
 
 
@@ -105,11 +131,15 @@ def test_a_plan_after_another_is_right_too_and_the_same_where_nothing_changed(
 def test_replicated_leaves_are_spread_evenly(seed: int) -> None:
     rng, size = random.Random(seed), 5
     shapes = {f"w{n}": (rng.randrange(1, 4000), rng.choice((64, 1024, 8192))) for n in range(40)}
-    held = [{path: Held("float32", shape, (sharding.whole(shape),)) for path, shape in shapes.items()}] * size
+    held = [
+        {path: Held("float32", shape, (sharding.whole(shape),)) for path, shape in shapes.items()}
+    ] * size
     plan = planned(held)
     assert_right({p: one for p, one in plan.items() if math.prod(one.shape) < 100_000}, held)
     found = loads(plan, size)
-    tile = max(math.prod(s.stop - s.start for s in of) * 4 for one in plan.values() for of in boxes_of(one))
+    tile = max(
+        math.prod(s.stop - s.start for s in of) * 4 for one in plan.values() for of in boxes_of(one)
+    )
     assert found.max() <= 4 / 3 * found.mean() + tile
 
 
@@ -136,7 +166,10 @@ def test_a_small_leaf_that_all_hold_stays_whole_and_a_large_one_is_shared() -> N
 
 def rows(count: int, size: int, path: str = "w") -> list[dict[str, Held]]:
     edges = [count * rank // size for rank in range(size + 1)]
-    return [{path: Held("float32", (count, 8), (box((a, b), (0, 8)),))} for a, b in itertools.pairwise(edges)]
+    return [
+        {path: Held("float32", (count, 8), (box((a, b), (0, 8)),))}
+        for a, b in itertools.pairwise(edges)
+    ]
 
 
 def test_old_cuts_stay_where_the_new_shards_are_made_of_them() -> None:
@@ -162,7 +195,10 @@ def test_old_cuts_go_where_keeping_them_would_make_too_many_tiles() -> None:
 
 
 def test_old_cuts_of_another_shape_mean_nothing() -> None:
-    assert planned(rows(12, 2), {"w": Before(((0, 5, 10), (0, 8)))})["w"].cuts == ((0, 6, 12), (0, 8))
+    assert planned(rows(12, 2), {"w": Before(((0, 5, 10), (0, 8)))})["w"].cuts == (
+        (0, 6, 12),
+        (0, 8),
+    )
 
 
 def test_a_writer_stays_while_it_holds_its_tile() -> None:
@@ -176,7 +212,9 @@ def test_a_writer_stays_while_it_holds_its_tile() -> None:
 def test_an_empty_shard_and_an_empty_leaf_are_somebodys() -> None:
     held = rows(2, 4)  # ranks 0 and 2 have nothing
     assert planned(held)["w"].owners.tolist() == [1, 3]
-    none = [{"e": Held("float32", (0, 4), (sharding.whole((0, 4)),)), "s": Held("float32", (), ((),))}] * 2
+    none = [
+        {"e": Held("float32", (0, 4), (sharding.whole((0, 4)),)), "s": Held("float32", (), ((),))}
+    ] * 2
     plan = planned(none)
     assert (plan["e"].cuts, plan["s"].cuts) == (None, None)
 
@@ -186,25 +224,39 @@ def test_an_empty_shard_and_an_empty_leaf_are_somebodys() -> None:
     [
         ([rows(8, 2)[0], {}], r"leaf 'w' of shape \[8, 8\]: no rank holds \[4:8, 0:8\] of it"),
         (
-            [{"w": Held("float32", (8,), (box((0, 8)),))}, {"w": Held("bfloat16", (8,), (box((0, 8)),))}],
+            [
+                {"w": Held("float32", (8,), (box((0, 8)),))},
+                {"w": Held("bfloat16", (8,), (box((0, 8)),))},
+            ],
             r"leaf 'w' is float32\[8\] on rank 0, bfloat16\[8\] on rank 1",
         ),
         (
-            [{"w": Held("float32", (8,), (box((0, 8)),))}, {"w": Held("float32", (9,), (box((0, 8)),))}],
+            [
+                {"w": Held("float32", (8,), (box((0, 8)),))},
+                {"w": Held("float32", (9,), (box((0, 8)),))},
+            ],
             r"leaf 'w' is float32\[8\] on rank 0, float32\[9\] on rank 1",
         ),
         (
-            [{"w": Held("float32", (8,), (box((0, 4)),))}, {"w": Held("float32", (8,), (box((4, 9)),))}],
+            [
+                {"w": Held("float32", (8,), (box((0, 4)),))},
+                {"w": Held("float32", (8,), (box((4, 9)),))},
+            ],
             r"leaf 'w' of shape \[8\]: the shard of rank 1 is \[4:9\], which is not in it",
         ),
         (
-            [{"w": Held("float32", (8, 8), (box((0, 8), (0, 4)),))}, {"w": Held("float32", (8, 8), (box((0, 4), (4, 8)),))}],
+            [
+                {"w": Held("float32", (8, 8), (box((0, 8), (0, 4)),))},
+                {"w": Held("float32", (8, 8), (box((0, 4), (4, 8)),))},
+            ],
             r"no rank holds \[4:8, 4:8\] of it",
         ),
         ([{"w": Held("float32", (8,), (box((-1, 8)),))}], "rank 0 is.*not in it"),
         ([{"w": Held("float32", (8,), (box((5, 3)),))}], "rank 0 is.*not in it"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_naming_leaf_and_ranks(held: list[dict[str, Held]], message: str) -> None:
+def test_what_does_not_fit_together_is_refused_naming_leaf_and_ranks(
+    held: list[dict[str, Held]], message: str
+) -> None:
     with pytest.raises(errors.RankFailed, match=message):
         planned(held)

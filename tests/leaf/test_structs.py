@@ -73,9 +73,16 @@ def test_what_threads_decode_is_known() -> None:
     print(*sorted(seen))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
-    wanted = "Assigned Go Hello Manifest Opened Opening Part Profile Report SegmentTable Tag Task Told _Header"
+    wanted = (
+        "Assigned Go Hello Manifest Opened Opening Part Profile Report SegmentTable Tag Task Told"
+        " _Header"
+    )
     assert done.stdout.split() == wanted.split()
 
 

@@ -20,14 +20,20 @@ shapes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 def cut_shapes(draw: st.DrawFn) -> tiles.Cuts:
     shape = draw(shapes)
     return tuple(
-        (0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=4))), size) if size > 1 else (0, 1) for size in shape
+        (0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=4))), size)
+        if size > 1
+        else (0, 1)
+        for size in shape
     )
 
 
 @st.composite
 def cut_shapes_and_boxes(draw: st.DrawFn) -> tuple[tiles.Cuts, tiles.Box]:
     cuts = draw(cut_shapes())
-    edges = [sorted(draw(st.tuples(st.integers(0, along[-1]), st.integers(0, along[-1])))) for along in cuts]
+    edges = [
+        sorted(draw(st.tuples(st.integers(0, along[-1]), st.integers(0, along[-1]))))
+        for along in cuts
+    ]
     return cuts, tuple(slice(a, b) for a, b in edges)
 
 
@@ -54,7 +60,9 @@ def test_the_tiles_of_a_leaf_cover_it_once_and_have_names_of_their_own(cuts: til
 
 
 @given(cut_shapes_and_boxes())
-def test_overlaps_put_every_element_of_a_box_together_from_its_tiles(given_: tuple[tiles.Cuts, tiles.Box]) -> None:
+def test_overlaps_put_every_element_of_a_box_together_from_its_tiles(
+    given_: tuple[tiles.Cuts, tiles.Box],
+) -> None:
     cuts, box = given_
     leaf = np.arange(math.prod(tiles.shape_of(cuts))).reshape(tiles.shape_of(cuts))
     out = np.full(leaf[box].shape, -1)
@@ -70,7 +78,9 @@ def test_overlaps_put_every_element_of_a_box_together_from_its_tiles(given_: tup
 
 
 @given(shapes, st.data())
-def test_the_boxes_of_a_range_are_its_elements_in_order_and_few(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_boxes_of_a_range_are_its_elements_in_order_and_few(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     size = math.prod(shape)
     first = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(first, size))
@@ -81,19 +91,35 @@ def test_the_boxes_of_a_range_are_its_elements_in_order_and_few(shape: tuple[int
     assert len(boxes) <= 2 * len(shape) - 1
 
 
-@pytest.mark.parametrize("cuts", [(), ((0,),), ((1, 2),), ((0, 2, 2),), ((0, 3, 2),), ((0, 4), (0,)), ((0, 0),)], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [(), ((0,),), ((1, 2),), ((0, 2, 2),), ((0, 3, 2),), ((0, 4), (0,)), ((0, 0),)], ids=str
+)
 def test_impossible_cuts_are_told(cuts: tiles.Cuts) -> None:
     assert not tiles.is_possible(cuts)
 
 
 @pytest.mark.parametrize(
-    "name", ["w%@", "w%@0", "w%@0,0,0", "w%@0,3", "w%@00,0", "w%@-1,0", "w%@4,0", "w%@\u0660,0", "w%@" + "9" * 5000 + ",0"]
+    "name",
+    [
+        "w%@",
+        "w%@0",
+        "w%@0,0,0",
+        "w%@0,3",
+        "w%@00,0",
+        "w%@-1,0",
+        "w%@4,0",
+        "w%@\u0660,0",
+        "w%@" + "9" * 5000 + ",0",
+    ],
 )
 def test_a_name_of_no_tile_is_none(name: str) -> None:
     cuts = ((0, 2, 4), (0, 6))
     with pytest.raises(LookupError):
         tiles.numbered(cuts, name)
-    assert [tiles.numbered(cuts, f"w%@{a},{b}") for a, b in itertools.product((0, 2), (0,))] == [0, 1]
+    assert [tiles.numbered(cuts, f"w%@{a},{b}") for a, b in itertools.product((0, 2), (0,))] == [
+        0,
+        1,
+    ]
 
 
 def test_a_tile_is_told_to_people_by_where_it_begins() -> None:

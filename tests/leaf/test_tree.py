@@ -40,7 +40,11 @@ scalars = st.one_of(
 )
 trees = st.recursive(
     scalars,
-    lambda child: st.one_of(st.lists(child, max_size=4), st.tuples(child, child), st.dictionaries(keys, child, max_size=4)),
+    lambda child: st.one_of(
+        st.lists(child, max_size=4),
+        st.tuples(child, child),
+        st.dictionaries(keys, child, max_size=4),
+    ),
     max_leaves=20,
 )
 
@@ -60,12 +64,22 @@ def test_different_key_sequences_never_share_a_path(sequences: list[list[object]
 
 def test_lookalike_keys_stay_apart() -> None:
     x, y, z = np.zeros(1), np.ones(1), np.full(1, 2.0)
-    flat = tree.flatten({"a": {"b": x}, "a/b": y, "a.b": z, 0: np.ones(2), "0": np.ones(3)}, describe_numpy)
+    flat = tree.flatten(
+        {"a": {"b": x}, "a/b": y, "a.b": z, 0: np.ones(2), "0": np.ones(3)}, describe_numpy
+    )
     assert set(flat.arrays) == {"a/b", "a%2Fb", "a.b", "0", "%30"}
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, -math.nan, struct.unpack(">d", bytes.fromhex("7ff00000deadbeef"))[0], -0.0, math.inf, 5e-324]
+    "value",
+    [
+        math.nan,
+        -math.nan,
+        struct.unpack(">d", bytes.fromhex("7ff00000deadbeef"))[0],
+        -0.0,
+        math.inf,
+        5e-324,
+    ],
 )
 def test_floats_keep_every_bit(value: float) -> None:
     back = round_trip({"x": value})
@@ -84,7 +98,12 @@ def test_tied_arrays_are_held_by_the_least_path_whatever_the_order() -> None:
 
 
 def test_containers_come_back_as_what_they_were() -> None:
-    value = {"o": OrderedDict(b=1, a=2), "d": deque([1, 2], maxlen=3), "t": (1, [2]), "f": defaultdict(list, x=[1])}
+    value = {
+        "o": OrderedDict(b=1, a=2),
+        "d": deque([1, 2], maxlen=3),
+        "t": (1, [2]),
+        "f": defaultdict(list, x=[1]),
+    }
     back = round_trip(value)
     assert isinstance(back, dict)
     assert back == value
@@ -120,7 +139,15 @@ def test_a_tree_that_is_nested_too_deep_is_refused_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    "node", [{}, {"t": "exec"}, {"t": "dict", "k": [[1.5, {"t": "none"}]]}, {"t": "list"}, [], {"t": "float", "v": "x"}]
+    "node",
+    [
+        {},
+        {"t": "exec"},
+        {"t": "dict", "k": [[1.5, {"t": "none"}]]},
+        {"t": "list"},
+        [],
+        {"t": "float", "v": "x"},
+    ],
 )
 def test_a_damaged_skeleton_is_an_error(node: object) -> None:
     with pytest.raises((Damaged, UnsupportedLeaf)):
@@ -129,7 +156,13 @@ def test_a_damaged_skeleton_is_an_error(node: object) -> None:
 
 @pytest.mark.parametrize(
     "array",
-    [np.zeros(2, ">f4"), np.ma.masked_array([1.0], [True]), np.zeros(2, "U3"), np.zeros(2, "M8[s]"), np.array([object()])],
+    [
+        np.zeros(2, ">f4"),
+        np.ma.masked_array([1.0], [True]),
+        np.zeros(2, "U3"),
+        np.zeros(2, "M8[s]"),
+        np.array([object()]),
+    ],
 )
 def test_numpy_arrays_that_cannot_be_kept_are_refused(array: np.ndarray) -> None:  # type: ignore[type-arg]
     with pytest.raises(UnsupportedLeaf, match="'x'"):

@@ -37,7 +37,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     return root, states
 
 
-def test_a_branch_has_the_step_and_goes_on_by_itself(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_branch_has_the_step_and_goes_on_by_itself(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root, states = run
     done = branch(open_root(root), 2, tmp_path / "b")
     assert (done.step, done.copied_bytes) == (2, 0)
@@ -54,7 +56,9 @@ def test_a_branch_has_the_step_and_goes_on_by_itself(run: tuple[Path, list[dict[
     assert deltacheck.open(root).verify(deep=True) == []
 
 
-def test_neither_root_hurts_the_other_when_it_is_collected(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_neither_root_hurts_the_other_when_it_is_collected(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "a"
     shutil.copytree(run[0], root)
     branch(open_root(root), 3, tmp_path / "b")
@@ -80,7 +84,9 @@ def test_where_no_link_can_be_made_the_files_are_copied(
     assert deltacheck.open(tmp_path / "b").verify(deep=True) == []
 
 
-def test_a_copied_branch_survives_damage_to_the_first_root(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_copied_branch_survives_damage_to_the_first_root(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "a"
     shutil.copytree(run[0], root)
     branch(open_root(root), 3, tmp_path / "b", copy=True)
@@ -116,7 +122,9 @@ def test_a_step_that_is_deleted_meanwhile_is_not_committed(
     assert deltacheck.open(tmp_path / "b").steps() == []
 
 
-def test_the_commands_say_what_was_done(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_the_commands_say_what_was_done(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     done = CliRunner().invoke(app, ["branch", str(run[0]), "latest", "--to", str(tmp_path / "b")])
     assert done.exit_code == 0, done.output
     assert "begins with step 3" in done.output
@@ -128,7 +136,9 @@ def test_the_commands_say_what_was_done(run: tuple[Path, list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("depth", [1, 32], ids=["keyframes between", "one chain"])
-def test_blame_names_the_step_since_which_each_chunk_is_as_it_is(tmp_path: Path, depth: int) -> None:
+def test_blame_names_the_step_since_which_each_chunk_is_as_it_is(
+    tmp_path: Path, depth: int
+) -> None:
     state = {"w": torch.zeros(4000, 512), "still": torch.ones(3)}
     with Engine(tmp_path, policy=Policy.exact(max_chain_depth=depth)) as engine:
         for step, row in ((0, None), (10, 0), (20, 3999), (30, 0), (40, None)):

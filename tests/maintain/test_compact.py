@@ -1,4 +1,6 @@
-"""Compaction: the newest step restores as before, from keyframes alone, and nothing else changes."""
+"""Compaction: the newest step restores as before, from keyframes alone, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
     return tmp_path / "root", {step: opened.restore(step) for step in opened.steps()}
 
 
-def test_a_compacted_step_restores_as_before_from_keyframes_alone(run: tuple[Path, dict[int, Any]]) -> None:
+def test_a_compacted_step_restores_as_before_from_keyframes_alone(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     path, states = run
     before = deltacheck.open(path).manifest()
     assert before.contract == "reused"
@@ -56,7 +60,9 @@ def test_a_compacted_step_restores_as_before_from_keyframes_alone(run: tuple[Pat
     assert compact(open_root(path)) is None
 
 
-def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(run: tuple[Path, dict[int, Any]]) -> None:
+def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     path, states = run
     for ref in open_root(path).checkpoints()[:-1]:
         collect.delete_checkpoint(open_root(path), ref.seq)
@@ -69,14 +75,18 @@ def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(run
         state = engine.restore()
         state["optimizer"]["state"][0]["master"][3, 4] = 1.0
         report = engine.save(newest + 1, state).result()
-        assert {leaf.kind for leaf in report.leaves if leaf.path.startswith("model/")} == {LeafKind.UNCHANGED}
+        assert {leaf.kind for leaf in report.leaves if leaf.path.startswith("model/")} == {
+            LeafKind.UNCHANGED
+        }
         np.testing.assert_equal(deltacheck.open(path).restore(), state)
 
 
 def test_a_compaction_that_was_killed_before_it_removed_the_old_form_leaves_nothing_after_one_collection(
     run: tuple[Path, dict[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by the model of power cuts: the older form went, but what only it needed stayed for another collection."""
+    """Found by the model of power cuts: the older form went, but what only it needed stayed for
+    another collection.
+    """
     path, states = run
     for ref in open_root(path).checkpoints()[:-1]:
         collect.delete_checkpoint(open_root(path), ref.seq)
@@ -113,7 +123,9 @@ def test_the_steps_of_a_manager_are_not_compacted(tmp_path: Path) -> None:
         compact(open_root(tmp_path / "root"))
 
 
-def test_the_command_compacts_once_and_says_so(run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compacts_once_and_says_so(
+    run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     path, _ = run
     assert main(["compact", str(path)]) == 0
     assert "written whole" in capsys.readouterr().out

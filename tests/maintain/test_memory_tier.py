@@ -1,6 +1,9 @@
-"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the process, the machine or the disk fails.
+"""The memory tier: newest steps in memory, older ones on the disk, and what is left when the
+process,
+the machine or the disk fails.
 
-A kill at any call of it is in ``test_crash_points.py``, a power cut at any call in ``faults/cut.py``.
+A kill at any call of it is in ``test_crash_points.py``, a power cut at any call in
+``faults/cut.py``.
 """
 
 from __future__ import annotations
@@ -74,7 +77,13 @@ def all_restore(root: Path) -> None:
     for step in opened.steps():
         found = opened.restore(step)
         assert (
-            scenarios.difference({n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in state_at(step).items()}, found)
+            scenarios.difference(
+                {
+                    n: v.numpy() if isinstance(v, torch.Tensor) else v
+                    for n, v in state_at(step).items()
+                },
+                found,
+            )
             is None
         )
 
@@ -86,9 +95,15 @@ class Places:
         self.folder, self.disk, self.memory = folder, folder / "disk", folder / "memory"
 
     def engine(self, **options: Any) -> Engine:
-        tiers = {name: options.pop(name) for name in ("memory_bytes", "persist_every", "keep", "on_stale") if name in options}
+        tiers = {
+            name: options.pop(name)
+            for name in ("memory_bytes", "persist_every", "keep", "on_stale")
+            if name in options
+        }
         return Engine(
-            self.disk, memory=MemoryTier(self.memory, **tiers), **{"grace_seconds": 0, "io_timeout_seconds": 20} | options
+            self.disk,
+            memory=MemoryTier(self.memory, **tiers),
+            **{"grace_seconds": 0, "io_timeout_seconds": 20} | options,
         )
 
     def killed(self) -> Places:
@@ -137,10 +152,12 @@ def drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drain]:
     made.go.set()
 
 
-# --- saving -------------------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
-def test_a_step_is_in_memory_when_its_save_returns_and_says_that_this_is_what_it_survives(places: Places, drain: Drain) -> None:
+def test_a_step_is_in_memory_when_its_save_returns_and_says_that_this_is_what_it_survives(
+    places: Places, drain: Drain
+) -> None:
     drain.go.clear()
     with places.engine() as engine:
         report = engine.save(0, state_at(0)).result(30)
@@ -157,7 +174,9 @@ def test_a_step_is_in_memory_when_its_save_returns_and_says_that_this_is_what_it
     assert "SURVIVES" not in CliRunner().invoke(app, ["ls", str(places.disk)]).stdout
 
 
-def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_end(places: Places) -> None:
+def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_end(
+    places: Places,
+) -> None:
     with places.engine(persist_every=3) as engine:
         save(engine, *range(6))
         idle(engine)
@@ -174,7 +193,9 @@ def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_
     all_restore(places.memory)
 
 
-def test_every_step_that_the_disk_lists_restores_at_every_moment(places: Places, drain: Drain, seed: int) -> None:
+def test_every_step_that_the_disk_lists_restores_at_every_moment(
+    places: Places, drain: Drain, seed: int
+) -> None:
     rng, looked = random.Random(seed), []
 
     def look() -> None:
@@ -184,12 +205,16 @@ def test_every_step_that_the_disk_lists_restores_at_every_moment(places: Places,
     drain.after = look
     every, step = rng.choice([1, 2]), 0
     for _ in range(2):
-        with places.engine(persist_every=every, policy=Policy.exact(max_chain_depth=2), keep_last=2) as engine:
+        with places.engine(
+            persist_every=every, policy=Policy.exact(max_chain_depth=2), keep_last=2
+        ) as engine:
             step = engine.restore()["step"] + 1 if engine.steps() else 0
             for _ in range(4):
                 engine.save(step, state_at(step))
                 step += 1
-                if rng.random() < 0.3 and (there := engine.steps()):  # the first save may still be under way
+                if rng.random() < 0.3 and (
+                    there := engine.steps()
+                ):  # the first save may still be under way
                     engine.restore(rng.choice(there))
                     step = max(engine.steps()) + 1
     look()
@@ -206,14 +231,18 @@ def test_the_drain_copies_what_a_kill_has_left_half_copied(places: Places) -> No
     (segment / "zarr.json").unlink()
     bond = tier.read_bond(places.memory)
     assert bond is not None
-    tier.write_bond(places.memory, bond._replace(seq=0, nonce=deltacheck.open(places.disk).manifest(0).nonce))
+    tier.write_bond(
+        places.memory, bond._replace(seq=0, nonce=deltacheck.open(places.disk).manifest(0).nonce)
+    )
     with places.engine() as engine:
         engine.persist(30)
     assert on_disk(places.disk) == [0, 1]
     all_restore(places.disk)
 
 
-def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for(places: Places, drain: Drain) -> None:
+def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for(
+    places: Places, drain: Drain
+) -> None:
     with places.engine() as engine:
         save(engine, 0)
         engine.persist(30)
@@ -222,7 +251,10 @@ def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for
         save(engine, 1)
         idle(engine)
         assert sorted(path.relative_to(places.disk) for path in places.disk.rglob("*")) == before
-        with pytest.raises(errors.SaveFailed, match=r"step 1 is in .*memory.* could not be copied to .*disk.*no space left"):
+        with pytest.raises(
+            errors.SaveFailed,
+            match=r"step 1 is in .*memory.* could not be copied to .*disk.*no space left",
+        ):
             engine.save(2, state_at(2))
         with pytest.raises(errors.SaveFailed, match="could not be copied"):
             engine.persist(30)
@@ -234,7 +266,9 @@ def test_a_failed_drain_changes_nothing_is_told_by_the_next_call_and_made_up_for
     all_restore(places.disk)
 
 
-def test_a_transfer_that_fails_half_way_leaves_no_segment(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_fails_half_way_leaves_no_segment(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deltacheck.maintain import transfer
 
     with places.engine(persist_every=100) as engine:
@@ -269,24 +303,32 @@ def test_a_file_that_is_not_all_there_is_not_copied_as_a_step(places: Places) ->
             engine.close()
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
-def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_in_memory_never_take_more_than_the_budget(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget, most, ended = 3_400_000, 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not ended.is_set():
-            most = max(most, sum(tier._bytes_of(places.memory / name) for name in ("segments", "checkpoints")))
+            most = max(
+                most,
+                sum(tier._bytes_of(places.memory / name) for name in ("segments", "checkpoints")),
+            )
             time.sleep(0.001)
 
-    # A save may take 1.4 MB, of which 1 MiB is the allowance for documents: few deltas fit beside it.
+    # A save may take 1.4 MB, of which 1 MiB is the allowance for documents: few deltas fit beside
+    # it.
     watcher = threading.Thread(target=watch)
     watcher.start()
     whole = 0
     try:
-        with places.engine(memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)) as engine:
+        with places.engine(
+            memory_bytes=budget, persist_every=4, keep=3, policy=Policy.exact(max_chain_depth=1000)
+        ) as engine:
             for step in range(12):
                 state = state_at(step)
                 state["weights"] += torch.randn(300, 300) * (step + 1)  # nothing stays as it was
@@ -302,7 +344,9 @@ def test_the_files_in_memory_never_take_more_than_the_budget(places: Places, mon
     assert_same(dict(places.engine().restore()), newest)
 
 
-def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(places: Places, drain: Drain) -> None:
+def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
+    places: Places, drain: Drain
+) -> None:
     with places.engine() as engine:
         save(engine, 0)
         engine.persist(30)
@@ -330,7 +374,9 @@ def test_a_budget_that_no_save_fits_in_is_an_error_that_says_so(places: Places) 
         engine.save(0, state_at(0))
 
 
-def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(places: Places, drain: Drain) -> None:
+def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
+    places: Places, drain: Drain
+) -> None:
     engine = places.engine(io_timeout_seconds=0.1)
     drain.go.clear()
     save(engine, 0, 1)
@@ -353,7 +399,7 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(places: Plac
     assert on_disk(places.disk) == [0, 1]
 
 
-# --- going on -----------------------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 CHILD = """
 import sys, torch
@@ -406,7 +452,9 @@ def test_after_a_reboot_a_run_goes_on_from_the_newest_step_on_the_disk(places: P
     all_restore(there.memory)
 
 
-def test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one(places: Places, drain: Drain) -> None:
+def test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one(
+    places: Places, drain: Drain
+) -> None:
     drain.go.clear()
     with places.engine() as engine:
         save(engine, 0, 1, 2)
@@ -435,7 +483,9 @@ def test_a_run_that_was_set_back_goes_on_from_there_in_both_roots(places: Places
     all_restore(places.memory)
 
 
-def test_a_step_that_is_damaged_in_memory_is_read_from_the_disk(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_damaged_in_memory_is_read_from_the_disk(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
     with places.engine(policy=Policy.exact(max_chain_depth=0)) as engine:
         save(engine, 0, 1, 2)
         engine.persist(30)
@@ -454,7 +504,9 @@ def test_a_step_that_is_damaged_in_memory_is_read_from_the_disk(places: Places, 
         assert_same(engine.restore(fallback=True), state_at(1))
 
 
-def test_the_digest_of_a_report_is_that_of_the_step_on_the_disk_and_asks_for_it_in_memory_too(places: Places) -> None:
+def test_the_digest_of_a_report_is_that_of_the_step_on_the_disk_and_asks_for_it_in_memory_too(
+    places: Places,
+) -> None:
     with places.engine(persist_every=100) as engine:
         report = engine.save(1, state_at(1)).result(30)
         assert report is not None
@@ -526,19 +578,24 @@ def test_a_gradient_log_saves_through_memory(places: Places) -> None:
         assert_same(restored["model"]["weight"], model.state_dict()["weight"])
     shutil.rmtree(places.memory)
     with places.engine() as engine:
-        assert_same(engine.restore(optimizer=optimizer)["model"]["weight"], model.state_dict()["weight"])
+        assert_same(
+            engine.restore(optimizer=optimizer)["model"]["weight"], model.state_dict()["weight"]
+        )
 
 
-# --- whose memory it is -------------------------------------------------------------------------------------------------------
+# --- whose memory it is ---------------------------------------------------------------------------
 
 
-def test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is(places: Places, tmp_path: Path) -> None:
+def test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is(
+    places: Places, tmp_path: Path
+) -> None:
     with places.engine() as engine:
         save(engine, 0, 1)
     other = Places(tmp_path / "other")
     other.memory = places.memory
     with pytest.raises(
-        errors.ForeignMemory, match=rf"{places.memory} cannot be the memory of {other.disk}.*another run, {places.disk}"
+        errors.ForeignMemory,
+        match=rf"{places.memory} cannot be the memory of {other.disk}.*another run, {places.disk}",
     ):
         other.engine()
     assert on_disk(places.memory) == [0, 1]
@@ -549,7 +606,9 @@ def test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is(plac
         places.engine()
 
 
-def test_a_run_that_was_begun_anew_does_not_go_on_from_the_memory_of_the_old_one(places: Places) -> None:
+def test_a_run_that_was_begun_anew_does_not_go_on_from_the_memory_of_the_old_one(
+    places: Places,
+) -> None:
     with places.engine(persist_every=100) as engine:
         save(engine, 1, 2)  # nothing of it is on the disk yet
         there = places.killed()
@@ -569,7 +628,9 @@ def test_an_ordinary_root_is_never_taken_for_memory_nor_discarded(places: Places
         Engine(places.memory, memory=places.memory / "inner")
 
 
-def test_memory_that_is_behind_the_disk_is_discarded_with_a_warning(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_behind_the_disk_is_discarded_with_a_warning(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
     with places.engine(persist_every=2) as engine:
         save(engine, 0, 1, 2, 3)
         idle(engine)
@@ -593,16 +654,22 @@ def test_memory_that_is_ahead_of_another_history_of_the_run_is_refused(places: P
         save(engine, *range(8))
         idle(engine)
         there = places.killed()
-    with Engine(there.disk) as engine:  # without any memory: the disk has another step 5 now, memory 6 and 7 after the first
+    with (
+        Engine(there.disk) as engine
+    ):  # without any memory: the disk has another step 5 now, memory 6 and 7 after the first
         engine.restore()
         save(engine, 5)
-    with pytest.raises(errors.ForeignMemory, match=r"went on without it: .* checkpoint 5.* steps are \[6, 7\]"):
+    with pytest.raises(
+        errors.ForeignMemory, match=r"went on without it: .* checkpoint 5.* steps are \[6, 7\]"
+    ):
         there.engine()
     with there.engine(on_stale="discard") as engine:
         assert engine.steps() == [0, 4, 5]
 
 
-def test_memory_that_outlived_its_machine_or_is_damaged_is_refused(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_outlived_its_machine_or_is_damaged_is_refused(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with places.engine() as engine:
         save(engine, 0, 1)
     with monkeypatch.context() as other:
@@ -620,7 +687,9 @@ def test_memory_that_outlived_its_machine_or_is_damaged_is_refused(places: Place
 def test_what_makes_memory_stale() -> None:
     bond, held = Bond("run", "/disk", 4, "d"), {(5, "e"), (6, "f")}
     assert stale(bond, held, "run", (4, "d")) is None  # what it knows of the disk
-    assert stale(bond, held, "run", (5, "e")) is None  # a kill came between the copy and the note of it
+    assert (
+        stale(bond, held, "run", (5, "e")) is None
+    )  # a kill came between the copy and the note of it
     assert stale(bond, held, "run", (5, "")) is None  # damaged on the disk
     assert stale(bond, set(), "other", (9, "x")) is None  # nothing is there to be stale
     assert stale(Bond("run", "/disk", -1, ""), held, "run", None) is None
@@ -640,7 +709,9 @@ def test_what_makes_memory_stale() -> None:
 
 
 def test_what_is_due_and_what_stays() -> None:
-    briefs = [Brief(seq, step, f"n{seq}", {}, frozenset()) for seq, step in enumerate([0, 1, 2, 3, 4, 5])]
+    briefs = [
+        Brief(seq, step, f"n{seq}", {}, frozenset()) for seq, step in enumerate([0, 1, 2, 3, 4, 5])
+    ]
     assert next_due(briefs, -1, 2, ()) == briefs[0]
     assert next_due(briefs, 0, 2, ()) == briefs[2]
     assert next_due(briefs, 4, 2, ()) is None
@@ -650,16 +721,20 @@ def test_what_is_due_and_what_stays() -> None:
     assert kept(briefs, 4, 2, {1}, 0) == {1}
 
 
-@pytest.mark.parametrize("wrong", [{"keep": 0}, {"persist_every": 0}, {"memory_bytes": 0}, {"on_stale": "ask"}])
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 0}, {"persist_every": 0}, {"memory_bytes": 0}, {"on_stale": "ask"}]
+)
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], places: Places) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MemoryTier(places.memory, **wrong)
 
 
-# --- mirrors ------------------------------------------------------------------------------------------------------------------
+# --- mirrors --------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(places: Places, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(
+    places: Places, tmp_path: Path
+) -> None:
     peer = tmp_path / "peer"
     with places.engine(persist_every=3) as engine:
         save(engine, 0, 1)
@@ -674,7 +749,9 @@ def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(places: Pl
                 Mirror(places.memory, peer)
             there = places.killed()
             shutil.rmtree(there.memory)
-            copy._source = deltacheck.store.root.Root(there.memory, deltacheck.store.root.Store(there.memory))
+            copy._source = deltacheck.store.root.Root(
+                there.memory, deltacheck.store.root.Store(there.memory)
+            )
             assert copy.poll() == []  # gone: nothing is deleted
         assert on_disk(peer) == [3, 4]
     there.memory = peer
@@ -687,7 +764,9 @@ def test_a_run_goes_on_from_a_mirror_of_its_memory_where_that_is_lost(places: Pl
     assert on_disk(tmp_path / "again") == on_disk(peer)
 
 
-def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(places: Places, tmp_path: Path) -> None:
+def test_a_mirror_takes_neither_an_ordinary_root_nor_the_place_of_another_run(
+    places: Places, tmp_path: Path
+) -> None:
     with places.engine() as engine:
         save(engine, 0)
     with pytest.raises(errors.NotACheckpointRoot, match="not the memory root"):

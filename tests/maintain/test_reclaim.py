@@ -1,4 +1,6 @@
-"""A segment that stays for little is freed: every step restores as before, whatever kill falls between."""
+"""A segment that stays for little is freed: every step restores as before, whatever kill falls
+between.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,22 @@ def size(root: Path) -> int:
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
-    """Four large leaves and a small one that never changes: the first segment stays for that alone once step 0 is gone.
+    """Four large leaves and a small one that never changes: the first segment stays for that alone
+    once step 0 is gone.
 
-    Then one leaf of them changes a little, so that a delta segment too is needed for the sake of one leaf.
+    Then one leaf of them changes a little, so that a delta segment too is needed for the sake of
+    one leaf.
     """
     root, states = tmp_path / "run", {}
-    state: dict[str, Any] = {f"big{k}": torch.randn(300, 300) for k in range(4)} | {"small": torch.arange(7), "n": 0}
+    state: dict[str, Any] = {f"big{k}": torch.randn(300, 300) for k in range(4)} | {
+        "small": torch.arange(7),
+        "n": 0,
+    }
     with Engine(root, policy=Policy.exact(max_chain_depth=1)) as engine:
         for step in range(4):
-            states[step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            states[step] = {
+                k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()
+            }
             engine.save(step, state).wait(timeout=60)
             for k in range(4) if step < 2 else [1]:
                 state[f"big{k}"] += 1
@@ -73,14 +82,21 @@ def test_the_space_that_one_small_leaf_holds_is_freed(run: tuple[Path, dict[int,
 
 
 @pytest.mark.parametrize("below", [0.0, 0.6, 1.0])
-def test_every_step_restores_as_before_however_much_is_rewritten(run: tuple[Path, dict[int, Any]], below: float) -> None:
+def test_every_step_restores_as_before_however_much_is_rewritten(
+    run: tuple[Path, dict[int, Any]], below: float
+) -> None:
     root, states = run
     manifests = {step: open_root(root).manifest(step) for step in (2, 3)}
     done = reclaim(open_root(root), below=below)
     assert bool(done) == (below > 0)
     for step, before in manifests.items():
         after = open_root(root).manifest(step)
-        assert (after.seq, after.nonce, after.leaves, after.tree) == (before.seq, before.nonce, before.leaves, before.tree)
+        assert (after.seq, after.nonce, after.leaves, after.tree) == (
+            before.seq,
+            before.nonce,
+            before.leaves,
+            before.tree,
+        )
     check(root, states, [2, 3])
     collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
     check(root, states, [2, 3])
@@ -129,7 +145,9 @@ def test_nothing_is_rewritten_where_a_step_is_not_whole(run: tuple[Path, dict[in
         reclaim(open_root(root), below=2)
 
 
-def test_the_command_rewrites_and_collects(run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_rewrites_and_collects(
+    run: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     root, states = run
     assert main(["gc", str(root), "--compact", "--below", "0.6", "--dry-run"]) == 0
     assert "would be rewritten" in capsys.readouterr().out

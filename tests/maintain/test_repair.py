@@ -1,4 +1,6 @@
-"""Repair: what other data still has is healed bit for bit, what has gone is named, and nothing goes away without being asked for."""
+"""Repair: what other data still has is healed bit for bit, what has gone is named, and nothing goes
+away without being asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,24 @@ Run = tuple[Path, dict[int, Any]]
 
 
 def states(count: int = 6) -> list[dict[str, Any]]:
-    """A master, its working copy, a replica of that which is not tied, and a leaf whose few changes leave most chunks as they were."""
+    """A master, its working copy, a replica of that which is not tied, and a leaf whose few changes
+    leave most chunks as they were.
+    """
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(600, 300, generator=generator)
     wide = torch.randn(1200, 1000, generator=generator)
     found = []
     for step in range(count):
         weight = master.bfloat16()
-        found.append({"master": master.clone(), "weight": weight, "twin": weight.clone(), "wide": wide.clone(), "step": step})
+        found.append(
+            {
+                "master": master.clone(),
+                "weight": weight,
+                "twin": weight.clone(),
+                "wide": wide.clone(),
+                "step": step,
+            }
+        )
         master[step] += 0.1
         wide[step * 200] += 1.0  # another chunk each time
     return found
@@ -52,7 +64,9 @@ def run(tmp_path: Path) -> Run:
 
 def data_of(root: Path, seq: int, inside: str) -> list[Path]:
     (segment,) = (root / "segments").glob(f"s{seq:010d}-*")
-    return sorted(p for p in (segment / inside).rglob("c*") if p.is_file() and p.parent.name != "index")
+    return sorted(
+        p for p in (segment / inside).rglob("c*") if p.is_file() and p.parent.name != "index"
+    )
 
 
 def spoil(path: Path) -> None:
@@ -87,7 +101,9 @@ def test_a_working_copy_is_healed_from_its_equal_or_its_master(run: Run) -> None
     spoil(data_of(root, 3, "leaves/weight")[0])
     done = repair(open_root(root))
     assert {healed.leaf for healed in done.healed} == {"weight", "twin"}
-    assert all("'master' of the same step, rounded to bfloat16" in healed.source for healed in done.healed)
+    assert all(
+        "'master' of the same step, rounded to bfloat16" in healed.source for healed in done.healed
+    )
     whole(run)
 
 
@@ -106,7 +122,9 @@ def test_chunks_that_stand_elsewhere_too_are_healed_and_the_others_named(run: Ru
 
 
 def test_a_delta_is_healed_where_a_keyframe_says_the_same(run: Run) -> None:
-    """A step that was compacted holds whole what the deltas of its past led to; equal states at later steps do as well."""
+    """A step that was compacted holds whole what the deltas of its past led to; equal states at
+    later steps do as well.
+    """
     root, saved = run
     with Engine(root) as engine:
         engine.restore(5)
@@ -129,18 +147,27 @@ def test_deltas_go_on_from_what_was_healed(run: Run) -> None:
     lost = repair(open_root(root), dry_run=True).lost
     assert {loss.leaf for loss in lost} == {"master"}
     shutil.copytree(root, root.with_name("copy"))
-    with Engine(root.with_name("copy")) as engine:  # the same leaf at the same content, under another name
+    with Engine(
+        root.with_name("copy")
+    ) as engine:  # the same leaf at the same content, under another name
         state = states()[0]
         engine.save(9, {**state, "spare": state["master"].clone(), "step": 9}).result(60)
     done = repair(open_root(root.with_name("copy")))
     assert done.steps == [0, 1, 2]
-    assert any("the deltas after it" in healed.source or "segment" in healed.source for healed in done.healed)
+    assert any(
+        "the deltas after it" in healed.source or "segment" in healed.source
+        for healed in done.healed
+    )
     run[1][9] = {**states()[0], "spare": states()[0]["master"], "step": 9}
     whole((root.with_name("copy"), run[1]))
 
 
-@pytest.mark.parametrize("vanish", [lambda p: shutil.rmtree(p), lambda p: spoil(p / "zarr.json")], ids=["gone", "table"])
-def test_a_lost_segment_costs_only_the_leaves_that_it_held(run: Run, vanish: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "vanish", [lambda p: shutil.rmtree(p), lambda p: spoil(p / "zarr.json")], ids=["gone", "table"]
+)
+def test_a_lost_segment_costs_only_the_leaves_that_it_held(
+    run: Run, vanish: Callable[[Path], None]
+) -> None:
     root, _ = run
     (segment,) = (root / "segments").glob("s0000000001-*")
     vanish(segment)
@@ -172,7 +199,9 @@ def test_what_cannot_be_healed_stays_until_a_lossy_repair_sets_it_aside(run: Run
 
 
 def test_a_step_is_not_healed_past_a_newer_manifest_that_cannot_be_read(run: Run) -> None:
-    """It would become the newest, and a restore of the newest would no longer say that there was another."""
+    """It would become the newest, and a restore of the newest would no longer say that there was
+    another.
+    """
     root, saved = run
     spoil(data_of(root, 0, "leaves/weight")[0])
     manifest = root / "checkpoints" / "c0000000005" / "zarr.json"
@@ -196,15 +225,21 @@ def test_documents_that_only_plain_zarr_reads_are_written_again(run: Run) -> Non
         if b'"checksum"' not in p.read_bytes() and "control" not in p.parts and p.parent != root
     ]
     for number, victim in enumerate(victims):
-        victim.write_bytes(b"{" if number % 2 else victim.read_bytes().replace(b"zarr_format", b"zarr_farmat"))
+        victim.write_bytes(
+            b"{" if number % 2 else victim.read_bytes().replace(b"zarr_format", b"zarr_farmat")
+        )
     done = repair(open_root(root))
     assert sorted(done.documents) == sorted(map(str, victims))
     whole(run)
     array = min(p.parent for p in victims if p.parent.name == "master")  # of the first step
-    np.testing.assert_array_equal(zarr.open_array(array, mode="r")[...], run[1][0]["master"].numpy())
+    np.testing.assert_array_equal(
+        zarr.open_array(array, mode="r")[...], run[1][0]["master"].numpy()
+    )
 
 
-def test_the_command_writes_a_lost_root_document_again_and_heals(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_lost_root_document_again_and_heals(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, _ = run
     assert main(["repair", str(root)]) == 0
     assert "no damage found" in capsys.readouterr().out
@@ -212,7 +247,10 @@ def test_the_command_writes_a_lost_root_document_again_and_heals(run: Run, capsy
     spoil(data_of(root, 0, "leaves/weight")[0])
     assert main(["ls", str(root)]) == 4
     assert "deltacheck repair" in capsys.readouterr().err
-    with Engine(root.with_name("elsewhere")), pytest.raises(errors.Damaged, match="steps that restore then: 0, 1, 2, 3, 4, 5"):
+    with (
+        Engine(root.with_name("elsewhere")),
+        pytest.raises(errors.Damaged, match="steps that restore then: 0, 1, 2, 3, 4, 5"),
+    ):
         Engine(root)
     assert main(["repair", str(root), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -221,7 +259,9 @@ def test_the_command_writes_a_lost_root_document_again_and_heals(run: Run, capsy
     whole(run)
 
 
-def test_the_command_says_what_is_lost_and_is_refused_beside_a_training(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_lost_and_is_refused_beside_a_training(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, _ = run
     spoil(data_of(root, 1, "delta")[0])
     assert main(["repair", str(root)]) == 1

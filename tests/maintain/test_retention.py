@@ -38,17 +38,28 @@ def test_what_is_kept_is_the_union_of_the_rules_and_the_tags() -> None:
     assert kept(every, Retention(every=3)) == {0, 3, 5}
     assert kept(every, Retention(best=(KeepBest("loss", 2),))) == {1, 2, 5}
     assert kept(every, Retention(best=(KeepBest("loss", 1, "max"),))) == {3, 5}
-    assert kept(every, Retention(2, 3, (KeepBest("loss"),)), tagged=["n2", "of a step that is gone"]) == {0, 1, 2, 3, 4, 5}
+    assert kept(
+        every, Retention(2, 3, (KeepBest("loss"),)), tagged=["n2", "of a step that is gone"]
+    ) == {0, 1, 2, 3, 4, 5}
 
 
 def test_a_value_that_is_not_finite_or_missing_is_never_among_the_best() -> None:
-    values: dict[int, float | str] = {0: 4.0, 1: "nan", 2: "-inf", 3: float("nan"), 4: float("-inf")}
-    assert kept(saved(0, 1, 2, 3, 4, 5, 6, loss=values), Retention(best=(KeepBest("loss", 3),))) == {0, 6}
+    values: dict[int, float | str] = {
+        0: 4.0,
+        1: "nan",
+        2: "-inf",
+        3: float("nan"),
+        4: float("-inf"),
+    }
+    assert kept(
+        saved(0, 1, 2, 3, 4, 5, 6, loss=values), Retention(best=(KeepBest("loss", 3),))
+    ) == {0, 6}
 
 
 def test_of_equal_values_the_older_step_stays() -> None:
     assert kept(
-        saved(0, 1, 2, 3, accuracy=dict.fromkeys(range(4), 1.0)), Retention(best=(KeepBest("accuracy", 1, "max"),))
+        saved(0, 1, 2, 3, accuracy=dict.fromkeys(range(4), 1.0)),
+        Retention(best=(KeepBest("accuracy", 1, "max"),)),
     ) == {0, 3}
 
 
@@ -78,14 +89,16 @@ def test_the_engine_keeps_by_all_rules_and_every_kept_step_restores(tmp_path: Pa
         for step in range(1, 13):
             state["w"][step] = step
             states[step] = state["w"].clone()
-            engine.save(step, state, metrics={"loss": abs(step - 6.4), "accuracy": float(step == 3)}).wait(timeout=60)
+            engine.save(
+                step, state, metrics={"loss": abs(step - 6.4), "accuracy": float(step == 3)}
+            ).wait(timeout=60)
         assert engine.steps() == [3, 5, 6, 7, 10, 11, 12]
         for step in engine.steps():
             assert torch.equal(engine.restore(step)["w"], states[step])
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-# --- tags -------------------------------------------------------------------------------------------------------------------
+# --- tags -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +107,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("retention") / "run"
     with Engine(root) as engine:
         for seq, step in enumerate((0, 1, 2, 3, 4, 3)):
-            engine.save(step, {"w": torch.full((50,), float(seq))}, metrics={"loss": 9.0 - seq}).wait(timeout=60)
+            engine.save(
+                step, {"w": torch.full((50,), float(seq))}, metrics={"loss": 9.0 - seq}
+            ).wait(timeout=60)
     return root
 
 
@@ -115,7 +130,12 @@ def test_a_tag_means_the_save_and_not_the_number(run: Path) -> None:
         assert float(engine.restore("second")["w"][0]) == 5
         engine.tag("second", "alias")
         engine.tag(None, "newest")
-    assert (value(run, 3), value(run, "second"), value(run, "alias"), value(run, "newest")) == (99, 5, 5, 99)
+    assert (value(run, 3), value(run, "second"), value(run, "alias"), value(run, "newest")) == (
+        99,
+        5,
+        5,
+        99,
+    )
     assert deltacheck.open(run).tags() == {"alias": 3, "newest": 3, "second": 3}
 
 
@@ -160,7 +180,9 @@ def test_a_tag_follows_its_step_through_compaction_also_when_that_is_killed_half
             engine.save(seq, state).wait(timeout=60)
         engine.tag(7, "final")
         expected = engine.restore("final")["w"]
-    monkeypatch.setattr(collect, "delete_checkpoint", lambda root, seq: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        collect, "delete_checkpoint", lambda root, seq: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         compact(open_root(run))
     monkeypatch.undo()
@@ -174,7 +196,9 @@ def test_a_tag_follows_its_step_through_compaction_also_when_that_is_killed_half
         retain.delete(open_root(run), 7)
 
 
-def test_a_kill_between_a_tags_directory_and_its_document_leaves_no_tag(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_a_tags_directory_and_its_document_leaves_no_tag(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deltacheck.store.files import arrays
 
     create = arrays.create_file
@@ -199,7 +223,10 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
     tags.put(open_root(run), 1, "good")
     document = run / "control" / "tags" / "good" / "zarr.json"
     document.write_bytes(document.read_bytes().replace(b'"step":1', b'"step":2'))
-    for attempt in (lambda: retain.prune(open_root(run), Retention(last=1)), lambda: retain.delete(open_root(run), 4)):
+    for attempt in (
+        lambda: retain.prune(open_root(run), Retention(last=1)),
+        lambda: retain.delete(open_root(run), 4),
+    ):
         with pytest.raises(errors.Damaged, match="'good' cannot be read, so nothing is deleted"):
             attempt()
     with pytest.raises(errors.Damaged):
@@ -212,14 +239,18 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
 def test_a_tag_whose_step_is_gone_says_so(run: Path) -> None:
     tags.put(open_root(run), 4, "gone")
     collect.delete_checkpoint(open_root(run), 4)
-    with pytest.raises(errors.StepNotFound, match=r"'gone' is step 4 \(seq 4\), which is not there any more"):
+    with pytest.raises(
+        errors.StepNotFound, match=r"'gone' is step 4 \(seq 4\), which is not there any more"
+    ):
         value(run, "gone")
 
 
 def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tag that is put while another prunes is either seen, or refused because the step is gone."""
+    """A tag that is put while another prunes is either seen, or refused because the step is
+    gone.
+    """
     began, outcome = threading.Event(), []
     delete = collect.delete_checkpoint
 
@@ -245,9 +276,14 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     assert deltacheck.open(run).tags() == {}
 
 
-def test_a_lock_that_is_never_given_back_is_an_error_and_not_a_hang(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_given_back_is_an_error_and_not_a_hang(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tags, "_LOCK_SECONDS", 0.05)
-    with tags.lock(run), pytest.raises(errors.RootBusy, match=r"changing the tags or deleting steps"):
+    with (
+        tags.lock(run),
+        pytest.raises(errors.RootBusy, match=r"changing the tags or deleting steps"),
+    ):
         tags.put(open_root(run), 1, "x")
 
 
@@ -262,7 +298,7 @@ def test_plain_zarr_opens_a_root_with_tags(run: Path) -> None:
     assert list(group["control/tags"].group_keys()) == ["best"]
 
 
-# --- readers ----------------------------------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 
 def test_what_a_reader_has_open_stays_until_it_has_read(run: Path) -> None:
@@ -277,7 +313,9 @@ def test_what_a_reader_has_open_stays_until_it_has_read(run: Path) -> None:
     assert not held & set(done.removed)
     assert all(segment.digests.size for segment in opened)
     del opened, root
-    assert set(collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True).removed) == held
+    assert (
+        set(collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True).removed) == held
+    )
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX says so, where another test has imported it
@@ -307,11 +345,13 @@ def test_a_step_that_is_deleted_while_it_is_being_opened_is_named_so(run: Path) 
     for step in (3, 4):
         retain.delete(open_root(run), step)
     collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True)
-    with pytest.raises(errors.StepNotFound, match=r"step 4 .* was deleted while it was being opened.*grace"):
+    with pytest.raises(
+        errors.StepNotFound, match=r"step 4 .* was deleted while it was being opened.*grace"
+    ):
         open_segments(root, manifest)
 
 
-# --- the commands -----------------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def test_the_commands_prune_delete_and_tag(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,13 +366,19 @@ def test_the_commands_prune_delete_and_tag(run: Path, capsys: pytest.CaptureFixt
     assert call("show", run, "@old")["seq"] == 1
     dry = call("prune", run, "--keep-last", 1, "--keep-best", "loss:max:1", "--dry-run")
     assert [one["step"] for one in dry["deleted"]] == [2, 3, 4]
-    assert call("prune", run, "--keep-last", 1, "--keep-best", "loss:max:1")["deleted"] == dry["deleted"]
+    assert (
+        call("prune", run, "--keep-last", 1, "--keep-best", "loss:max:1")["deleted"]
+        == dry["deleted"]
+    )
     assert [one["seq"] for one in call("ls", run)["steps"]] == [0, 1, 5]
     assert call("delete", run, 0)["deleted"] == [{"step": 0, "seq": 0}]
     assert main(["ls", str(run)]) == 0
     assert "old" in capsys.readouterr().out
     assert (main(["delete", str(run), "1"]), main(["prune", str(run)])) == (5, 2)
-    assert (main(["prune", str(run), "--keep-best", "loss:least"]), main(["tag", str(run), "1", "7"])) == (2, 2)
+    assert (
+        main(["prune", str(run), "--keep-best", "loss:least"]),
+        main(["tag", str(run), "1", "7"]),
+    ) == (2, 2)
     assert (main(["delete", str(run), "latest"]), main(["show", str(run), "@none"])) == (2, 3)
     with Engine(run):
         assert main(["prune", str(run), "--keep-last", "1"]) == 5

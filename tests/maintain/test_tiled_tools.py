@@ -1,4 +1,6 @@
-"""Every tool on steps that several ranks wrote: people see leaves, whole, and whatever a tool does to the root every step restores as before."""
+"""Every tool on steps that several ranks wrote: people see leaves, whole, and whatever a tool does
+to the root every step restores as before.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Saved:
 
 @pytest.fixture(scope="session")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Four ranks, leaves cut along two axes, four steps; at step 2 only the upper rows of the big leaves have changed."""
+    """Four ranks, leaves cut along two axes, four steps; at step 2 only the upper rows of the big
+    leaves have changed.
+    """
     root = tmp_path_factory.mktemp("tiled") / "root"
     return Saved(root, save_steps(root, 4, cells))
 
@@ -94,7 +98,9 @@ def assert_whole(saved: Saved, steps: Any = None) -> None:
 
 def in_order(state: Any) -> Any:
     """Dicts with their keys ascending: ranks that have other keys each do not agree on an order."""
-    return {key: in_order(state[key]) for key in sorted(state)} if isinstance(state, dict) else state
+    return (
+        {key: in_order(state[key]) for key in sorted(state)} if isinstance(state, dict) else state
+    )
 
 
 def test_whatever_ranks_wrote_restores_whole_with_every_byte_checked(tiled: Saved) -> None:
@@ -102,14 +108,21 @@ def test_whatever_ranks_wrote_restores_whole_with_every_byte_checked(tiled: Save
     assert open_root(tiled.root).manifest().tiles.keys() == {BIG, "model/ids", "optimizer/exp_avg"}
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
-def test_show_lists_a_tiled_leaf_once_with_its_tiles_and_its_ranks(tiled: Saved, tool: Any, said: Any) -> None:
+def test_show_lists_a_tiled_leaf_once_with_its_tiles_and_its_ranks(
+    tiled: Saved, tool: Any, said: Any
+) -> None:
     found = {row["path"]: row for row in tool("show", tiled.root, 2)["leaves"]}
     assert found.keys() == tree.array_paths(open_root(tiled.root).manifest().tree).keys()
     big = found[BIG]
-    assert (big["shape"], big["raw_bytes"], big["tiles"], big["ranks"]) == ([700, 1000], 2_800_000, 4, [0, 1, 2, 3])
+    assert (big["shape"], big["raw_bytes"], big["tiles"], big["ranks"]) == (
+        [700, 1000],
+        2_800_000,
+        4,
+        [0, 1, 2, 3],
+    )
     assert (big["kind"], big["chain_depth"]) == ("delta", 2)
     changed = int((tiled.states[2]["model"]["big"] != tiled.states[1]["model"]["big"]).sum())
     assert (big["changed_words"], big["words"]) == (changed, 700_000)
@@ -122,13 +135,20 @@ def test_show_lists_a_tiled_leaf_once_with_its_tiles_and_its_ranks(tiled: Saved,
 def test_ls_and_log_count_leaves_and_not_tiles(tiled: Saved, tool: Any) -> None:
     listed = tool("ls", tiled.root)["steps"]
     assert [(row["step"], row["chain_depth"]) for row in listed] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert {row["raw_bytes"] for row in listed} == {sum(a.nbytes for a in arrays_of(tiled.states[0]).values())}
+    assert {row["raw_bytes"] for row in listed} == {
+        sum(a.nbytes for a in arrays_of(tiled.states[0]).values())
+    }
     logged = tool("log", tiled.root, "--by-class")["steps"]
-    assert [(row["keyframes"], row["deltas"], row["unchanged"]) for row in logged] == [(6, 0, 0), *[(0, 2, 4)] * 3]
+    assert [(row["keyframes"], row["deltas"], row["unchanged"]) for row in logged] == [
+        (6, 0, 0),
+        *[(0, 2, 4)] * 3,
+    ]
     assert {one["prefix"] for one in logged[1]["classes"]} == {"model", "optimizer"}
 
 
-def test_a_leaf_of_which_a_part_is_written_whole_says_nothing_of_its_density(tmp_path: Path, tool: Any) -> None:
+def test_a_leaf_of_which_a_part_is_written_whole_says_nothing_of_its_density(
+    tmp_path: Path, tool: Any
+) -> None:
     with RankedRun(tmp_path / "root", 2, depth=1) as run:
         state = model_state()
         run.save(0, state)
@@ -140,7 +160,9 @@ def test_a_leaf_of_which_a_part_is_written_whole_says_nothing_of_its_density(tmp
     assert (row["kind"], row["changed_words"], row["density"]) == ("delta", None, None)
 
 
-def test_diff_tells_what_moved_and_leaves_out_what_has_the_same_digests(tiled: Saved, tool: Any) -> None:
+def test_diff_tells_what_moved_and_leaves_out_what_has_the_same_digests(
+    tiled: Saved, tool: Any
+) -> None:
     found = tool("diff", tiled.root, 0, 1)
     assert [row["path"] for row in found["changed"]] == [BIG, "optimizer/exp_avg"]
     assert found["unchanged"] == 4
@@ -162,9 +184,18 @@ def test_diff_compares_leaves_that_were_cut_otherwise(tmp_path: Path, tool: Any)
     assert (found["changed"], found["unchanged"]) == ([], 6)
 
 
-def test_blame_tells_chunk_by_chunk_since_when_a_tiled_leaf_is_as_it_is(tiled: Saved, tool: Any) -> None:
+def test_blame_tells_chunk_by_chunk_since_when_a_tiled_leaf_is_as_it_is(
+    tiled: Saved, tool: Any
+) -> None:
     found = deltacheck.open(tiled.root).blame(2)
-    assert found.keys() == {"model/big", "model/bias", "model/empty", "model/ids", "model/scale", "optimizer/exp_avg"}
+    assert found.keys() == {
+        "model/big",
+        "model/bias",
+        "model/empty",
+        "model/ids",
+        "model/scale",
+        "optimizer/exp_avg",
+    }
     one = found[BIG]
     arrays = [tiled.states[step]["model"]["big"] for step in (0, 1, 2)]
     covered = np.zeros((700, 1000), np.int64)
@@ -190,7 +221,10 @@ def test_a_report_has_every_leaf_once_and_adds_up(tiled: Saved, tool: Any, tmp_p
     assert record.leaves[BIG].raw_bytes == 2_800_000
     assert record.leaves[BIG].saves == 3
     assert record.leaves[BIG].delta_bytes > 0
-    assert not any("%@" in path for path in [*record.leaves, *(p for paths in record.groups.values() for p in paths)])
+    assert not any(
+        "%@" in path
+        for path in [*record.leaves, *(p for paths in record.groups.values() for p in paths)]
+    )
     for step in record.steps:
         assert sum(step.written.values()) == step.recorded_bytes
         assert step.raw_bytes < record.steps[0].read_bytes * 1.5
@@ -199,15 +233,20 @@ def test_a_report_has_every_leaf_once_and_adds_up(tiled: Saved, tool: Any, tmp_p
 
 
 def test_plan_reads_the_rates_of_tiled_leaves(tiled: Saved, tool: Any) -> None:
-    speeds = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+    speeds = [
+        f"--{name}-bytes-per-second=1e9"
+        for name in ("disk-write", "disk-read", "encode", "apply", "copy")
+    ]
     found = tool("plan", tiled.root, *speeds, "--step-seconds", "1")
     assert found["state_bytes"] == sum(a.nbytes for path, a in arrays_of(tiled.states[0]).items())
 
 
-# --- what is checked, healed, freed ----------------------------------------------------------------------------------------------
+# --- what is checked, healed, freed ---------------------------------------------------------------
 
 
-def test_verify_goes_through_all_tiles_in_parts_and_in_full(tiled: Saved, tool: Any, tmp_path: Path) -> None:
+def test_verify_goes_through_all_tiles_in_parts_and_in_full(
+    tiled: Saved, tool: Any, tmp_path: Path
+) -> None:
     assert tool("verify", tiled.root)["ok"]
     assert tool("verify", tiled.root, "--deep")["checked_bytes"] > 5_000_000
     kept = tmp_path / "progress"
@@ -243,7 +282,9 @@ def test_damage_to_a_tile_names_the_leaf_the_file_and_the_way_out(copied: Saved,
     assert opened.restored_step == 2
 
 
-def test_a_lost_segment_of_one_rank_harms_only_the_steps_that_need_it(copied: Saved, tool: Any) -> None:
+def test_a_lost_segment_of_one_rank_harms_only_the_steps_that_need_it(
+    copied: Saved, tool: Any
+) -> None:
     root = open_root(copied.root)
     only = next(ref for ref in root.manifest(3).segments if ref not in root.manifest(2).segments)
     shutil.rmtree(copied.root / "segments" / only.id)
@@ -254,7 +295,9 @@ def test_a_lost_segment_of_one_rank_harms_only_the_steps_that_need_it(copied: Sa
     box = {BIG: (slice(0, 10), slice(0, 10))}
     lane = root.manifest(3).tiles[BIG].lanes[0]
     if only not in [root.manifest(3).segments[number] for number in root.manifest(3).lanes[lane]]:
-        deltacheck.open(copied.root).restore(3, slices=box)  # what another rank wrote is not looked at
+        deltacheck.open(copied.root).restore(
+            3, slices=box
+        )  # what another rank wrote is not looked at
 
 
 def test_repair_heals_a_tile_from_an_equal_one(tmp_path: Path, tool: Any) -> None:
@@ -267,7 +310,10 @@ def test_repair_heals_a_tile_from_an_equal_one(tmp_path: Path, tool: Any) -> Non
     healed = tool("repair", saved.root)
     assert [one["step"] for one in healed["healed"]] == [3]
     assert healed["healed"][0]["leaf"] in ("a", "b")
-    assert re.fullmatch(r"tile at (\[\d+, 0\]): tile at \1 of leaf '[ab]' after segment .*", healed["healed"][0]["source"])
+    assert re.fullmatch(
+        r"tile at (\[\d+, 0\]): tile at \1 of leaf '[ab]' after segment .*",
+        healed["healed"][0]["source"],
+    )
     assert_whole(saved)
 
 
@@ -275,7 +321,10 @@ def test_repair_says_which_chunks_of_which_tile_are_lost(copied: Saved, tool: An
     flipped(copied, 0, "leaves")
     lost = tool("repair", copied.root, "--dry-run", code=1)["lost"]
     assert {one["step"] for one in lost} == {0, 1, 2, 3}
-    assert all(one["leaf"] in (BIG, "optimizer/exp_avg") and one["problem"].startswith("tile at [") for one in lost)
+    assert all(
+        one["leaf"] in (BIG, "optimizer/exp_avg") and one["problem"].startswith("tile at [")
+        for one in lost
+    )
 
 
 def test_gc_and_its_compaction_keep_every_step_that_is_left(copied: Saved, tool: Any) -> None:
@@ -287,9 +336,15 @@ def test_gc_and_its_compaction_keep_every_step_that_is_left(copied: Saved, tool:
     assert_whole(copied, [2, 3])
 
 
-def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(tmp_path: Path, tool: Any) -> None:
-    """New segments have new names, and the manifest names those of one save in the order of their names."""
-    state = {f"w{k}": np.full((300, 250), k, np.float32) for k in range(3)} | {"small": np.arange(8.0).reshape(4, 2)}
+def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(
+    tmp_path: Path, tool: Any
+) -> None:
+    """New segments have new names, and the manifest names those of one save in the order of their
+    names.
+    """
+    state = {f"w{k}": np.full((300, 250), k, np.float32) for k in range(3)} | {
+        "small": np.arange(8.0).reshape(4, 2)
+    }
     for trial in range(2):
         saved = Saved(tmp_path / f"root{trial}", {})
         with RankedRun(saved.root, 2, depth=1) as run:
@@ -305,7 +360,9 @@ def test_segments_of_one_save_that_are_written_again_take_their_place_in_order(t
         assert_whole(saved, [2, 3])
 
 
-def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(copied: Saved, tool: Any) -> None:
+def test_compact_takes_every_delta_from_the_newest_step_and_its_chains_go_on(
+    copied: Saved, tool: Any
+) -> None:
     done = tool("compact", copied.root)["compacted"]
     assert (done["step"], done["deltas"]) == (3, 3)
     assert_whole(copied)
@@ -338,11 +395,16 @@ def test_a_branch_and_a_tag_of_a_tiled_step(copied: Saved, tool: Any, tmp_path: 
     assert_whole(copied)
 
 
-# --- what goes out, and comes in -------------------------------------------------------------------------------------------------
+# --- what goes out, and comes in ------------------------------------------------------------------
 
 
 def arrays_of(state: Any) -> dict[str, Any]:
-    return {f"{a}/{b}": x for a, group in state.items() if isinstance(group, dict) for b, x in group.items()}
+    return {
+        f"{a}/{b}": x
+        for a, group in state.items()
+        if isinstance(group, dict)
+        for b, x in group.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "pt"])
@@ -352,7 +414,9 @@ def test_an_export_has_whole_leaves(tiled: Saved, tool: Any, tmp_path: Path, kin
     if kind == "pt":
         import torch
 
-        loaded = torch.load(out, weights_only=False)  # NumPy arrays are no tensors to torch, and this file is ours
+        loaded = torch.load(
+            out, weights_only=False
+        )  # NumPy arrays are no tensors to torch, and this file is ours
         found = {p: np.asarray(v) for p, v in arrays_of(loaded).items()}
     else:
         found = load_file(out) if kind == "safetensors" else dict(np.load(out))
@@ -366,7 +430,7 @@ def test_what_is_exported_is_imported_again(tiled: Saved, tool: Any, tmp_path: P
     assert_same(found["model%2Fbig"], tiled.states[3]["model"]["big"])
 
 
-# --- following -------------------------------------------------------------------------------------------------------------------
+# --- following ------------------------------------------------------------------------------------
 
 
 def apply(update: follower.Update, mine: dict[str, Any]) -> None:
@@ -376,7 +440,9 @@ def apply(update: follower.Update, mine: dict[str, Any]) -> None:
         change.check(mine[path])
 
 
-def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(tmp_path: Path) -> None:
+def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(
+    tmp_path: Path,
+) -> None:
     root, state, mine = tmp_path / "root", model_state(), {}
     before, watching = state["model"]["big"].copy(), None
     with RankedRun(root, 4, cells) as run:
@@ -391,7 +457,10 @@ def test_a_follower_has_the_bits_of_every_step_and_is_told_only_what_changed(tmp
                 assert update.changes.keys() == {BIG, "optimizer/exp_avg"}
                 positions = update.changes[BIG].positions
                 assert positions is not None
-                assert np.array_equal(positions, np.flatnonzero(before.reshape(-1) != state["model"]["big"].reshape(-1)))
+                assert np.array_equal(
+                    positions,
+                    np.flatnonzero(before.reshape(-1) != state["model"]["big"].reshape(-1)),
+                )
             before = state["model"]["big"].copy()
             nudge(state, seed=step)
 
@@ -428,7 +497,7 @@ def test_a_copy_with_a_wrong_bit_in_one_tile_is_found(tiled: Saved) -> None:
         change.check(wrong)
 
 
-# --- receipts --------------------------------------------------------------------------------------------------------------------
+# --- receipts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verify", ["commit", "receipt"])
@@ -437,10 +506,16 @@ def test_every_rank_reads_back_what_it_wrote(tmp_path: Path, verify: str) -> Non
         handles = at_once(2, lambda rank: run.begin_on(rank, 0, model_state()))
         found = at_once(2, lambda rank: handles[rank].wait_for_receipt(60))
     assert [one.step for one in found] == [0, 0]
-    assert sum(one.raw_bytes for one in found) == sum(a.nbytes for a in arrays_of(model_state()).values())
+    assert sum(one.raw_bytes for one in found) == sum(
+        a.nbytes for a in arrays_of(model_state()).values()
+    )
 
 
-def test_a_box_is_restored_from_the_tiles_that_it_touches(tiled: Saved, read_bytes: list[int]) -> None:
-    found = deltacheck.open(tiled.root).restore(3, slices={BIG: (slice(0, 350), slice(500, 1000))})[BIG]
+def test_a_box_is_restored_from_the_tiles_that_it_touches(
+    tiled: Saved, read_bytes: list[int]
+) -> None:
+    found = deltacheck.open(tiled.root).restore(3, slices={BIG: (slice(0, 350), slice(500, 1000))})[
+        BIG
+    ]
     assert_same(found, tiled.states[3]["model"]["big"][:350, 500:])
     assert sum(read_bytes) <= 1.1 * found.nbytes

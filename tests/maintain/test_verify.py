@@ -1,4 +1,6 @@
-"""verify reads each chain once, a share of it where asked, goes on where it was; and a restore falls back where asked, and says so."""
+"""verify reads each chain once, a share of it where asked, goes on where it was; and a restore
+falls back where asked, and says so.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_deep_check_reads_each_table_and_applies_each_delta_once(
     assert set(applied.values()) == {1}
 
 
-def test_a_damaged_delta_harms_the_steps_from_it_to_the_next_keyframe(run: tuple[Path, dict[int, Any]]) -> None:
+def test_a_damaged_delta_harms_the_steps_from_it_to_the_next_keyframe(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     root, _ = run
     stream = spoil(root, 2)
     found = deltacheck.open(root).verify(deep=True)
@@ -128,13 +132,17 @@ def test_an_interrupted_scrub_goes_on_where_it_was(
     walks.extend([0] * 4)
     assert deltacheck.open(root).verify(deep=True, resume=progress) == []
     assert sum(walks) == 2 * LEAVES - done
-    assert verify.check(open_root(root), deep=True, resume=progress).checked_bytes > 0  # all was done: it begins anew
+    assert (
+        verify.check(open_root(root), deep=True, resume=progress).checked_bytes > 0
+    )  # all was done: it begins anew
     progress.write_text("[]")
     with pytest.raises(ValueError, match="not the progress of a scrub"):
         deltacheck.open(root).verify(resume=progress)
 
 
-def test_chains_that_have_grown_are_read_again(run: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
+def test_chains_that_have_grown_are_read_again(
+    run: tuple[Path, dict[int, Any]], tmp_path: Path
+) -> None:
     root, saved = run
     progress = tmp_path / "scrub.json"
     first = verify.check(open_root(root), subset=0.5, seed=0, resume=progress)
@@ -160,7 +168,9 @@ def test_the_command_takes_a_share_and_refuses_what_is_none(
         deltacheck.open(root).verify(subset=2.0)
 
 
-def test_tables_that_disagree_are_found_without_reading_data(run: tuple[Path, dict[int, Any]]) -> None:
+def test_tables_that_disagree_are_found_without_reading_data(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     """A digest array of another segment passes its checksum; the leaf's digest tells."""
     root, _ = run
     one, other = ((root / "segments").glob(f"s{seq:010d}-*") for seq in (1, 2))
@@ -172,7 +182,9 @@ def test_tables_that_disagree_are_found_without_reading_data(run: tuple[Path, di
     assert {finding.leaf for finding in found} == {f"leaf{n}" for n in range(LEAVES)}
 
 
-def test_a_survey_gives_each_step_the_links_that_a_restore_finds(run: tuple[Path, dict[int, Any]]) -> None:
+def test_a_survey_gives_each_step_the_links_that_a_restore_finds(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     root, saved = run
     with Engine(root) as engine:
         engine.restore(5)  # a fork: another step 6 on the chain of step 5
@@ -187,12 +199,17 @@ def test_a_survey_gives_each_step_the_links_that_a_restore_finds(run: tuple[Path
             for use in lineage.uses:
                 if use.seq == manifest.seq:
                     wanted = chains.pop(lineage.path)
-                    assert [link[0].id for link in lineage.links[: use.links]] == [wanted.key[0].id, *wanted.delta_segments]
-                    np.testing.assert_array_equal(survey.tables(lineage).digests[use.links - 1], wanted.digests)
+                    assert [link[0].id for link in lineage.links[: use.links]] == [
+                        wanted.key[0].id,
+                        *wanted.delta_segments,
+                    ]
+                    np.testing.assert_array_equal(
+                        survey.tables(lineage).digests[use.links - 1], wanted.digests
+                    )
         assert not chains
 
 
-# --- falling back ------------------------------------------------------------------------------------------------------------------------
+# --- falling back ---------------------------------------------------------------------------------
 
 
 def test_a_fallback_takes_the_newest_whole_step_and_says_which(
@@ -201,7 +218,9 @@ def test_a_fallback_takes_the_newest_whole_step_and_says_which(
     root, saved = run
     spoil(root, 6)
     with Engine(root) as engine:
-        with pytest.raises(errors.Damaged, match=r"step 7 of .*Steps that still restore: 0, 1, 2, 3, 4, 5"):
+        with pytest.raises(
+            errors.Damaged, match=r"step 7 of .*Steps that still restore: 0, 1, 2, 3, 4, 5"
+        ):
             engine.restore()
         assert engine.restored_step is None
         assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -229,12 +248,17 @@ def test_a_fallback_passes_a_manifest_that_cannot_be_read(
         reader = deltacheck.open(root)
         with pytest.raises(errors.Damaged):
             reader.restore(asked)
-        np.testing.assert_equal(reader.restore(asked, fallback=True), {path: leaf.numpy() for path, leaf in saved[5].items()})
+        np.testing.assert_equal(
+            reader.restore(asked, fallback=True),
+            {path: leaf.numpy() for path, leaf in saved[5].items()},
+        )
         assert reader.restored_step == 5
     assert "c0000000007" in caplog.text
 
 
-def test_a_fallback_without_a_whole_step_raises_what_the_asked_one_did(run: tuple[Path, dict[int, Any]]) -> None:
+def test_a_fallback_without_a_whole_step_raises_what_the_asked_one_did(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     root, _ = run
     for file in (root / "segments").rglob("c*"):
         if file.is_file():
@@ -245,7 +269,9 @@ def test_a_fallback_without_a_whole_step_raises_what_the_asked_one_did(run: tupl
         deltacheck.open(root).restore(99, fallback=True)
 
 
-def test_a_manager_falls_back_and_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_manager_falls_back_and_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from deltacheck.backends import orbax as backend
 
     with backend.manager(tmp_path) as manager:

@@ -36,7 +36,9 @@ def gradients(kind: str, steps: int, elements: int = 2000, seed: int = 0) -> F32
     if kind == "noise":
         return noise * 1e-3
     if kind == "heavy":  # a scale for each element, steps that are mostly small
-        return noise * np.exp(2 * random.standard_normal((steps, elements))).astype(np.float32) * 1e-4
+        return (
+            noise * np.exp(2 * random.standard_normal((steps, elements))).astype(np.float32) * 1e-4
+        )
     if kind == "rare":  # rows of an embedding: touched now and then
         return np.where(random.random((steps, elements)) < 0.02, noise, 0).astype(np.float32)
     return np.cumprod(np.full((steps, elements), 1 / 0.9, np.float32), axis=0) * np.float32(
@@ -70,7 +72,9 @@ def test_betas_without_a_limit_are_refused(betas: tuple[float, float]) -> None:
 
 
 def test_a_stale_v_without_repair_multiplies_updates_and_with_it_does_not() -> None:
-    """Law 4: rows that a stale v has never seen. With v' >= m^2 / C no element moves by more than sqrt(C) learning rates."""
+    """Law 4: rows that a stale v has never seen. With v' >= m^2 / C no element moves by more than
+    sqrt(C) learning rates.
+    """
     calm = gradients("noise", 100)
     calm[:, :20] = 0  # untouched until v was stored
     late = gradients("noise", 10, seed=1)
@@ -83,18 +87,24 @@ def test_a_stale_v_without_repair_multiplies_updates_and_with_it_does_not() -> N
     repaired = adam.repair(stale, m[-1], C)
     assert adam.law_violations(m[-1], repaired, C) == 0
     assert np.abs(adam.update(m[-1], repaired, 1e-8)).max() <= math.sqrt(C) * 1.001
-    assert adam.update_change(m[-1], live, stale, 1e-8) > 100 * adam.update_change(m[-1], live, repaired, 1e-8)
+    assert adam.update_change(m[-1], live, stale, 1e-8) > 100 * adam.update_change(
+        m[-1], live, repaired, 1e-8
+    )
 
 
 def test_a_pair_from_one_step_obeys_the_law_however_old_it_is() -> None:
-    """Law 5: m and v reused together need no repair; after the rescale the update is of the size that it had."""
+    """Law 5: m and v reused together need no repair; after the rescale the update is of the size
+    that it had.
+    """
     m, v = simulated(gradients("heavy", 250))
     old = v[99] * np.float32(adam.bias_rescale(250, 100, BETAS[1]))
     assert adam.law_violations(m[99], old, C) == 0
     assert adam.law_violations(m[-1], v[99], C) <= adam.law_violations(m[-1], v[9], C)
     corrected, before = v[-1] / (1 - BETAS[1] ** 250), v[99] / (1 - BETAS[1] ** 100)
     np.testing.assert_allclose(old / (1 - BETAS[1] ** 250), before, rtol=1e-4)
-    assert np.median(np.abs(np.log2(before / corrected))) < np.median(np.abs(np.log2(v[99] / v[-1])))
+    assert np.median(np.abs(np.log2(before / corrected))) < np.median(
+        np.abs(np.log2(v[99] / v[-1]))
+    )
 
 
 @pytest.mark.parametrize("step", [100, 300, 900])

@@ -33,10 +33,15 @@ def norms(seed: int, steps: int = STEPS) -> np.ndarray[Any, Any]:
     return np.exp(0.3 * np.random.default_rng(1000 + seed).standard_normal(steps))
 
 
-def observed(loss: Any, norm: Any = None, every: int = 1, **more: Sequence[Any]) -> list[Observation]:
+def observed(
+    loss: Any, norm: Any = None, every: int = 1, **more: Sequence[Any]
+) -> list[Observation]:
     return [
         Observation(
-            every * (i + 1), float(loss[i]), None if norm is None else float(norm[i]), **{k: v[i] for k, v in more.items()}
+            every * (i + 1),
+            float(loss[i]),
+            None if norm is None else float(norm[i]),
+            **{k: v[i] for k, v in more.items()},
         )
         for i in range(len(loss))
     ]
@@ -46,7 +51,9 @@ def warmup_then_cosine(steps: int = STEPS, warmup: int = 40, floor: float = 0.0)
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return floor + (1 - floor) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        return (
+            floor + (1 - floor) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        )
 
     return [2e-5 * factor(step) for step in range(steps)]
 
@@ -56,22 +63,48 @@ def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
     assert events(observed(losses(seed), norms(seed), learning_rate=warmup_then_cosine())) == []
     flat = 2 + 0.1 * np.random.default_rng(seed).standard_normal(STEPS)
     assert events(observed(flat, norms(seed), learning_rate=[1e-6] * STEPS)) == []
-    assert events(observed(flat[::10], norms(seed)[::10], every=10, learning_rate=warmup_then_cosine()[::10])) == []
+    assert (
+        events(
+            observed(
+                flat[::10], norms(seed)[::10], every=10, learning_rate=warmup_then_cosine()[::10]
+            )
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize("rates", [warmup_then_cosine(), warmup_then_cosine(floor=0.1), warmup_then_cosine(warmup=4)])
+@pytest.mark.parametrize(
+    "rates", [warmup_then_cosine(), warmup_then_cosine(floor=0.1), warmup_then_cosine(warmup=4)]
+)
 @pytest.mark.parametrize("every", [1, 5, 20])
 def test_a_schedule_is_no_jump_of_the_learning_rate(rates: list[float], every: int) -> None:
-    assert events([Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)]) == []
+    assert (
+        events([Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)])
+        == []
+    )
     linear = [1e-5 * max(0.0, 1 - step / STEPS) for step in range(STEPS + 1)]
-    assert events([Observation(step, learning_rate=linear[step]) for step in range(0, STEPS + 1, 5 * every)]) == []
+    assert (
+        events(
+            [
+                Observation(step, learning_rate=linear[step])
+                for step in range(0, STEPS + 1, 5 * every)
+            ]
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(factor: float, every: int) -> None:
-    rates = [rate * (factor if step >= 200 else 1) for step, rate in enumerate(warmup_then_cosine())]
-    (found,) = events([Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)])
+def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(
+    factor: float, every: int
+) -> None:
+    rates = [
+        rate * (factor if step >= 200 else 1) for step, rate in enumerate(warmup_then_cosine())
+    ]
+    (found,) = events(
+        [Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)]
+    )
     assert (found.step, found.what) == (200, "learning-rate")
     assert found.size == pytest.approx(factor, rel=0.1)
 
@@ -111,13 +144,20 @@ def test_a_shift_of_the_gradient_norm_is_found_within_ten_steps() -> None:
 def test_what_is_not_finite_is_found_at_once_and_forgotten(bad: float) -> None:
     loss, norm = losses(2), norms(2)
     loss[150], norm[250] = bad, bad
-    assert [(e.step, e.what) for e in events(observed(loss, norm))] == [(151, "nonfinite"), (251, "nonfinite")]
+    assert [(e.step, e.what) for e in events(observed(loss, norm))] == [
+        (151, "nonfinite"),
+        (251, "nonfinite"),
+    ]
     skipped = [False] * 50 + [True] + [False] * 10
-    assert [(e.step, e.what) for e in events(observed(loss[:61], skipped=skipped))] == [(51, "nonfinite")]
+    assert [(e.step, e.what) for e in events(observed(loss[:61], skipped=skipped))] == [
+        (51, "nonfinite")
+    ]
 
 
 def test_other_betas_or_another_layout_are_an_event() -> None:
-    optimizers: list[object] = [((0.9, 0.999), "4 leaves")] * 20 + [None] + [((0.9, 0.95), "4 leaves")] * 20
+    optimizers: list[object] = (
+        [((0.9, 0.999), "4 leaves")] * 20 + [None] + [((0.9, 0.95), "4 leaves")] * 20
+    )
     found = events(observed(losses(3)[:41], optimizer=optimizers))
     assert [(event.step, event.what) for event in found] == [(22, "optimizer")]
 

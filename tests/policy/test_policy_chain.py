@@ -60,7 +60,11 @@ def test_a_restore_opens_no_more_arrays_than_the_policy_says(tmp_path: Path, res
 def decoded(root: Path, step: int) -> dict[str, float]:
     """What a restore decodes of the deltas of each leaf, in units of the leaf."""
     found = restore.resolve(open_root(root), deltacheck.open(root).manifest(step))
-    return {path: sum(chain.delta_bytes) / chain.spec.raw_bytes for path, chain in found.items() if isinstance(chain, Chain)}
+    return {
+        path: sum(chain.delta_bytes) / chain.spec.raw_bytes
+        for path, chain in found.items()
+        if isinstance(chain, Chain)
+    }
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -90,18 +94,25 @@ def test_a_restore_decodes_no_more_than_the_policy_says(tmp_path: Path, resume: 
 
 
 def test_keyframes_of_what_changes_everywhere_do_not_all_fall_on_one_save() -> None:
-    between = Counter(deltas_between(Policy.exact(), f"layers.{n}.weight", 1 << 20, 1 << 20) for n in range(200))
+    between = Counter(
+        deltas_between(Policy.exact(), f"layers.{n}.weight", 1 << 20, 1 << 20) for n in range(200)
+    )
     assert between.keys() == {4, 5, 6}
     assert min(between.values()) > 40
     assert deltas_between(Policy.exact(max_restore_ratio=1), "w", 1 << 20, 1 << 20) == 1
     assert 15 < deltas_between(Policy.exact(max_restore_ratio=None), "w", 1 << 20, 1 << 20) <= 32
-    assert 15 < deltas_between(Policy.exact(), "small", 256, 256) <= 32, "a restore does not notice them"
+    assert 15 < deltas_between(Policy.exact(), "small", 256, 256) <= 32, (
+        "a restore does not notice them"
+    )
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
 def test_a_ratio_that_leaves_no_room_is_refused(wrong: float) -> None:
     with pytest.raises(
-        ValueError, match=r"max_restore_ratio must be above 0, not .*; max_chain_depth=0 writes every leaf whole"
+        ValueError,
+        match=(
+            r"max_restore_ratio must be above 0, not .*; max_chain_depth=0 writes every leaf whole"
+        ),
     ):
         Policy.exact(max_restore_ratio=wrong)
 

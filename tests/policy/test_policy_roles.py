@@ -1,4 +1,6 @@
-"""Which leaves are one parameter's: found from the paths of real optimizer states, and of those that must not be taken for Adam's."""
+"""Which leaves are one parameter's: found from the paths of real optimizer states, and of those
+that must not be taken for Adam's.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,24 @@ from deltacheck.policy.roles import Hyperparameters, Parameter, Roles
 
 
 def specs(**leaves: tuple[int, ...]) -> dict[str, LeafSpec]:
-    """Leaf specs, float32, or bfloat16 where the path begins with ``params`` or ``model``; ``__`` stands for ``/``."""
+    """Leaf specs, float32, or bfloat16 where the path begins with ``params`` or ``model``; ``__``
+    stands for ``/``.
+    """
     paths = {path.replace("__", "/"): shape for path, shape in leaves.items()}
     narrow = ("params", "model")
-    return {p: LeafSpec.of(p, s, "bfloat16" if p.startswith(narrow) else "float32") for p, s in sorted(paths.items())}
+    return {
+        p: LeafSpec.of(p, s, "bfloat16" if p.startswith(narrow) else "float32")
+        for p, s in sorted(paths.items())
+    }
 
 
 def by_first(found: Roles) -> dict[str | None, Parameter]:
     return {parameter.first: parameter for parameter in found.parameters}
 
 
-OPTAX = {f"opt_state__0__{m}__{p}": s for m in ("mu", "nu") for p, s in (("a__w", (4, 4)), ("b", (3,)))}
+OPTAX = {
+    f"opt_state__0__{m}__{p}": s for m in ("mu", "nu") for p, s in (("a__w", (4, 4)), ("b", (3,)))
+}
 PARAMS = {"params__a__w": (4, 4), "params__b": (3,)}
 COUNT: dict[str, tuple[int, ...]] = {"opt_state__0__count": ()}
 
@@ -61,7 +70,11 @@ def test_a_parallel_tree_of_masters_is_found_by_its_name() -> None:
 def test_of_a_narrow_and_a_wide_tree_the_wide_one_is_the_master_but_unproven() -> None:
     found = by_first(roles.find(specs(**OPTAX, **PARAMS, other__a__w=(4, 4), other__b=(3,)), {}))
     parameter = found["opt_state/0/mu/a/w"]
-    assert (parameter.weight, parameter.master, parameter.proven) == ("params/a/w", "other/a/w", False)
+    assert (parameter.weight, parameter.master, parameter.proven) == (
+        "params/a/w",
+        "other/a/w",
+        False,
+    )
 
 
 def test_an_average_of_the_weights_is_not_the_weight() -> None:
@@ -71,15 +84,25 @@ def test_an_average_of_the_weights_is_not_the_weight() -> None:
 
 
 def test_a_layer_whose_name_ends_like_another_path_does_not_take_its_moments() -> None:
-    extra = {"params__deep__b": (3,), "opt_state__0__mu__deep__b": (3,), "opt_state__0__nu__deep__b": (3,)}
+    extra = {
+        "params__deep__b": (3,),
+        "opt_state__0__mu__deep__b": (3,),
+        "opt_state__0__nu__deep__b": (3,),
+    }
     found = by_first(roles.find(specs(**OPTAX, **PARAMS, **extra), {}))
     assert found["opt_state/0/mu/b"].weight == "params/b"
     assert found["opt_state/0/mu/deep/b"].weight == "params/deep/b"
 
 
 def test_layers_called_mu_and_nu_are_no_moments() -> None:
-    leaves = {f"opt_state__0__{m}__{layer}__kernel": (2, 2) for m in ("mu", "nu") for layer in ("mu", "nu")}
-    found = roles.find(specs(**leaves, params__mu__kernel=(2, 2), params__nu__kernel=(2, 2), **COUNT), {})
+    leaves = {
+        f"opt_state__0__{m}__{layer}__kernel": (2, 2)
+        for m in ("mu", "nu")
+        for layer in ("mu", "nu")
+    }
+    found = roles.find(
+        specs(**leaves, params__mu__kernel=(2, 2), params__nu__kernel=(2, 2), **COUNT), {}
+    )
     assert {p.first: p.weight for p in found.parameters} == {
         "opt_state/0/mu/mu/kernel": "params/mu/kernel",
         "opt_state/0/mu/nu/kernel": "params/nu/kernel",
@@ -108,12 +131,20 @@ def test_another_array_for_each_parameter_makes_an_optax_state_unknown(name: str
 
 def test_one_moment_alone_is_not_adam() -> None:
     lion = {path: shape for path, shape in OPTAX.items() if "mu" in path}
-    assert [p.adam for p in roles.find(specs(**lion, **PARAMS, **COUNT), {}).parameters] == [False, False]
+    assert [p.adam for p in roles.find(specs(**lion, **PARAMS, **COUNT), {}).parameters] == [
+        False,
+        False,
+    ]
 
 
 def test_injected_hyperparameters_are_read_from_leaves() -> None:
-    inner = {path.replace("opt_state__0", "opt_state__1__inner_state__0"): shape for path, shape in OPTAX.items()}
-    rates = {f"opt_state__1__hyperparams__{name}": () for name in ("learning_rate", "b1", "b2", "eps")}
+    inner = {
+        path.replace("opt_state__0", "opt_state__1__inner_state__0"): shape
+        for path, shape in OPTAX.items()
+    }
+    rates = {
+        f"opt_state__1__hyperparams__{name}": () for name in ("learning_rate", "b1", "b2", "eps")
+    }
     found = roles.find(specs(**inner, **PARAMS, **rates), {})
     group = "opt_state/1/hyperparams"
     assert {p.group for p in found.parameters} == {group}
@@ -121,7 +152,7 @@ def test_injected_hyperparameters_are_read_from_leaves() -> None:
     assert roles.hyperparameters(found, values) == {group: Hyperparameters(1e-3, 0.9, 0.999, None)}
 
 
-# --- torch --------------------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 torch = pytest.importorskip("torch")
 
@@ -131,7 +162,11 @@ def flat(state: Any) -> tuple[dict[str, LeafSpec], dict[str, object], list[str]]
     from deltacheck.backends.torch.state.leaves import describe
 
     found = tree.flatten(state, describe)
-    return specs_of(found), tree.scalars(found.skeleton), list(tree.array_paths(found.skeleton).values())
+    return (
+        specs_of(found),
+        tree.scalars(found.skeleton),
+        list(tree.array_paths(found.skeleton).values()),
+    )
 
 
 def model_of(make: Callable[[Any], Any], tied: bool = False) -> tuple[Any, Any]:
@@ -149,12 +184,16 @@ def model_of(make: Callable[[Any], Any], tied: bool = False) -> tuple[Any, Any]:
 
 
 def weights_of(model: Any, optimizer: Any, found: Roles) -> dict[str, str]:
-    """What should have been found: the state's name of each parameter -> path of its weight, by identity of the tensors."""
+    """What should have been found: the state's name of each parameter -> path of its weight, by
+    identity of the tensors.
+    """
     names: dict[int, str] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names[id(tensor)] = min(f"model/{name}", names.get(id(tensor), "model/~"))
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    return {f"optimizer/state/{i}": names[id(t)] for i, t in enumerate(tensors) if t in optimizer.state}
+    return {
+        f"optimizer/state/{i}": names[id(t)] for i, t in enumerate(tensors) if t in optimizer.state
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -163,11 +202,17 @@ def test_numbered_torch_states_get_weights_by_shape_and_order(tied: bool, severa
     def make(model: Any) -> Any:
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": matrices}, {"params": vectors, "lr": 1e-4}] if several else [{"params": list(model.parameters())}]
+        groups = (
+            [{"params": matrices}, {"params": vectors, "lr": 1e-4}]
+            if several
+            else [{"params": list(model.parameters())}]
+        )
         return torch.optim.AdamW(groups, lr=1e-3)
 
     model, optimizer = model_of(make, tied)
-    leaves, scalars, order = flat({"optimizer": optimizer.state_dict(), "model": model.state_dict()})
+    leaves, scalars, order = flat(
+        {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    )
     found = roles.find(leaves, scalars, order)
     assert {p.name: p.weight for p in found.parameters} == weights_of(model, optimizer, found)
     assert all(p.adam and not p.proven and p.count == f"{p.name}/step" for p in found.parameters)
@@ -184,9 +229,15 @@ def test_parameters_without_state_and_frozen_weights_are_passed_over() -> None:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     model, optimizer = model_of(make)
-    leaves, scalars, order = flat({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    leaves, scalars, order = flat(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     found = roles.find(leaves, scalars, order)
-    assert sorted(p.name for p in found.parameters) == ["optimizer/state/2", "optimizer/state/4", "optimizer/state/5"]
+    assert sorted(p.name for p in found.parameters) == [
+        "optimizer/state/2",
+        "optimizer/state/4",
+        "optimizer/state/5",
+    ]
     assert found.of()["model/10.bias"][1].first is None or not found.of()["model/10.bias"][1].proven
 
 
@@ -203,7 +254,10 @@ def test_a_wrong_guess_is_put_right_by_content() -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     leaves, scalars, order = flat(state)
     tensors = {f"model/{k}": v for k, v in model.state_dict().items()}
-    tensors |= {f"optimizer/state/{i}/master": kept["master"] for i, kept in state["optimizer"]["state"].items()}
+    tensors |= {
+        f"optimizer/state/{i}/master": kept["master"]
+        for i, kept in state["optimizer"]["state"].items()
+    }
 
     def is_cast(weight: str, master: str) -> bool:
         return bool(torch.equal(tensors[weight], tensors[master].bfloat16()))
@@ -232,7 +286,9 @@ def test_a_wrong_guess_is_put_right_by_content() -> None:
 )
 def test_other_torch_optimizers_are_not_adam(make: Any) -> None:
     model, optimizer = model_of(lambda model: make(model.parameters()))
-    leaves, scalars, order = flat({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    leaves, scalars, order = flat(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     found = roles.find(leaves, scalars, order)
     assert found.parameters
     assert not any(p.adam for p in found.parameters)
@@ -244,8 +300,12 @@ def test_states_under_names_get_the_weight_of_that_name(flattened: bool) -> None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     model, optimizer = model_of(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
-    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flattened))
-    leaves, scalars, order = flat({"model": {f"module._orig_mod.{k}": v for k, v in weights.items()}, "optimizer": moments})
+    weights, moments = get_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flattened)
+    )
+    leaves, scalars, order = flat(
+        {"model": {f"module._orig_mod.{k}": v for k, v in weights.items()}, "optimizer": moments}
+    )
     found = roles.find(leaves, scalars, order)
     assert len(found.parameters) == 6
     for parameter in found.parameters:
@@ -254,26 +314,42 @@ def test_states_under_names_get_the_weight_of_that_name(flattened: bool) -> None
         assert parameter.adam
         assert parameter.proven
         assert (leaves.get(str(parameter.count)) or scalars.get(str(parameter.count))) is not None
-    assert set(roles.hyperparameters(found, scalars).values()) == {Hyperparameters(1e-3, 0.9, 0.999, 1e-8)}
+    assert set(roles.hyperparameters(found, scalars).values()) == {
+        Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
+    }
 
 
 def test_eight_bit_states_are_unknown() -> None:
     state = {"state1": torch.zeros(4, 4, dtype=torch.uint8), "absmax1": torch.zeros(1), "step": 1}
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0]}]
     leaves, scalars, order = flat(
-        {"model": {"w": torch.zeros(4, 4)}, "optimizer": {"state": {0: state}, "param_groups": groups}}
+        {
+            "model": {"w": torch.zeros(4, 4)},
+            "optimizer": {"state": {0: state}, "param_groups": groups},
+        }
     )
     (parameter,) = roles.find(leaves, scalars, order).parameters
     assert (parameter.adam, parameter.first, parameter.weight) == (False, None, "model/w")
 
 
 def test_a_state_of_anything_else_has_no_parameters() -> None:
-    leaves, scalars, order = flat({"state": {"params": {"kernel": torch.zeros(2)}}, "x": torch.zeros(3)})
+    leaves, scalars, order = flat(
+        {"state": {"params": {"kernel": torch.zeros(2)}}, "x": torch.zeros(3)}
+    )
     assert roles.find(leaves, scalars, order) == Roles()
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "rates", "swapped parameters", "a leaf's shape", "a leaf's type", "a new leaf", "a new count"]
+    "what",
+    [
+        "nothing",
+        "rates",
+        "swapped parameters",
+        "a leaf's shape",
+        "a leaf's type",
+        "a new leaf",
+        "a new count",
+    ],
 )
 def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
     leaves, scalars, _ = flat(two_groups())
@@ -284,13 +360,20 @@ def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
         case "rates":
             scalars |= {"optimizer/param_groups/0/lr": 0.125}
         case "swapped parameters":
-            scalars |= {"optimizer/param_groups/0/params/0": 1, "optimizer/param_groups/1/params/0": 0}
+            scalars |= {
+                "optimizer/param_groups/0/params/0": 1,
+                "optimizer/param_groups/1/params/0": 0,
+            }
         case "a leaf's shape":
             leaves |= {path: LeafSpec.of(path, (16,), "float32")}
         case "a leaf's type":
             leaves |= {path: LeafSpec.of(path, (4, 4), "bfloat16")}
         case "a new leaf":
-            leaves |= {"optimizer/state/0/master": LeafSpec.of("optimizer/state/0/master", (4, 4), "float32")}
+            leaves |= {
+                "optimizer/state/0/master": LeafSpec.of(
+                    "optimizer/state/0/master", (4, 4), "float32"
+                )
+            }
         case "a new count":
             scalars |= {"optimizer/state/0/step": 3}
     assert find(leaves, scalars) == roles.find(leaves, scalars)
@@ -299,5 +382,10 @@ def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
 
 def two_groups() -> Any:
     moments = {n: {name: torch.zeros(4, 4) for name in ("exp_avg", "exp_avg_sq")} for n in range(2)}
-    groups = [{"lr": rate, "betas": (0.9, 0.999), "params": [n]} for n, rate in enumerate((1e-3, 1e-4))]
-    return {"model": {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}, "optimizer": {"state": moments, "param_groups": groups}}
+    groups = [
+        {"lr": rate, "betas": (0.9, 0.999), "params": [n]} for n, rate in enumerate((1e-3, 1e-4))
+    ]
+    return {
+        "model": {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)},
+        "optimizer": {"state": moments, "param_groups": groups},
+    }

@@ -18,7 +18,9 @@ from deltacheck.policy.stage import DEGRADED, STABLE, WARM, Observation, Stage, 
 QUIET = dict(learning_rate=1e-5, drift_octaves=0.05)
 
 
-def stages(*seen: Observation, stable_from: int | None = None, first: Stage | None = None) -> list[str]:
+def stages(
+    *seen: Observation, stable_from: int | None = None, first: Stage | None = None
+) -> list[str]:
     stage, names = first or Stage(), []
     for one in seen:
         stage = advance(stage, one, 0.1, stable_from)
@@ -27,26 +29,43 @@ def stages(*seen: Observation, stable_from: int | None = None, first: Stage | No
 
 
 def test_three_quiet_saves_make_a_run_stable() -> None:
-    assert stages(*(Observation(step, **QUIET) for step in range(4))) == [WARM, WARM, STABLE, STABLE]
+    assert stages(*(Observation(step, **QUIET) for step in range(4))) == [
+        WARM,
+        WARM,
+        STABLE,
+        STABLE,
+    ]
 
 
 def test_nothing_is_stable_before_the_step_that_a_profile_found() -> None:
-    assert stages(*(Observation(step, **QUIET) for step in range(0, 60, 10)), stable_from=40) == [WARM] * 4 + [STABLE] * 2
+    assert (
+        stages(*(Observation(step, **QUIET) for step in range(0, 60, 10)), stable_from=40)
+        == [WARM] * 4 + [STABLE] * 2
+    )
 
 
 def test_a_learning_rate_that_rises_is_not_quiet() -> None:
     rates = [1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 4e-6, 4e-6]
-    assert stages(*(Observation(n, rate, 0.01) for n, rate in enumerate(rates))) == [WARM] * 6 + [STABLE]
+    assert stages(*(Observation(n, rate, 0.01) for n, rate in enumerate(rates))) == [WARM] * 6 + [
+        STABLE
+    ]
 
 
 def test_a_save_that_has_nothing_to_compare_with_is_not_quiet() -> None:
     drifts = [None, 0.01, 0.01, None, 0.01, 0.01, 0.01]
-    assert stages(*(Observation(n, 1e-5, drift) for n, drift in enumerate(drifts))) == [WARM] * 6 + [STABLE]
+    assert stages(*(Observation(n, 1e-5, drift) for n, drift in enumerate(drifts))) == [
+        WARM
+    ] * 6 + [STABLE]
 
 
-@pytest.mark.parametrize("event", ["loss", "gradient", "learning-rate", "nonfinite", "optimizer", "resume"])
+@pytest.mark.parametrize(
+    "event", ["loss", "gradient", "learning-rate", "nonfinite", "optimizer", "resume"]
+)
 def test_an_event_ends_a_stable_stage_at_once_and_three_quiet_saves_end_that(event: str) -> None:
-    seen = [Observation(0, **QUIET, events=(event,)), *(Observation(n, **QUIET) for n in range(1, 4))]
+    seen = [
+        Observation(0, **QUIET, events=(event,)),
+        *(Observation(n, **QUIET) for n in range(1, 4)),
+    ]
     assert stages(*seen, first=Stage(STABLE, 3, 1e-5)) == [DEGRADED, DEGRADED, DEGRADED, STABLE]
 
 
@@ -56,14 +75,21 @@ def test_drift_is_a_condition_of_becoming_stable_and_not_of_staying_so() -> None
     assert stages(fast, first=Stage(STABLE, 3, 1e-5)) == [STABLE]
 
 
-# --- decisions ----------------------------------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------
 
-PARAMETER = Parameter("p", weight="w", master="x", first="m", second="v", count="t", group="g", adam=True)
-SPECS = {"w": LeafSpec.of("w", (64, 64), "bfloat16")} | {p: LeafSpec.of(p, (64, 64), "float32") for p in "xmv"}
+PARAMETER = Parameter(
+    "p", weight="w", master="x", first="m", second="v", count="t", group="g", adam=True
+)
+SPECS = {"w": LeafSpec.of("w", (64, 64), "bfloat16")} | {
+    p: LeafSpec.of(p, (64, 64), "float32") for p in "xmv"
+}
 
 
 def situation(
-    rate: float | None = 1e-5, step: int | None = 1000, spacing: float | None = None, scale: float = 1.0
+    rate: float | None = 1e-5,
+    step: int | None = 1000,
+    spacing: float | None = None,
+    scale: float = 1.0,
 ) -> Situation:
     return Situation(Hyperparameters(rate, 0.9, 0.999, 1e-8), step, spacing, scale)
 
@@ -98,7 +124,10 @@ def test_moments_are_reused_as_a_pair_or_not_at_all() -> None:
 def test_small_leaves_and_vectors_stay_exact() -> None:
     for shape in ((4096 * 4,), (8, 8)):
         specs = {path: LeafSpec.of(path, shape, spec.dtype) for path, spec in SPECS.items()}
-        assert decide(Policy.model_exact(moments="dropped"), STABLE, PARAMETER, specs, situation()) == {}
+        assert (
+            decide(Policy.model_exact(moments="dropped"), STABLE, PARAMETER, specs, situation())
+            == {}
+        )
 
 
 def test_without_a_learning_rate_a_master_stays_exact() -> None:

@@ -1,4 +1,6 @@
-"""The planner: its formulas are the published ones, its predictions are met, and it says when deltas will not pay."""
+"""The planner: its formulas are the published ones, its predictions are met, and it says when
+deltas will not pay.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def dense(share: float = 0.6, size: int = 10**10) -> Rates:
     return Rates(10.0, (LeafRate(size, 4, 1.0, size * share, size * 0.9),), 1e5)
 
 
-# --- the interval -----------------------------------------------------------------------------------------------------------
+# --- the interval ---------------------------------------------------------------------------------
 
 
 def least(waste: Callable[[float], float], low: float, high: float) -> float:
@@ -68,7 +70,10 @@ def test_dalys_interval_is_where_the_waste_is_least(cost: float, mtbf: float) ->
     best = least(lambda t: planner.waste(t, cost, mtbf), 1e-3, 3 * mtbf)
     found = planner.daly_interval(cost, mtbf)
     assert found == pytest.approx(best, rel=0.002 if cost < mtbf / 50 else 0.03)
-    assert planner.waste(found, cost, mtbf) <= planner.waste(planner.young_interval(cost, mtbf), cost, mtbf) + 1e-9
+    assert (
+        planner.waste(found, cost, mtbf)
+        <= planner.waste(planner.young_interval(cost, mtbf), cost, mtbf) + 1e-9
+    )
 
 
 def test_where_a_checkpoint_costs_more_than_two_failures_apart_the_interval_is_the_mtbf() -> None:
@@ -93,11 +98,17 @@ def test_waste_is_that_of_a_simulated_run() -> None:
                 seconds += failure
                 failure = random.exponential(mtbf)
             seconds, failure = seconds + restart, failure - restart
-        seconds, done, failure = seconds + interval + cost, done + interval, failure - interval - cost
-    assert planner.waste(interval, cost, mtbf, restart) == pytest.approx(1 - done / seconds, rel=0.03)
+        seconds, done, failure = (
+            seconds + interval + cost,
+            done + interval,
+            failure - interval - cost,
+        )
+    assert planner.waste(interval, cost, mtbf, restart) == pytest.approx(
+        1 - done / seconds, rel=0.03
+    )
 
 
-# --- the chain --------------------------------------------------------------------------------------------------------------
+# --- the chain ------------------------------------------------------------------------------------
 
 
 @given(
@@ -106,17 +117,25 @@ def test_waste_is_that_of_a_simulated_run() -> None:
     st.integers(0, 100),
     st.integers(0, 90),
 )
-def test_the_depth_is_the_largest_that_every_limit_allows(reads: int | None, size: int | None, key: int, delta: int) -> None:
+def test_the_depth_is_the_largest_that_every_limit_allows(
+    reads: int | None, size: int | None, key: int, delta: int
+) -> None:
     def fits(depth: int) -> bool:
-        return (reads is None or 1 + depth <= reads) and (size is None or key + depth * delta <= size)
+        return (reads is None or 1 + depth <= reads) and (
+            size is None or key + depth * delta <= size
+        )
 
-    found = planner.depth_for(max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, most=64)
+    found = planner.depth_for(
+        max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, most=64
+    )
     assert fits(found)
     assert found == 64 or not fits(found + 1)
 
 
 def test_a_limit_that_a_keyframe_alone_exceeds_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match="takes 12 seconds without any delta, more than the 10 that"):
+    with pytest.raises(
+        ValueError, match="takes 12 seconds without any delta, more than the 10 that"
+    ):
         planner.depth_for(max_seconds=10.0, keyframe_seconds=12.0, delta_seconds=1.0)
     with pytest.raises(ValueError, match="takes 1 reads"):
         planner.depth_for(max_reads=0)
@@ -128,9 +147,10 @@ def test_the_mean_chain_is_that_of_the_staggered_limits(depth: int) -> None:
     assert planner.mean_chain(depth) == pytest.approx(real, rel=0.02)
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
-# Stored bytes an element at 1, 10 and 50 steps apart, as measured on our runs (docs/explanation/planning.md).
+# Stored bytes an element at 1, 10 and 50 steps apart, as measured on our runs
+# (docs/explanation/planning.md).
 MEASURED = [
     pytest.param(2, 0.004, (0.006, 0.029, 0.068), id="bf16 weights, lr 1e-6"),
     pytest.param(2, 0.042, (0.046, 0.206, 0.388), id="bf16 weights, lr 2e-5"),
@@ -145,15 +165,22 @@ def test_the_laws_of_growth_meet_what_was_measured_within_a_quarter(
     width: int, density: float, measured: tuple[float, float, float]
 ) -> None:
     count = 1000
-    rates = Rates(1.0, (LeafRate(count * width, width, density, measured[0] * count, width * count),), 0.0)
+    rates = Rates(
+        1.0, (LeafRate(count * width, width, density, measured[0] * count, width * count),), 0.0
+    )
     for steps, expected in zip((10, 50), measured[1:], strict=True):
         found = planner.delta_bytes(planner.at_interval(rates, steps)) / count
         assert expected / 1.25 < found < expected * 1.25
 
 
 @pytest.mark.parametrize("rates", [sparse(), sparse(0.4), dense()], ids=["sparse", "half", "dense"])
-def test_a_longer_interval_never_makes_a_delta_smaller_nor_larger_than_a_whole_leaf(rates: Rates) -> None:
-    sizes = [planner.delta_bytes(planner.at_interval(rates, steps)) for steps in (1, 2, 5, 10, 100, 10_000, 10**7)]
+def test_a_longer_interval_never_makes_a_delta_smaller_nor_larger_than_a_whole_leaf(
+    rates: Rates,
+) -> None:
+    sizes = [
+        planner.delta_bytes(planner.at_interval(rates, steps))
+        for steps in (1, 2, 5, 10, 100, 10_000, 10**7)
+    ]
     assert sizes == sorted(sizes)
     assert 0.9 * planner.keyframe_bytes(rates) < sizes[-1] <= planner.keyframe_bytes(rates)
     assert planner.at_interval(rates, 10) == rates
@@ -171,8 +198,12 @@ def test_the_bits_of_a_code_are_the_entropy_of_simulated_codes(spread: float) ->
 
 
 def test_a_mean_checkpoint_has_its_share_of_a_keyframe() -> None:
-    rates = Rates(1.0, (LeafRate(1000, 4, 1.0, 100.0, 900.0), LeafRate(5000, 4, 0.0, 0.0, 5000.0)), 7.0)
-    assert planner.mean_bytes(rates, 0) == 900 + 7, "every save writes what moves whole, and what never moves never again"
+    rates = Rates(
+        1.0, (LeafRate(1000, 4, 1.0, 100.0, 900.0), LeafRate(5000, 4, 0.0, 0.0, 5000.0)), 7.0
+    )
+    assert planner.mean_bytes(rates, 0) == 900 + 7, (
+        "every save writes what moves whole, and what never moves never again"
+    )
     assert planner.mean_bytes(rates, 1) == (900 + 100) / 2 + 7
     assert planner.mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
 
@@ -218,7 +249,7 @@ def test_a_plan_under_the_recommended_contracts_takes_fewer_bytes_leaf_by_leaf()
     assert master.delta_bytes == 200_000
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def test_sparse_changes_on_a_slow_disk_pay() -> None:
@@ -248,13 +279,18 @@ def test_a_fast_storage_leaves_only_the_bytes_to_save() -> None:
 def test_an_interval_after_which_everything_has_changed_is_told() -> None:
     plan = planner.plan(dense(), DISK, DAY, interval_steps=10**6)
     assert not plan.saves_bytes
-    assert any("1e+06 steps are so long that nearly everything has changed" in reason for reason in plan.reasons)
+    assert any(
+        "1e+06 steps are so long that nearly everything has changed" in reason
+        for reason in plan.reasons
+    )
     assert any("extrapolation" in reason for reason in plan.reasons)
 
 
 def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
     free, tight = (
-        planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_ratio=None, max_restore_seconds=most)
+        planner.plan(
+            dense(), DISK, DAY, interval_steps=10, max_restore_ratio=None, max_restore_seconds=most
+        )
         for most in (None, 40.0)
     )
     assert tight.max_chain_depth < free.max_chain_depth == 32
@@ -269,11 +305,15 @@ def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
 
 def test_where_everything_changes_a_restore_decodes_no_more_than_the_ratio_says() -> None:
     plans = {
-        ratio: planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0] for ratio in (None, 3, 1)
+        ratio: planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0]
+        for ratio in (None, 3, 1)
     }
     assert plans[None].restore_seconds > 5 * plans[3].restore_seconds > 5 * plans[1].restore_seconds
     assert plans[None].bytes < plans[3].bytes < plans[1].bytes
-    few = [planner.plan(sparse(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0] for ratio in (None, 6)]
+    few = [
+        planner.plan(sparse(), DISK, DAY, interval_steps=10, max_restore_ratio=ratio).ways[0]
+        for ratio in (None, 6)
+    ]
     assert few[0] == few[1], "32 deltas in which few words change hold less than that"
 
 
@@ -285,10 +325,17 @@ def test_saves_that_are_slower_than_their_interval_are_spread_or_charged() -> No
     assert hurried.blocking_seconds > 500
 
 
-@given(st.floats(0.001, 1.0), st.floats(1.0, 8.0), st.sampled_from([sparse(), sparse(0.3), dense()]))
-def test_more_speed_never_costs_and_more_failures_never_lengthen_the_interval(write: float, times: float, rates: Rates) -> None:
+@given(
+    st.floats(0.001, 1.0), st.floats(1.0, 8.0), st.sampled_from([sparse(), sparse(0.3), dense()])
+)
+def test_more_speed_never_costs_and_more_failures_never_lengthen_the_interval(
+    write: float, times: float, rates: Rates
+) -> None:
     machine = replace(DISK, write=write * GB)
-    slow, fast = (planner.plan(rates, m, DAY, interval_steps=50) for m in (machine, replace(machine, write=write * times * GB)))
+    slow, fast = (
+        planner.plan(rates, m, DAY, interval_steps=50)
+        for m in (machine, replace(machine, write=write * times * GB))
+    )
     assert fast.ways[0].durable_seconds <= slow.ways[0].durable_seconds
     assert fast.ways[0].waste <= slow.ways[0].waste + 1e-12
     rare = planner.plan(rates, machine, replace(DAY, mtbf_seconds=DAY.mtbf_seconds * times))
@@ -299,7 +346,10 @@ def test_more_speed_never_costs_and_more_failures_never_lengthen_the_interval(wr
 
 @given(st.integers(0, 63))
 def test_a_longer_chain_stores_less_and_restores_later(depth: int) -> None:
-    a, b = (planner.plan(sparse(), DISK, DAY, interval_steps=10, max_chain_depth=d) for d in (depth, depth + 1))
+    a, b = (
+        planner.plan(sparse(), DISK, DAY, interval_steps=10, max_chain_depth=d)
+        for d in (depth, depth + 1)
+    )
     assert b.ways[0].bytes <= a.ways[0].bytes
     assert b.ways[0].restore_seconds > a.ways[0].restore_seconds
     assert a.delta_bytes <= a.ways[0].bytes <= a.keyframe_bytes
@@ -311,11 +361,13 @@ def test_a_speed_that_is_none_is_refused(wrong: dict[str, float]) -> None:
         Machine(**{**dataclasses.asdict(DISK), **wrong})
 
 
-# --- real roots -------------------------------------------------------------------------------------------------------------
+# --- real roots -----------------------------------------------------------------------------------
 
 
 def train(root: Path, every: int, steps: int = 37) -> None:
-    """A small fine-tuning with AdamW, float32 masters and bfloat16 weights; the same whatever ``every`` is."""
+    """A small fine-tuning with AdamW, float32 masters and bfloat16 weights; the same whatever
+    ``every`` is.
+    """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(3)]
     model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh(), layers[2])
@@ -327,8 +379,17 @@ def train(root: Path, every: int, steps: int = 37) -> None:
             loss.backward()
             optimizer.step()
             if step % every == 0:
-                half = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
-                engine.save(step, {"model": half, "master": model.state_dict(), "optimizer": optimizer.state_dict()}).wait()
+                half = {
+                    name: value.to(torch.bfloat16) for name, value in model.state_dict().items()
+                }
+                engine.save(
+                    step,
+                    {
+                        "model": half,
+                        "master": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                    },
+                ).wait()
 
 
 @pytest.fixture(scope="module")
@@ -350,15 +411,22 @@ def test_what_a_root_stores_is_predicted_from_it_within_a_twentieth(roots: dict[
     assert planner.delta_bytes(rates) == pytest.approx(stored(roots[3]), rel=0.05)
 
 
-def test_what_a_root_stores_at_four_times_the_interval_is_predicted_within_a_quarter(roots: dict[int, Path]) -> None:
+def test_what_a_root_stores_at_four_times_the_interval_is_predicted_within_a_quarter(
+    roots: dict[int, Path],
+) -> None:
     rates = planner.at_interval(_rates(collect(roots[3])), 12)
     assert planner.delta_bytes(rates) == pytest.approx(stored(roots[12]), rel=0.25)
 
 
-SPEEDS = [f"--{name}-bytes-per-second={10**9}" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+SPEEDS = [
+    f"--{name}-bytes-per-second={10**9}"
+    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
+]
 
 
-def test_the_command_plans_from_a_root(roots: dict[int, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_from_a_root(
+    roots: dict[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(roots[3]), *SPEEDS, "--step-seconds", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("deltas ")
@@ -366,9 +434,23 @@ def test_the_command_plans_from_a_root(roots: dict[int, Path], capsys: pytest.Ca
     assert "whole, training waits" in shown
 
 
-def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made(leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves"))).write(tmp_path / "p.json")
-    line = ["plan", "--profile", str(tmp_path / "p.json"), *SPEEDS, "--step-seconds", "1", "--interval-steps", "10", "--json"]
+def test_the_command_plans_from_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves"))).write(
+        tmp_path / "p.json"
+    )
+    line = [
+        "plan",
+        "--profile",
+        str(tmp_path / "p.json"),
+        *SPEEDS,
+        "--step-seconds",
+        "1",
+        "--interval-steps",
+        "10",
+        "--json",
+    ]
     found = []
     for policy in ("exact", "model_exact"):
         assert main([*line, "--policy", policy, "--state-bytes", "1000000000"]) == 0
@@ -381,7 +463,10 @@ def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (["--step-seconds", "1"], "measure it with --probe FOLDER, or give --disk-write-bytes-per-second, --disk-read"),
+        (
+            ["--step-seconds", "1"],
+            "measure it with --probe FOLDER, or give --disk-write-bytes-per-second, --disk-read",
+        ),
         ([*SPEEDS, "--policy", "model_exact"], "--policy needs a --profile"),
         ([*SPEEDS, "--policy", "lossy"], "exact or model_exact"),
         ([*SPEEDS[1:], "--disk-write-bytes-per-second=0"], "write: a speed must be more than 0"),
@@ -391,7 +476,11 @@ def test_the_command_plans_from_a_profile(tmp_path: Path, capsys: pytest.Capture
     ids=["no speed", "policy of a root", "policy", "speed of nothing", "failures", "steps"],
 )
 def test_misuse_of_plan_names_the_way_out(
-    line: list[str], said: str, roots: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: list[str],
+    said: str,
+    roots: dict[int, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
     words = [str(tmp_path / "p.json") if word == "PROFILE" else word for word in line]
@@ -399,14 +488,18 @@ def test_misuse_of_plan_names_the_way_out(
     assert said in capsys.readouterr().err
 
 
-def test_a_root_of_one_step_cannot_be_planned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_root_of_one_step_cannot_be_planned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Engine(tmp_path / "root") as engine:
         engine.save(0, {"a": torch.ones(3)}).wait()
     assert main(["plan", str(tmp_path / "root"), *SPEEDS, "--step-seconds", "1"]) == 3
     assert "fewer than two steps" in capsys.readouterr().err
 
 
-def test_a_probe_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_measures_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "FILE_BYTES", 1 << 20)
     monkeypatch.setattr(probe, "STATE_BYTES", 1 << 20)
     found = probe.measure(tmp_path)
@@ -415,20 +508,30 @@ def test_a_probe_measures_and_leaves_nothing_behind(tmp_path: Path, monkeypatch:
 
 
 def test_planning_needs_no_library_of_the_report() -> None:
-    code = "import sys; sys.modules['matplotlib'] = None; import deltacheck.cli.plan, deltacheck.cli.report, deltacheck.report.data"
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; import deltacheck.cli.plan,"
+        " deltacheck.cli.report, deltacheck.report.data"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(tmp_path: Path) -> None:
+def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(
+    tmp_path: Path,
+) -> None:
     run = AdamRun((96, 96), 3)
     run.advance(100)
     stored = []
-    with Engine(tmp_path, policy=Policy.model_exact(moments="dropped", max_chain_depth=100, max_restore_ratio=None)) as engine:
+    with Engine(
+        tmp_path,
+        policy=Policy.model_exact(moments="dropped", max_chain_depth=100, max_restore_ratio=None),
+    ) as engine:
         for _ in range(14):
             run.advance(10)
             stored.append(engine.save(run.step, run.state()).result())
     rates = _rates(collect(tmp_path))
     assert rates.state_bytes == stored[-1].raw_bytes
     delta = sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
-    assert delta == pytest.approx(statistics.fmean(report.stored_bytes for report in stored[-4:]), rel=0.2)
+    assert delta == pytest.approx(
+        statistics.fmean(report.stored_bytes for report in stored[-4:]), rel=0.2
+    )
     assert delta < stored[2].stored_bytes / 2

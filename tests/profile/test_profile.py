@@ -1,4 +1,6 @@
-"""The profile of a run: told from recorded series of real training, and from small states where the answer is known."""
+"""The profile of a run: told from recorded series of real training, and from small states where the
+answer is known.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def second_moments(found: Profile) -> dict[str, Any]:
 
 
 def start_by_drift_alone(found: History, path: str, after: int = 0) -> int:
-    """The definition of the stable start, told once more: third look in a row at which every element's drift has a median of at most .1."""
+    """The definition of the stable start, told once more: third look in a row at which every
+    element's drift has a median of at most .1.
+    """
     good = 0
     for observed in found.observed:
         if observed.step > after and path in observed.leaves:
@@ -56,7 +60,7 @@ def start_by_drift_alone(found: History, path: str, after: int = 0) -> int:
     raise AssertionError(f"{path} was never stable")
 
 
-# --- recorded series ----------------------------------------------------------------------------------------------------------
+# --- recorded series ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "slow-warmup", "jump", "shift", "restart"])
@@ -70,7 +74,11 @@ def test_the_sample_finds_the_stable_start_of_the_whole_series(name: str) -> Non
 def test_the_stable_start_of_a_plain_run_is_where_its_drift_settles() -> None:
     """The formula says step 92: .72 * 10 / t = .1 at t = 72, and two looks more."""
     whole, found = history("plain", "full"), profile("plain")
-    starts = {path: leaf.stable_from for path, leaf in second_moments(found).items() if leaf.stable_from is not None}
+    starts = {
+        path: leaf.stable_from
+        for path, leaf in second_moments(found).items()
+        if leaf.stable_from is not None
+    }
     assert len(starts) == 8  # the matrices; not the embedding, not the norms
     for path, start in starts.items():
         assert start == pytest.approx(start_by_drift_alone(whole, path), rel=0.2)
@@ -81,18 +89,25 @@ def test_the_stable_start_of_a_plain_run_is_where_its_drift_settles() -> None:
 
 
 def test_no_start_before_the_end_of_the_warmup() -> None:
-    assert start_by_drift_alone(history("slow-warmup", "full"), "optimizer/state/11/exp_avg_sq") < 100
+    assert (
+        start_by_drift_alone(history("slow-warmup", "full"), "optimizer/state/11/exp_avg_sq") < 100
+    )
     for leaf in second_moments(profile("slow-warmup")).values():
         assert leaf.stable_from is None or leaf.stable_from > 0.9 * 150
 
 
-@pytest.mark.parametrize(("name", "event"), [("jump", "learning-rate"), ("shift", "loss"), ("restart", "resume")])
+@pytest.mark.parametrize(
+    ("name", "event"), [("jump", "learning-rate"), ("shift", "loss"), ("restart", "resume")]
+)
 def test_what_happens_to_a_run_ends_its_stage_and_begins_another(name: str, event: str) -> None:
     found = profile(name)
     at = next(e.step for e in found.events if e.what == event)
     assert CHANGE - 25 < at <= CHANGE + 10
     assert found.stable_start is not None
-    assert all(leaf.stable_from is None or leaf.stable_from >= at + 25 for leaf in second_moments(found).values())
+    assert all(
+        leaf.stable_from is None or leaf.stable_from >= at + 25
+        for leaf in second_moments(found).values()
+    )
     # Until the event it was stable, as in the run to which nothing happened.
     before = msgspec.structs.replace(
         history(name),
@@ -103,17 +118,22 @@ def test_what_happens_to_a_run_ends_its_stage_and_begins_another(name: str, even
 
 
 def test_a_memory_too_short_for_any_reuse_is_never_stable_however_little_v_drifts() -> None:
-    """Law 7: what is permitted follows from beta2. Steady gradients hardly move v while they last."""
+    """Law 7: what is permitted follows from beta2. Steady gradients hardly move v while they
+    last.
+    """
     steady = history("plain")
     leaves = {
-        path: msgspec.structs.replace(facts, rule=facts.rule and AdamRule(0.9, 0.95)) for path, facts in steady.leaves.items()
+        path: msgspec.structs.replace(facts, rule=facts.rule and AdamRule(0.9, 0.95))
+        for path, facts in steady.leaves.items()
     }
     assert analyse(msgspec.structs.replace(steady, leaves=leaves)).stable_start is None
 
 
 def test_confidence_grows_with_the_windows_that_confirm_it() -> None:
     whole = history("plain")
-    part = msgspec.structs.replace(whole, observed=tuple(o for o in whole.observed if o.step <= 121))
+    part = msgspec.structs.replace(
+        whole, observed=tuple(o for o in whole.observed if o.step <= 121)
+    )
     assert 0 < analyse(part).confidence < 0.7 < analyse(whole).confidence < 1
 
 
@@ -127,7 +147,9 @@ def test_a_short_memory_is_never_stable() -> None:
 @pytest.mark.parametrize("name", ["plain", "slow-warmup", "jump"])
 def test_loss_and_gradients_of_real_training_raise_no_alarm(name: str) -> None:
     detector, found = Detector(), []
-    for step, (loss, norm) in enumerate(zip(recorded(name)["loss"], recorded(name)["gradient_norm"], strict=True)):
+    for step, (loss, norm) in enumerate(
+        zip(recorded(name)["loss"], recorded(name)["gradient_norm"], strict=True)
+    ):
         detector, events = detector.advance(Observation(step, loss, norm))
         found += events
     assert found == []
@@ -158,9 +180,15 @@ def test_a_recommendation_says_how_long_a_moment_may_be_reused() -> None:
 
 
 def test_sizes_are_of_the_order_that_was_measured() -> None:
-    """fp32 master 1.3 to 2.4, exp_avg about 3.4, exp_avg_sq 1.6 to 2.9 of 4 bytes, bf16 weights nothing: they are their masters, cast."""
+    """fp32 master 1.3 to 2.4, exp_avg about 3.4, exp_avg_sq 1.6 to 2.9 of 4 bytes, bf16 weights
+    nothing: they are their masters, cast.
+    """
     sizes = {
-        role: [leaf.exact_bytes for leaf in profile("plain").leaves.values() if leaf.role == role and len(leaf.shape) == 2]
+        role: [
+            leaf.exact_bytes
+            for leaf in profile("plain").leaves.values()
+            if leaf.role == role and len(leaf.shape) == 2
+        ]
         for role in ("master", "first_moment", "second_moment", "weight")
     }
     for role, (low, high) in {
@@ -170,7 +198,11 @@ def test_sizes_are_of_the_order_that_was_measured() -> None:
         "weight": (0, 0),
     }.items():
         assert all(low <= size <= high for size in sizes[role]), (role, sizes[role])
-    matrices = [leaf for leaf in profile("plain").leaves.values() if leaf.role == "weight" and len(leaf.shape) == 2]
+    matrices = [
+        leaf
+        for leaf in profile("plain").leaves.values()
+        if leaf.role == "weight" and len(leaf.shape) == 2
+    ]
     assert {leaf.how for leaf in matrices} == {"cast"}
 
 
@@ -179,7 +211,10 @@ def test_an_optimizer_that_breaks_adams_law_is_not_trusted() -> None:
     path = "optimizer/state/11/exp_avg_sq"
 
     def breaking(observed: Observed) -> Observed:
-        leaves = {p: msgspec.structs.replace(m, violations=1) if p == path else m for p, m in observed.leaves.items()}
+        leaves = {
+            p: msgspec.structs.replace(m, violations=1) if p == path else m
+            for p, m in observed.leaves.items()
+        }
         return msgspec.structs.replace(observed, leaves=leaves)
 
     found = analyse(msgspec.structs.replace(broken, observed=tuple(map(breaking, broken.observed))))
@@ -192,19 +227,30 @@ def test_rows_that_are_seen_for_the_first_time_end_a_stage() -> None:
     late = found.observed[-1]
     for change in ({"fresh": 0.1}, {"touched": 0.5}, {"drift": 0.16}):
         measured: Measured = msgspec.structs.replace(late.leaves[path], **change)
-        observed = (*found.observed[:-1], msgspec.structs.replace(late, leaves={**late.leaves, path: measured}))
-        assert analyse(msgspec.structs.replace(found, observed=observed)).leaves[path].stable_from is None
+        observed = (
+            *found.observed[:-1],
+            msgspec.structs.replace(late, leaves={**late.leaves, path: measured}),
+        )
+        assert (
+            analyse(msgspec.structs.replace(found, observed=observed)).leaves[path].stable_from
+            is None
+        )
 
 
-# --- the profiler -------------------------------------------------------------------------------------------------------------
+# --- the profiler ---------------------------------------------------------------------------------
 
 
 class Adam:
-    """A real Adam on two matrices of random gradients, as a tree of NumPy arrays in optax's form."""
+    """A real Adam on two matrices of random gradients, as a tree of NumPy arrays in optax's
+    form.
+    """
 
     def __init__(self, rows: int = 40, extra: dict[str, Any] | None = None) -> None:
         self.random = np.random.default_rng(0)
-        self.master = {"a": self.random.standard_normal((rows, 100)).astype(np.float32), "b": np.ones(7, np.float32)}
+        self.master = {
+            "a": self.random.standard_normal((rows, 100)).astype(np.float32),
+            "b": np.ones(7, np.float32),
+        }
         self.mu, self.nu = ({k: np.zeros_like(v) for k, v in self.master.items()} for _ in range(2))
         self.frozen = self.random.standard_normal((rows, 100)).astype(ml_dtypes.bfloat16)
         self.step, self.extra = 0, extra or {}
@@ -215,7 +261,11 @@ class Adam:
             g = self.random.standard_normal(master.shape).astype(np.float32) * np.float32(1e-3)
             self.mu[name] = np.float32(0.9) * self.mu[name] + np.float32(0.1) * g
             self.nu[name] = np.float32(0.999) * self.nu[name] + np.float32(0.001) * g * g
-            u = self.mu[name] / (1 - 0.9**self.step) / (np.sqrt(self.nu[name] / (1 - 0.999**self.step)) + 1e-8)
+            u = (
+                self.mu[name]
+                / (1 - 0.9**self.step)
+                / (np.sqrt(self.nu[name] / (1 - 0.999**self.step)) + 1e-8)
+            )
             self.master[name] = master - np.float32(1e-5) * u.astype(np.float32)
 
     def state(self) -> dict[str, Any]:
@@ -248,7 +298,9 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
     assert kinds["opt_state/inner/mu/a"] == ("first_moment", "active")
     assert kinds["opt_state/inner/nu/a"] == ("second_moment", "stable-changing")
     assert kinds["opt_state/inner/count"][0] == "count"
-    assert {(leaf.derived_from, leaf.how) for leaf in found.leaves.values() if leaf.kind == "derived"} == {
+    assert {
+        (leaf.derived_from, leaf.how) for leaf in found.leaves.values() if leaf.kind == "derived"
+    } == {
         ("master/a", "cast"),
         ("master/b", "cast"),  # ones, that such steps do not move
         ("params/a", "same"),
@@ -262,7 +314,9 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
 
 
 def test_a_master_is_bounded_though_its_weight_never_changed_where_the_sample_looked() -> None:
-    """At the rates of reinforcement learning a sample of 64 elements may see no bf16 weight move in all of a profile."""
+    """At the rates of reinforcement learning a sample of 64 elements may see no bf16 weight move in
+    all of a profile.
+    """
     adam = Adam()
     middles = adam.random.uniform(0.5, 1.0, (40, 100)).astype(ml_dtypes.bfloat16)
     adam.master["a"] = middles.astype(np.float32)  # 100 steps from the ends of their cells
@@ -279,7 +333,9 @@ def test_a_frozen_leaf_is_never_called_stable() -> None:
 
 
 def test_an_unknown_optimizer_leaves_everything_exact() -> None:
-    adam = Adam(extra={"momentum": {"a": np.zeros((40, 100), np.float32), "b": np.zeros(7, np.float32)}})
+    adam = Adam(
+        extra={"momentum": {"a": np.zeros((40, 100), np.float32), "b": np.zeros(7, np.float32)}}
+    )
     found = run(adam, 121).profile()
     assert (found.optimizer, found.stable_start, found.confidence) == (None, None, 0.0)
     assert {leaf.recommended for leaf in found.leaves.values()} == {Exact()}
@@ -314,9 +370,14 @@ def test_a_master_that_is_as_wide_as_its_weight_proves_it_too() -> None:
     masters = [random.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
 
     def state() -> dict[str, Any]:
-        moments = {i: {"master": m, "exp_avg": 0 * m, "exp_avg_sq": 0 * m} for i, m in enumerate(masters)}
+        moments = {
+            i: {"master": m, "exp_avg": 0 * m, "exp_avg_sq": 0 * m} for i, m in enumerate(masters)
+        }
         groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1]}]
-        weights = {"x": masters[1].copy(), "y": masters[0].copy()}  # not in the order of the optimizer
+        weights = {
+            "x": masters[1].copy(),
+            "y": masters[0].copy(),
+        }  # not in the order of the optimizer
         return {"model": weights, "optimizer": {"state": moments, "param_groups": groups}}
 
     profiler = Profiler(interval_steps=1)
@@ -329,7 +390,11 @@ def test_a_master_that_is_as_wide_as_its_weight_proves_it_too() -> None:
         "model/x": "weight",
         "model/y": "weight",
     }
-    assert {(path, leaf.derived_from, leaf.how) for path, leaf in leaves.items() if leaf.kind == "derived"} == {
+    assert {
+        (path, leaf.derived_from, leaf.how)
+        for path, leaf in leaves.items()
+        if leaf.kind == "derived"
+    } == {
         ("optimizer/state/1/master", "model/x", "same"),
         ("optimizer/state/0/master", "model/y", "same"),
     }
@@ -355,14 +420,18 @@ def test_a_resume_forgets_the_steps_that_are_done_again() -> None:
 
 
 def test_an_exact_code_takes_what_its_entropy_says() -> None:
-    """Changed elements alone: where they are, and two bytes of each; noise: all its bytes, though a small sample repeats none of them."""
+    """Changed elements alone: where they are, and two bytes of each; noise: all its bytes, though a
+    small sample repeats none of them.
+    """
     random = np.random.default_rng(0)
     tree = {"noise": np.float32(0), "sparse": random.integers(0, 1 << 16, (64, 64), np.uint16)}
     profiler = Profiler(interval_steps=1)
     for step in range(2):
         tree["noise"] = random.integers(0, 1 << 32, (64, 16), np.uint32)
         moved = tree["sparse"].copy()
-        moved.reshape(-1)[random.choice(4096, 204, replace=False)] += random.integers(1, 1 << 16, 204, np.uint16)
+        moved.reshape(-1)[random.choice(4096, 204, replace=False)] += random.integers(
+            1, 1 << 16, 204, np.uint16
+        )
         tree["sparse"] = moved
         profiler.observe(step, tree)
     leaves = profiler.profile().leaves
@@ -374,11 +443,18 @@ def test_an_exact_code_takes_what_its_entropy_says() -> None:
 
 
 def test_an_embedding_is_a_class_of_its_own() -> None:
-    """Beside much larger matrices it would get a block or two, and its rows are touched at very different rates."""
+    """Beside much larger matrices it would get a block or two, and its rows are touched at very
+    different rates.
+    """
     profiler = Profiler()
-    profiler.observe(0, {"embed": np.zeros((100, 64), np.float32), "other": np.zeros((4000, 100), np.float32)})
+    profiler.observe(
+        0, {"embed": np.zeros((100, 64), np.float32), "other": np.zeros((4000, 100), np.float32)}
+    )
     assert profiler._plan is not None
-    assert {path: len(starts) for path, starts in profiler._plan.starts.items()} == {"embed": 64, "other": 64}
+    assert {path: len(starts) for path, starts in profiler._plan.starts.items()} == {
+        "embed": 64,
+        "other": 64,
+    }
 
 
 def test_samples_of_a_wide_state_are_few() -> None:
@@ -392,11 +468,14 @@ def test_samples_of_a_wide_state_are_few() -> None:
 
 
 def test_importing_the_profiler_imports_no_framework() -> None:
-    code = "import deltacheck, sys; deltacheck.Profiler().observe(0, {}); assert not {'torch', 'jax'} & set(sys.modules)"
+    code = (
+        "import deltacheck, sys; deltacheck.Profiler().observe(0, {}); assert not {'torch', 'jax'}"
+        " & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- frameworks ---------------------------------------------------------------------------------------------------------------
+# --- frameworks -----------------------------------------------------------------------------------
 
 
 def test_torch_and_numpy_give_the_same_profile() -> None:
@@ -421,7 +500,9 @@ def test_torch_and_numpy_give_the_same_profile() -> None:
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_jax_and_numpy_give_the_same_profile(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_and_numpy_give_the_same_profile(
+    on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``on_host=False``: as arrays on a device are read, by a gather for each of its shards."""
     jax = pytest.importorskip("jax")
     from deltacheck.backends.orbax.state import sampling as adapter

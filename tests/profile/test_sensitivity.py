@@ -1,4 +1,6 @@
-"""Sensitivity: candidates are judged by what training on from them does, element by element, and never by the mean loss alone."""
+"""Sensitivity: candidates are judged by what training on from them does, element by element, and
+never by the mean loss alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import pytest
 
 from deltacheck.policy import adam
 from deltacheck.profile.record import AdamRule
-from deltacheck.profile.sensitivity import Outcome, Verdict, changed, lost_steps, measure, rolled_back, rounded
+from deltacheck.profile.sensitivity import (
+    Outcome,
+    Verdict,
+    changed,
+    lost_steps,
+    measure,
+    rolled_back,
+    rounded,
+)
 
 RATE, STEPS, ROWS, WIDTH = 1e-3, 12, 40, 8
 RULE = AdamRule(0.9, 0.999)
@@ -22,7 +32,9 @@ State = dict[str, Any]
 
 
 class Embeddings:
-    """A table that learns noisy targets row by row under Adam, which also moves the rows that a batch does not touch."""
+    """A table that learns noisy targets row by row under Adam, which also moves the rows that a
+    batch does not touch.
+    """
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -37,7 +49,11 @@ class Embeddings:
         seed, rows = batch
         table, (m, v) = self.state["table"], self.state["adam"]
         error = np.zeros_like(table)
-        error[rows] = table[rows] - self.targets[rows] + np.random.default_rng(seed).normal(size=(len(rows), WIDTH))
+        error[rows] = (
+            table[rows]
+            - self.targets[rows]
+            + np.random.default_rng(seed).normal(size=(len(rows), WIDTH))
+        )
         m += np.float32(0.1) * (error - m)
         v += np.float32(0.001) * (error**2 - v)
         self.state["step"] += 1
@@ -47,7 +63,10 @@ class Embeddings:
 
 
 def batches(count: int, first_seed: int) -> list[tuple[int, list[int]]]:
-    return [(seed, sorted({seed * 7 % 30, seed * 11 % 30, seed * 13 % 30})) for seed in range(first_seed, first_seed + count)]
+    return [
+        (seed, sorted({seed * 7 % 30, seed * 11 % 30, seed * 13 % 30}))
+        for seed in range(first_seed, first_seed + count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +109,9 @@ def is_second(path: str) -> bool:
     return path == "adam/1"
 
 
-def test_a_stale_second_moment_that_destroys_rows_under_a_flat_loss_is_rejected(states: tuple[State, State]) -> None:
+def test_a_stale_second_moment_that_destroys_rows_under_a_flat_loss_is_rejected(
+    states: tuple[State, State],
+) -> None:
     live, older = states
     verdict = verdicts(live, stale=rolled_back(live, older, is_second))["stale"]
     assert verdict.loss_change <= verdict.noise_sd  # this alone would let it pass
@@ -101,21 +122,34 @@ def test_a_stale_second_moment_that_destroys_rows_under_a_flat_loss_is_rejected(
     assert any("too small for their first one" in reason for reason in verdict.reasons)
 
 
-def test_the_same_second_moment_is_accepted_once_it_is_repaired_by_the_law(states: tuple[State, State]) -> None:
+def test_the_same_second_moment_is_accepted_once_it_is_repaired_by_the_law(
+    states: tuple[State, State],
+) -> None:
     live, older = states
-    stale = rolled_back(live, older, is_second, adam.bias_rescale(live["step"], older["step"], RULE.beta2))
+    stale = rolled_back(
+        live, older, is_second, adam.bias_rescale(live["step"], older["step"], RULE.beta2)
+    )
     limit = adam.moment_limit(RULE.beta1, RULE.beta2)
-    repaired = stale | {"adam": [stale["adam"][0], adam.repair(stale["adam"][1], stale["adam"][0], limit)]}
+    repaired = stale | {
+        "adam": [stale["adam"][0], adam.repair(stale["adam"][1], stale["adam"][0], limit)]
+    }
     verdict = verdicts(live, repaired=repaired)["repaired"]
     assert verdict.law_violations == 0
     assert verdict.element_change < 50
-    assert not any("second moment" in reason or "learning rates away" in reason for reason in verdict.reasons)
+    assert not any(
+        "second moment" in reason or "learning rates away" in reason for reason in verdict.reasons
+    )
 
 
 def test_the_exact_state_itself_is_accepted_and_loses_nothing(states: tuple[State, State]) -> None:
     verdict = verdicts(states[0], same=copy.deepcopy(states[0]))["same"]
     assert verdict.accepted
-    assert (verdict.loss_change, verdict.distance, verdict.element_change, verdict.law_violations) == (0, 0, 0, 0)
+    assert (
+        verdict.loss_change,
+        verdict.distance,
+        verdict.element_change,
+        verdict.law_violations,
+    ) == (0, 0, 0, 0)
     assert verdict.lost_steps == pytest.approx(0)
     assert verdict.noise_sd > 0
 
@@ -129,7 +163,10 @@ def test_a_stale_weight_loses_about_as_many_steps_as_it_is_old(states: tuple[Sta
 
 def test_a_second_moment_within_half_an_octave_is_accepted(states: tuple[State, State]) -> None:
     live, _ = states
-    coarse = changed(live, lambda path, leaf: np.exp2(np.round(np.log2(leaf + 1e-38))) if is_second(path) else leaf)
+    coarse = changed(
+        live,
+        lambda path, leaf: np.exp2(np.round(np.log2(leaf + 1e-38))) if is_second(path) else leaf,
+    )
     verdict = verdicts(live, coarse=coarse)["coarse"]
     assert verdict.accepted, verdict.reasons
 
@@ -152,7 +189,9 @@ def test_a_result_that_is_not_a_number_is_rejected(states: tuple[State, State]) 
 
     live = states[0]
     zero = live | {"table": np.zeros_like(live["table"])}
-    (verdict,) = measure(broken, live, {"zero": zero}, lr=RATE, weights=weights, moments=moments, rule=None)
+    (verdict,) = measure(
+        broken, live, {"zero": zero}, lr=RATE, weights=weights, moments=moments, rule=None
+    )
     assert not verdict.accepted
     assert len(verdict.reasons) == 3
 
@@ -163,7 +202,9 @@ def test_held_out_losses_go_before_training_losses() -> None:
     assert replace(outcome, evaluation=5.0).loss == 5.0
 
 
-def test_candidates_leave_the_state_that_they_are_made_of_alone(states: tuple[State, State]) -> None:
+def test_candidates_leave_the_state_that_they_are_made_of_alone(
+    states: tuple[State, State],
+) -> None:
     live, older = states
     before = copy.deepcopy(live)
     coarse = rounded(live, lambda path: path == "table", 0.25)
@@ -181,7 +222,12 @@ def test_candidates_leave_the_state_that_they_are_made_of_alone(states: tuple[St
 
 def test_a_measurement_without_noise_or_rate_is_refused(states: tuple[State, State]) -> None:
     for wrong in ({"orders": 1}, {"lr": 0.0}):
-        options: dict[str, Any] = {"lr": RATE, "weights": weights, "moments": moments, "rule": RULE} | wrong
+        options: dict[str, Any] = {
+            "lr": RATE,
+            "weights": weights,
+            "moments": moments,
+            "rule": RULE,
+        } | wrong
         with pytest.raises(ValueError, match="not"):
             measure(run, states[0], {}, **options)
     with pytest.raises(ValueError, match="one side only"):

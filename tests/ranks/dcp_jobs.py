@@ -24,7 +24,9 @@ from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter
 
 def join(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
 
 
 def stored_bytes(root: str) -> int:
@@ -34,7 +36,11 @@ def stored_bytes(root: str) -> int:
 def digests(state: Any, prefix: str = "") -> dict[str, str]:
     """Of every leaf, whole: the same on any number of ranks."""
     if isinstance(state, dict):
-        return {name: one for key, value in state.items() for name, one in digests(value, f"{prefix}{key}.").items()}
+        return {
+            name: one
+            for key, value in state.items()
+            for name, one in digests(value, f"{prefix}{key}.").items()
+        }
     if not isinstance(state, torch.Tensor):
         return {prefix: repr(state)}
     whole = state.full_tensor() if isinstance(state, DTensor) else state
@@ -43,12 +49,16 @@ def digests(state: Any, prefix: str = "") -> dict[str, str]:
 
 
 def state(size: int) -> dict[str, Any]:
-    """Sharded evenly, unevenly and not at all, and what is no tensor; the same content on any number of ranks."""
+    """Sharded evenly, unevenly and not at all, and what is no tensor; the same content on any
+    number of ranks.
+    """
     mesh = init_device_mesh("cpu", (size,))
     made = torch.Generator().manual_seed(7)
     return {
         "rows": distribute_tensor(torch.randn(600, 500, generator=made), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.randn(9, 301, generator=made).bfloat16(), mesh, [Shard(1)]),
+        "columns": distribute_tensor(
+            torch.randn(9, 301, generator=made).bfloat16(), mesh, [Shard(1)]
+        ),
         "two rows": distribute_tensor(torch.randn(2, 5, generator=made), mesh, [Shard(0)]),
         "replica": distribute_tensor(torch.randn(50, 40, generator=made), mesh, [Replicate()]),
         "plain": torch.arange(5),
@@ -80,7 +90,9 @@ def save_two(rank: int, size: int, port: int, root: str) -> Any:
         change(mine, step)
         writer = DeltaStorageWriter(root)
         if step == 3:
-            future = dcp.async_save(mine, checkpoint_id=str(Path("run") / f"step-{step}"), storage_writer=writer)
+            future = dcp.async_save(
+                mine, checkpoint_id=str(Path("run") / f"step-{step}"), storage_writer=writer
+            )
             future.result()
         else:
             dcp.save(mine, checkpoint_id=step, storage_writer=writer)
@@ -128,7 +140,9 @@ class Stubborn(DefaultSavePlanner):
 
 
 def fail_between(rank: int, size: int, port: int, root: str) -> Any:
-    """Step 1, a step 2 that fails on rank 1, step 3: what 1 has, what step 2 has said on each rank, and whether 3 comes back."""
+    """Step 1, a step 2 that fails on rank 1, step 3: what 1 has, what step 2 has said on each rank,
+    and whether 3 comes back.
+    """
     join(rank, size, port)
     mine = state(size)
     change(mine, 1)
@@ -175,7 +189,9 @@ def kill_between(rank: int, size: int, port: int, root: str) -> Any:
 
 
 def go_on(rank: int, size: int, port: int, root: str) -> Any:
-    """What the newest step has, whether a step 2 that follows it comes back, and what that takes on disk."""
+    """What the newest step has, whether a step 2 that follows it comes back, and what that takes on
+    disk.
+    """
     join(rank, size, port)
     mine = blank(size)
     before = stored_bytes(root)
@@ -192,8 +208,12 @@ def go_on(rank: int, size: int, port: int, root: str) -> Any:
     return found, again, taken
 
 
-def fsdp(rank: int, size: int, port: int, root: str, source: str | None, first: int, last: int) -> Any:
-    """Train a model under FSDP2 and save every step, from step ``first`` of the root ``source``, if there is one. What it has at the end."""
+def fsdp(
+    rank: int, size: int, port: int, root: str, source: str | None, first: int, last: int
+) -> Any:
+    """Train a model under FSDP2 and save every step, from step ``first`` of the root ``source``, if
+    there is one. What it has at the end.
+    """
     join(rank, size, port)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(33, 70), nn.ReLU(), nn.Linear(70, 11))
@@ -220,20 +240,28 @@ def fsdp(rank: int, size: int, port: int, root: str, source: str | None, first: 
 
 
 def strided(rank: int, size: int, port: int, root: str, save: bool) -> Any:
-    """FSDP over tensor parallel, both along the first axis (``_StridedShard``), on 2 x 2 ranks; loaded on others as plain shards."""
+    """FSDP over tensor parallel, both along the first axis (``_StridedShard``), on 2 x 2 ranks;
+    loaded on others as plain shards.
+    """
     join(rank, size, port)
     torch.manual_seed(5)
     model = nn.Linear(12, 22, bias=False)
     if save:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
+        model.weight = nn.Parameter(
+            distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])
+        )
         fully_shard(model, mesh=mesh["dp"])
         placed = str(model.weight.placements)
         held = {"weight": model.weight.detach()}
         dcp.save(held, checkpoint_id=1, storage_writer=DeltaStorageWriter(root))
     else:
         placed = ""
-        held = {"weight": distribute_tensor(torch.zeros(22, 12), init_device_mesh("cpu", (size,)), [Shard(1)])}
+        held = {
+            "weight": distribute_tensor(
+                torch.zeros(22, 12), init_device_mesh("cpu", (size,)), [Shard(1)]
+            )
+        }
         dcp.load(held, storage_reader=DeltaStorageReader(root))
     found = digests(held)
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""What the processes of a JAX run do in the tests: imported by each of them, in the parent by name only."""
+"""What the processes of a JAX run do in the tests: imported by each of them, in the parent by name
+only.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ from deltacheck.restore import chain
 from deltacheck.save.channel import consult
 from deltacheck.save.work import Work
 
-load_module = importlib.import_module("deltacheck.backends.orbax.state.load")  # the package has a function of that name
+load_module = importlib.import_module(
+    "deltacheck.backends.orbax.state.load"
+)  # the package has a function of that name
 SPREAD = (4 << 20) + 8  # float32 elements: enough for each of two processes to write a part
 
 
 def start(rank: int, size: int, port: int, **options: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     if size > 1:
-        jax.distributed.initialize(f"localhost:{port}", num_processes=size, process_id=rank, **options)
+        jax.distributed.initialize(
+            f"localhost:{port}", num_processes=size, process_id=rank, **options
+        )
     assert len(jax.local_devices()) == 2, "XLA_FLAGS asks for two devices"
 
 
@@ -55,7 +61,9 @@ def mesh(*shape: int) -> Mesh:
 
 def put(values: np.ndarray, on: Mesh, *spec: Any) -> jax.Array:
     values = np.asarray(values)
-    return jax.make_array_from_callback(values.shape, NamedSharding(on, P(*spec)), lambda index: values[index])
+    return jax.make_array_from_callback(
+        values.shape, NamedSharding(on, P(*spec)), lambda index: values[index]
+    )
 
 
 def numbers(n: int) -> dict[str, np.ndarray]:
@@ -72,14 +80,18 @@ def numbers(n: int) -> dict[str, np.ndarray]:
 
 
 def made(n: int, on: Mesh, specs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    state: dict[str, Any] = {name: put(values, on, *specs.get(name, ())) for name, values in numbers(n).items()}
+    state: dict[str, Any] = {
+        name: put(values, on, *specs.get(name, ())) for name, values in numbers(n).items()
+    }
     key = jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(on, P()))()
     return {"arrays": state, "key": key, "host": np.arange(5), "n": n}
 
 
 def like(on: Mesh, specs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     arrays = {
-        name: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=NamedSharding(on, P(*specs.get(name, ()))))
+        name: jax.ShapeDtypeStruct(
+            values.shape, values.dtype, sharding=NamedSharding(on, P(*specs.get(name, ())))
+        )
         for name, values in numbers(0).items()
     }
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=NamedSharding(on, P()))
@@ -90,10 +102,14 @@ def check(state: dict[str, Any], n: int) -> None:
     """Every shard that lies here has the values of update ``n``, bit for bit."""
     for name, values in numbers(n).items():
         for shard in state["arrays"][name].addressable_shards:
-            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), (name, shard.index)
+            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), (
+                name,
+                shard.index,
+            )
     key = state["key"]
     assert all(
-        (jax.random.key_data(shard.data) == jax.random.key_data(jax.random.key(7))).all() for shard in key.addressable_shards
+        (jax.random.key_data(shard.data) == jax.random.key_data(jax.random.key(7))).all()
+        for shard in key.addressable_shards
     )
     assert (state["host"] == np.arange(5)).all()
     assert state["n"] == n
@@ -125,20 +141,26 @@ def report(m: Any) -> Any:
     return item._last.handle.report
 
 
-# --- what the processes do ---------------------------------------------------------------------------------------------------
+# --- what the processes do ------------------------------------------------------------------------
 
 
 def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, Any]:
     start(rank, size, port)
     told: dict[str, Any] = {}
     policy = Policy.exact(max_restore_ratio=None)  # rows change everywhere, at every save
-    with manager(root, ocp.CheckpointManagerOptions(max_to_keep=2), policy=policy, grace_seconds=0) as m:
+    with manager(
+        root, ocp.CheckpointManagerOptions(max_to_keep=2), policy=policy, grace_seconds=0
+    ) as m:
         for n in range(5):
             state = made(n, mesh(4), ROWS)
             m.save(n, args=DeltaSaveArgs(state, metrics={"n": n}))
-            jax.tree.map(lambda x: x.delete() if isinstance(x, jax.Array) else None, state)  # as a donation would
+            jax.tree.map(
+                lambda x: x.delete() if isinstance(x, jax.Array) else None, state
+            )  # as a donation would
             m.wait_until_finished()
-            told.setdefault("kinds", []).append({leaf.path: leaf.kind.value for leaf in report(m).leaves})
+            told.setdefault("kinds", []).append(
+                {leaf.path: leaf.kind.value for leaf in report(m).leaves}
+            )
             told.setdefault("stored", []).append(report(m).stored_bytes)
         assert m.all_steps() == [3, 4]
     target = like(mesh(2, 2), GRID)
@@ -150,10 +172,13 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
         told["read"] = read[0]
         rows = state["arrays"]["rows"]
         pointers = [shard.data.unsafe_buffer_pointer() for shard in rows.addressable_shards]
-        state["arrays"]["rows"] = jax.jit(lambda x: x * 2, donate_argnums=0, out_shardings=rows.sharding)(rows)
+        state["arrays"]["rows"] = jax.jit(
+            lambda x: x * 2, donate_argnums=0, out_shardings=rows.sharding
+        )(rows)
         told["donated"] = rows.is_deleted()
         told["in_place"] = pointers == [
-            shard.data.unsafe_buffer_pointer() for shard in state["arrays"]["rows"].addressable_shards
+            shard.data.unsafe_buffer_pointer()
+            for shard in state["arrays"]["rows"].addressable_shards
         ]
         m.save(5, args=DeltaSaveArgs(state))
         m.wait_until_finished()
@@ -163,12 +188,16 @@ def save_and_restore(rank: int, size: int, port: int, root: str) -> dict[str, An
         state["arrays"]["rows"].block_until_ready()
         m.save(6, args=DeltaSaveArgs(state))
     alone = load(root, 6)  # as it was saved, whole, in this process
-    assert all((np.asarray(alone["arrays"][name]) == values).all() for name, values in numbers(4).items())
+    assert all(
+        (np.asarray(alone["arrays"][name]) == values).all() for name, values in numbers(4).items()
+    )
     return told
 
 
 def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[str, float]]:
-    """One process fails where the other does not; the save after it goes well. What each was told, and after how many seconds."""
+    """One process fails where the other does not; the save after it goes well. What each was told,
+    and after how many seconds.
+    """
     start(rank, size, port)
     on = mesh(4)
     told: dict[str, tuple[str, float]] = {}
@@ -191,7 +220,11 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
             check(m.restore(n, args=DeltaRestoreArgs(like(on, ROWS))), n)
 
         def on_rank(which: int, what: Any, name: str, error: Exception) -> Any:
-            return mock.patch.object(what, name, side_effect=error) if rank == which else contextlib.nullcontext()
+            return (
+                mock.patch.object(what, name, side_effect=error)
+                if rank == which
+                else contextlib.nullcontext()
+            )
 
         good = made(0, on, ROWS)
         m.save(next(steps), args=DeltaSaveArgs(good))
@@ -199,7 +232,9 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
         fails("disk", good, on_rank(1, Work, "finish_segment", OSError("no space left")))
         fails("manifest", good, on_rank(0, Gate, "commit", OSError("read-only")))
         fails("capture", good, on_rank(1, Work, "capture", OSError("a bus error")))
-        fails("local", {**good, "new": jnp.ones(3)} if rank else {**good, "new": put(np.ones(3), on)})
+        fails(
+            "local", {**good, "new": jnp.ones(3)} if rank else {**good, "new": put(np.ones(3), on)}
+        )
         fails("array", {**good, "host": np.arange(5) + rank})
         fails("number", {**good, "n": rank})
         fails("shape", {**good, "host": np.arange(5 + rank)})
@@ -225,7 +260,9 @@ def restored_beside_damage(rank: int, m: Any, target: Any) -> int:
 
 
 def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None:
-    """Process ``victim`` is killed while the second save is written. The other writes down what the log says, and when."""
+    """Process ``victim`` is killed while the second save is written. The other writes down what the
+    log says, and when.
+    """
     start(rank, size, port, heartbeat_timeout_seconds=15)
 
     class Told(logging.Handler):
@@ -250,8 +287,9 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
 
 
 def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> dict[str, list[str]]:
-    """Process 0 collects all that it may: while process 1 has written a segment that no manifest names yet, and after Orbax has deleted the
-    step that the next save stands on.
+    """Process 0 collects all that it may: while process 1 has written a segment that no manifest
+    names
+    yet, and after Orbax has deleted the step that the next save stands on.
     """
     start(rank, size, port)
     on = mesh(4)
@@ -273,7 +311,9 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
         m.save(step, args=DeltaSaveArgs(made(n, on, ROWS)), metrics={"value": value})
 
     def best(count: int | None) -> Any:
-        return ocp.CheckpointManagerOptions(max_to_keep=count, best_fn=lambda metrics: metrics["value"])
+        return ocp.CheckpointManagerOptions(
+            max_to_keep=count, best_fn=lambda metrics: metrics["value"]
+        )
 
     policy = Policy.exact(max_chain_depth=2)
     target = like(on, ROWS)
@@ -291,7 +331,9 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
         check(m.restore(1, args=DeltaRestoreArgs(target)), 1)
         save(m, 5, 5, -1.0)
         m.wait_until_finished()
-        assert m.all_steps() == [4], m.all_steps()  # the step that the next one stands on is gone already
+        assert m.all_steps() == [4], (
+            m.all_steps()
+        )  # the step that the next one stands on is gone already
         gc.collect()  # what has restored step 1 pins its segments
         multihost_utils.sync_global_devices("nothing is pinned")
         if rank == 0:
@@ -307,7 +349,9 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
 
 
 def read_foreign(rank: int, size: int, port: int, root: str) -> tuple[int, int]:
-    """A torch root, onto the devices of all processes: bytes read here, and those of what lies here."""
+    """A torch root, onto the devices of all processes: bytes read here, and those of what lies
+    here.
+    """
     start(rank, size, port)
     placed = NamedSharding(mesh(4), P("x"))
     with counted() as read:
@@ -337,6 +381,8 @@ def talk(rank: int, size: int, port: int) -> list[str]:
     told.append(str(info.value))
     consult(channel, b"", lambda got: [b"", b""])
     deadline = time.monotonic() + 20
-    while store.key_value_dir_get("deltacheck/") and time.monotonic() < deadline:  # each deletes its own
+    while (
+        store.key_value_dir_get("deltacheck/") and time.monotonic() < deadline
+    ):  # each deletes its own
         time.sleep(0.01)
     return [*told, *(key for key, _ in store.key_value_dir_get("deltacheck/"))]

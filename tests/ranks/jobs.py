@@ -1,4 +1,6 @@
-"""What the torch ranks of the tests do: one model in several layouts, its training, and saves of it."""
+"""What the torch ranks of the tests do: one model in several layouts, its training, and saves of
+it.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,17 @@ def world(rank: int, size: int) -> Iterator[dist.ProcessGroup]:
 
 
 def model(layout: str, size: int) -> torch.nn.Module:
-    """The same weights in every layout: ``plain`` (each rank has all), ``fsdp``, ``tp_fsdp`` (2 x size / 2)."""
+    """The same weights in every layout: ``plain`` (each rank has all), ``fsdp``, ``tp_fsdp`` (2 x
+    size / 2).
+    """
     torch.manual_seed(0)
     width = WIDTH + 3 if "tp" in layout else WIDTH
     made = torch.nn.Sequential(
-        torch.nn.Linear(67, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 5)
+        torch.nn.Linear(67, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, width),
+        torch.nn.Tanh(),
+        torch.nn.Linear(width, 5),
     )
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
@@ -58,7 +66,9 @@ def model(layout: str, size: int) -> torch.nn.Module:
 
 
 class Run:
-    """A training whose gradients depend on the step alone, so that every layout goes the same way."""
+    """A training whose gradients depend on the step alone, so that every layout goes the same
+    way.
+    """
 
     def __init__(self, layout: str, size: int) -> None:
         self.model = model(layout, size)
@@ -71,7 +81,9 @@ class Run:
             if isinstance(parameter, DTensor):
                 from torch.distributed.tensor import distribute_tensor
 
-                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.grad = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
             else:
                 parameter.grad = whole
         self.optimizer.step()
@@ -121,7 +133,9 @@ def reads(counted: list[int]) -> None:
 
 
 def save(rank: int, size: int, port: int, root: Path, layout: str, steps: int) -> Any:
-    """Train and save; the state of the last step, put together, and the reports of each save on this rank."""
+    """Train and save; the state of the last step, put together, and the reports of each save on
+    this rank.
+    """
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         run = Run(layout, size)
         reports = []
@@ -134,7 +148,9 @@ def save(rank: int, size: int, port: int, root: Path, layout: str, steps: int) -
 
 
 def resume(rank: int, size: int, port: int, root: Path, layout: str, step: int) -> Any:
-    """Restore a step into another training, save it again, then one step later: its content, what was read, the reports."""
+    """Restore a step into another training, save it again, then one step later: its content, what
+    was read, the reports.
+    """
     counted: list[int] = []
     reads(counted)
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
@@ -151,11 +167,20 @@ def resume(rank: int, size: int, port: int, root: Path, layout: str, step: int) 
         run.update(100)
         later = engine.save(101, run.state(101))
         later.wait("committed")
-        return content, read, held, [again.report, later.report], whole(run.state(101)), engine.restored_step
+        return (
+            content,
+            read,
+            held,
+            [again.report, later.report],
+            whole(run.state(101)),
+            engine.restored_step,
+        )
 
 
 def large(rank: int, size: int, port: int, root: Path, first: bool) -> Any:
-    """Save a leaf of 80 MB, or restore it: what was read, what this rank holds, and whether it is right."""
+    """Save a leaf of 80 MB, or restore it: what was read, what this rank holds, and whether it is
+    right.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     counted: list[int] = []
@@ -179,7 +204,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def fail(rank: int, size: int, port: int, root: Path, where: str) -> Any:
-    """Save twice; in the second save rank 1 fails. What each rank was told, after how long, and whether a third save works."""
+    """Save twice; in the second save rank 1 fails. What each rank was told, after how long, and
+    whether a third save works.
+    """
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         run = Run("fsdp", size)
         run.update(0)
@@ -205,7 +232,9 @@ def fail(rank: int, size: int, port: int, root: Path, where: str) -> Any:
 
 
 def fail_then_restore(rank: int, size: int, port: int, root: Path) -> Any:
-    """A save fails; rank 0 looks at it, rank 1 does not, and both restore: what each is told, and whether the next restore works."""
+    """A save fails; rank 0 looks at it, rank 1 does not, and both restore: what each is told, and
+    whether the next restore works.
+    """
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         run = Run("fsdp", size)
         run.update(0)
@@ -291,7 +320,9 @@ def stages(rank: int, size: int, port: int, root: Path) -> Any:
     """Pipeline parallel: each rank has other leaves, and a key of its own."""
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         state = {
-            "layers": {str(rank): {"w": torch.full((300, 500), float(rank)), "b": torch.arange(7) + rank}},
+            "layers": {
+                str(rank): {"w": torch.full((300, 500), float(rank)), "b": torch.arange(7) + rank}
+            },
             "shared": torch.arange(6_000_000, dtype=torch.float32),
             "rng": {f"rank {rank}": torch.get_rng_state() + rank},
             "step": 5,
@@ -299,16 +330,25 @@ def stages(rank: int, size: int, port: int, root: Path) -> Any:
         handle = engine.save(5, state)
         handle.wait("committed")
         target = {
-            "layers": {str(rank): {"w": torch.zeros(300, 500), "b": torch.zeros(7, dtype=torch.int64)}},
+            "layers": {
+                str(rank): {"w": torch.zeros(300, 500), "b": torch.zeros(7, dtype=torch.int64)}
+            },
             "rng": {f"rank {rank}": torch.zeros_like(torch.get_rng_state())},
             "step": 0,
         }
         restored = engine.restore(into=target)
-        return whole(restored), whole(state), restored["step"], {leaf.path: leaf.raw_bytes for leaf in handle.report.leaves}
+        return (
+            whole(restored),
+            whole(state),
+            restored["step"],
+            {leaf.path: leaf.raw_bytes for leaf in handle.report.leaves},
+        )
 
 
 def disagree(rank: int, size: int, port: int, root: Path) -> Any:
-    """Numbers and shapes that differ between ranks, another step, and a rank that is asked for another."""
+    """Numbers and shapes that differ between ranks, another step, and a rank that is asked for
+    another.
+    """
     told = []
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         for step, state in (
@@ -327,7 +367,9 @@ def disagree(rank: int, size: int, port: int, root: Path) -> Any:
 
 
 def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
-    """How often and how long rank 0's save waits for the others beside its own work, and how long training is held up at the beginning."""
+    """How often and how long rank 0's save waits for the others beside its own work, and how long
+    training is held up at the beginning.
+    """
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         state = {"w": torch.arange(1000.0)}
         engine.save(0, state).wait("committed")
@@ -349,7 +391,9 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
         exchanges: list[int] = []
         for channel in (joint.ranks.begin, joint.ranks.end):
             gather = channel.gather
-            channel.gather = lambda payload, gather=gather: (exchanges.append(1), gather(payload))[1]
+            channel.gather = lambda payload, gather=gather: (exchanges.append(1), gather(payload))[
+                1
+            ]
         clock(joint, "begin", "begin")
         clock(joint, "commit", "commit")
         clock(engine, "_commit", "make")

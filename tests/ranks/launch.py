@@ -13,11 +13,18 @@ from typing import Any
 
 
 def launch(
-    target: Callable[..., Any], size: int, *args: Any, seconds: float = 100.0, lost: set[int] = frozenset()
+    target: Callable[..., Any],
+    size: int,
+    *args: Any,
+    seconds: float = 100.0,
+    lost: set[int] = frozenset(),
 ) -> list[Any]:  # type: ignore[assignment]
-    """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None`` for the ``lost``, which kill themselves.
+    """``target(rank, size, port, *args)`` in ``size`` new processes: what each returned, ``None``
+    for
+    the ``lost``, which kill themselves.
 
-    Fails with the traceback of the first rank that raised, or where one takes longer than ``seconds``.
+    Fails with the traceback of the first rank that raised, or where one takes longer than
+    ``seconds``.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -25,7 +32,8 @@ def launch(
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     processes = [
-        context.Process(target=_run, args=(results, target, rank, size, port, args), daemon=True) for rank in range(size)
+        context.Process(target=_run, args=(results, target, rank, size, port, args), daemon=True)
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -36,7 +44,9 @@ def launch(
             try:
                 rank, value, failure = results.get(timeout=max(0.1, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"only ranks {sorted(found)} of {size} came back within {seconds:g} s") from None
+                raise AssertionError(
+                    f"only ranks {sorted(found)} of {size} came back within {seconds:g} s"
+                ) from None
             assert not failure, f"rank {rank}:\n{failure}"
             found[rank] = value
         return [found.get(rank) for rank in range(size)]
@@ -46,8 +56,16 @@ def launch(
             process.kill()
 
 
-def _run(results: Any, target: Callable[..., Any], rank: int, size: int, port: int, args: tuple[Any, ...]) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+def _run(
+    results: Any, target: Callable[..., Any], rank: int, size: int, port: int, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+    )
     try:
         results.put((rank, target(rank, size, port, *args), ""))
     except BaseException:  # noqa: BLE001 - the test tells it

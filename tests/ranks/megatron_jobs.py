@@ -1,4 +1,6 @@
-"""What the ranks of ``test_megatron.py`` do: states described as Megatron-Core describes them, by look-alikes or by its own classes."""
+"""What the ranks of ``test_megatron.py`` do: states described as Megatron-Core describes them, by
+look-alikes or by its own classes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LAYERS, ROWS, COLUMNS, WORDS = 4, 120, 160, 101
 
 @dataclass
 class ShardedTensor:
-    """The fields of ``megatron.core.dist_checkpointing.mapping.ShardedTensor`` that say what it is."""
+    """The fields of ``megatron.core.dist_checkpointing.mapping.ShardedTensor`` that say what
+    it is.
+    """
 
     key: str
     data: torch.Tensor | None
@@ -54,17 +58,41 @@ def whole(step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def state(kind: str, rank: int, size: int, step: int, fill: bool, tensor: Any = ShardedTensor) -> dict[str, Any]:
-    """A rank's state. ``pipeline``: whole layers, numbered from 0 on each stage; ``tensor``: some rows of all layers."""
+def state(
+    kind: str, rank: int, size: int, step: int, fill: bool, tensor: Any = ShardedTensor
+) -> dict[str, Any]:
+    """A rank's state. ``pipeline``: whole layers, numbered from 0 on each stage; ``tensor``: some
+    rows of all layers.
+    """
     full = whole(step)
 
-    def part(key: str, box: tuple[slice, ...], shape: tuple[int, ...], offset: tuple[int, ...], **more: Any) -> Any:
+    def part(
+        key: str,
+        box: tuple[slice, ...],
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        **more: Any,
+    ) -> Any:
         data = full[key][box].clone()
-        return tensor(key=key, data=data if fill else torch.zeros_like(data), global_shape=shape, global_offset=offset, **more)
+        return tensor(
+            key=key,
+            data=data if fill else torch.zeros_like(data),
+            global_shape=shape,
+            global_offset=offset,
+            **more,
+        )
 
     layers: dict[str, Any] = {}
-    mine = range(LAYERS * rank // size, LAYERS * (rank + 1) // size) if kind == "pipeline" else range(LAYERS)
-    rows = slice(0, ROWS) if kind == "pipeline" else slice(ROWS * rank // size, ROWS * (rank + 1) // size)
+    mine = (
+        range(LAYERS * rank // size, LAYERS * (rank + 1) // size)
+        if kind == "pipeline"
+        else range(LAYERS)
+    )
+    rows = (
+        slice(0, ROWS)
+        if kind == "pipeline"
+        else slice(ROWS * rank // size, ROWS * (rank + 1) // size)
+    )
     for local, layer in enumerate(mine):
         layers[f"layers.{local}.weight"] = part(
             "layers.weight",
@@ -73,9 +101,15 @@ def state(kind: str, rank: int, size: int, step: int, fill: bool, tensor: Any = 
             (layer, rows.start, 0),
             prepend_axis_num=1,
         )
-    words = slice(0, WORDS) if kind == "pipeline" else slice(WORDS * rank // size, WORDS * (rank + 1) // size)
+    words = (
+        slice(0, WORDS)
+        if kind == "pipeline"
+        else slice(WORDS * rank // size, WORDS * (rank + 1) // size)
+    )
     if kind == "tensor" or rank == 0:
-        layers["word_embeddings"] = part("embedding", (words, slice(None)), (WORDS, COLUMNS), (words.start, 0))
+        layers["word_embeddings"] = part(
+            "embedding", (words, slice(None)), (WORDS, COLUMNS), (words.start, 0)
+        )
     layers["norm"] = part("norm", (slice(None),), (COLUMNS,), (0,), replica_id=(0, 0, rank))
     return {"model": layers, "iteration": step if fill else 0, "args": {"lr": 0.1 if fill else 0.0}}
 
@@ -107,7 +141,9 @@ def engine_save(rank: int, size: int, port: int, root: str, kind: str, steps: li
     return found
 
 
-def engine_load(rank: int, size: int, port: int, root: str, kind: str, steps: list[int], with_rng: bool) -> Any:
+def engine_load(
+    rank: int, size: int, port: int, root: str, kind: str, steps: list[int], with_rng: bool
+) -> Any:
     """For each step: what is wrong, the numbers, and whether the state has the target's names."""
     join(rank, size, port)
     found = []
@@ -117,22 +153,38 @@ def engine_load(rank: int, size: int, port: int, root: str, kind: str, steps: li
             if with_rng:
                 target["rng"] = ShardedObject("rng", "", (size,), (rank,))
             restored = engine.restore(step, into=target)
-            told = (restored["iteration"], restored["args"], restored["rng"].data if with_rng else "")
-            found.append((wrong(restored, step), told, restored["model"].keys() == target["model"].keys()))
+            told = (
+                restored["iteration"],
+                restored["args"],
+                restored["rng"].data if with_rng else "",
+            )
+            found.append(
+                (wrong(restored, step), told, restored["model"].keys() == target["model"].keys())
+            )
     dist.destroy_process_group()
     return found
 
 
 def own(
-    key: str, data: torch.Tensor, global_shape: Any, global_offset: Any, replica_id: Any = 0, prepend_axis_num: int = 0
+    key: str,
+    data: torch.Tensor,
+    global_shape: Any,
+    global_offset: Any,
+    replica_id: Any = 0,
+    prepend_axis_num: int = 0,
 ) -> Any:
     """Megatron-Core's own descriptor."""
     from megatron.core.dist_checkpointing import mapping
 
-    cuts = tuple(s // (n or 1) for s, n in zip(global_shape, (1,) * prepend_axis_num + tuple(data.shape), strict=True))
+    cuts = tuple(
+        s // (n or 1)
+        for s, n in zip(global_shape, (1,) * prepend_axis_num + tuple(data.shape), strict=True)
+    )
     even = all(
         o % n == 0 and s % n == 0
-        for s, o, n in zip(global_shape, global_offset, (1,) * prepend_axis_num + tuple(data.shape), strict=True)
+        for s, o, n in zip(
+            global_shape, global_offset, (1,) * prepend_axis_num + tuple(data.shape), strict=True
+        )
     )
     return mapping.ShardedTensor(
         key,
@@ -162,7 +214,11 @@ def megatron_save(rank: int, size: int, port: int, root: str, kind: str, steps: 
         mine = state(kind, rank, size, step, True, own)
         later = step == steps[-1]
         request = dist_checkpointing.save(
-            mine, str(directory), strategy, async_sharded_save=later, validate_access_integrity=False
+            mine,
+            str(directory),
+            strategy,
+            async_sharded_save=later,
+            validate_access_integrity=False,
         )
         if request is not None:
             for one in mine["model"].values():
@@ -191,5 +247,8 @@ def megatron_load(rank: int, size: int, port: int, root: str, kind: str, step: i
     )
     dist.destroy_process_group()
     told = (loaded["iteration"], loaded["args"])
-    same = all(torch.equal(loaded["model"][name].reshape(one.data.shape), one.data) for name, one in held["model"].items())
+    same = all(
+        torch.equal(loaded["model"][name].reshape(one.data.shape), one.data)
+        for name, one in held["model"].items()
+    )
     return wrong(held, step), told, same

@@ -13,7 +13,9 @@ from tests.ranks.launch import launch
 
 
 @pytest.mark.timeout(600)
-def test_what_two_ranks_save_comes_back_on_one_and_on_three_and_later_saves_are_deltas(tmp_path: Path) -> None:
+def test_what_two_ranks_save_comes_back_on_one_and_on_three_and_later_saves_are_deltas(
+    tmp_path: Path,
+) -> None:
     root = str(tmp_path / "root")
     saved = launch(jobs.save_two, 2, root)
     assert saved[0] == saved[1]
@@ -33,7 +35,9 @@ def test_what_two_ranks_save_comes_back_on_one_and_on_three_and_later_saves_are_
 
 
 @pytest.mark.timeout(600)
-def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next_does_not_stand_on_it(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next_does_not_stand_on_it(
+    tmp_path: Path,
+) -> None:
     root = str(tmp_path / "root")
     for first, after in launch(jobs.fail_between, 2, root):
         assert after["steps"] == [1]
@@ -47,7 +51,9 @@ def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path,
+) -> None:
     root = str(tmp_path / "root")
     first, error = launch(jobs.kill_between, 2, root, lost={1})[0]
     assert error
@@ -61,12 +67,17 @@ def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes
 
 
 @pytest.mark.timeout(600)
-def test_a_training_under_fsdp2_goes_on_bit_for_bit_and_restores_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_training_under_fsdp2_goes_on_bit_for_bit_and_restores_on_other_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
     through, parts = str(tmp_path / "through"), str(tmp_path / "parts")
     expected = launch(jobs.fsdp, 2, through, None, 0, 4)
     assert launch(jobs.fsdp, 2, parts, through, 2, 4) == expected
     one, other = (deltacheck.open(path).restore(4) for path in (through, parts))
-    assert np.array_equal(one["optimizer"]["state"]["0.weight"]["exp_avg"], other["optimizer"]["state"]["0.weight"]["exp_avg"])
+    assert np.array_equal(
+        one["optimizer"]["state"]["0.weight"]["exp_avg"],
+        other["optimizer"]["state"]["0.weight"]["exp_avg"],
+    )
     launch(jobs.fsdp, 3, parts, through, 4, 5)  # uneven: 70 rows on three ranks
     assert deltacheck.open(parts).steps() == [3, 4, 5]
     assert deltacheck.open(parts).restore(5)["model"]["0.weight"].shape == (70, 33)
@@ -76,4 +87,6 @@ def test_a_training_under_fsdp2_goes_on_bit_for_bit_and_restores_on_other_number
 def test_fsdp_over_tensor_parallel_comes_back_as_plain_shards(tmp_path: Path) -> None:
     saved = launch(jobs.strided, 4, str(tmp_path / "root"), True)
     assert "StridedShard" in saved[0][0]
-    assert {str(found) for _, found in launch(jobs.strided, 2, str(tmp_path / "root"), False)} == {str(saved[0][1])}
+    assert {str(found) for _, found in launch(jobs.strided, 2, str(tmp_path / "root"), False)} == {
+        str(saved[0][1])
+    }

@@ -1,4 +1,6 @@
-"""DeepSpeed through deltacheck, on 2 gloo processes and on 1: resumes, any number of ranks, export, failures. With the real package."""
+"""DeepSpeed through deltacheck, on 2 gloo processes and on 1: resumes, any number of ranks, export,
+failures. With the real package.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,13 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.cli import main
 from tests.ranks.launch import launch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
 
-# ``sub_group_size`` below gives ZeRO 3 another number of flat groups on one rank than on two.
-# ZeRO stage and whether the model computes in bfloat16: 0 keeps all on one rank, 1 flattens, with bfloat16 in another class than 2.
+# ``sub_group_size`` below gives ZeRO 3 another number of flat groups on one rank than on two. ZeRO
+# stage and whether the model computes in bfloat16: 0 keeps all on one rank, 1 flattens, with
+# bfloat16 in another class than 2.
 CASES = [(0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 FLAT = [case for case in CASES if case[0]]
 LAST = 6
@@ -71,20 +76,28 @@ def again(folder: Path, one: object) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_resumed_run_goes_on_bit_for_bit(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(
+    two: list[dict[str, Any]], case: tuple[int, bool]
+) -> None:
     for rank in two:
         found = rank[name(case)]
         assert found["resumed losses"] == found["losses"][3:]
         assert found["client state"] == {"seen": 3}
         same(found["resumed parameters"], found["parameters"])
-        if case[0] == 3 or rank is two[0]:  # below ZeRO 3 DeepSpeed saves the buffers of rank 0 alone
+        if (
+            case[0] == 3 or rank is two[0]
+        ):  # below ZeRO 3 DeepSpeed saves the buffers of rank 0 alone
             assert found["resumed buffer"] == found["buffer"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_the_second_save_is_a_delta_also_after_a_resume(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+def test_the_second_save_is_a_delta_also_after_a_resume(
+    two: list[dict[str, Any]], case: tuple[int, bool]
+) -> None:
     for rank in two:
-        first, second, resumed = (rank[name(case)][key] for key in ("first save", "second save", "save after the resume"))
+        first, second, resumed = (
+            rank[name(case)][key] for key in ("first save", "second save", "save after the resume")
+        )
         assert first.deltas == 0
         if case[0]:  # else rank 1 has nothing
             assert second.deltas > 0
@@ -94,13 +107,20 @@ def test_the_second_save_is_a_delta_also_after_a_resume(two: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_saving_the_same_tag_again_writes_next_to_nothing(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
-    sizes = [sum(rank[name(case)][key].stored_bytes for rank in two) for key in ("first save", "same save again")]
+def test_saving_the_same_tag_again_writes_next_to_nothing(
+    two: list[dict[str, Any]], case: tuple[int, bool]
+) -> None:
+    sizes = [
+        sum(rank[name(case)][key].stored_bytes for rank in two)
+        for key in ("first save", "same save again")
+    ]
     assert sizes[1] < sizes[0] / 2
 
 
 @pytest.mark.parametrize("case", FLAT, ids=name)
-def test_what_is_flat_in_deepspeed_is_stored_once_by_parameter(folder: Path, two: object, case: tuple[int, bool]) -> None:
+def test_what_is_flat_in_deepspeed_is_stored_once_by_parameter(
+    folder: Path, two: object, case: tuple[int, bool]
+) -> None:
     tree = deltacheck.open(folder / name(case) / "deltacheck").restore(4)
     elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     kept = [leaf for key in ("exp_avg", "exp_avg_sq") for leaf in tree["optimizer"][key].values()]
@@ -113,37 +133,66 @@ def test_what_is_flat_in_deepspeed_is_stored_once_by_parameter(folder: Path, two
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", FLAT, ids=name)
-def test_one_rank_restores_what_two_have_saved(two: list[dict[str, Any]], one: dict[str, Any], case: tuple[int, bool]) -> None:
+def test_one_rank_restores_what_two_have_saved(
+    two: list[dict[str, Any]], one: dict[str, Any], case: tuple[int, bool]
+) -> None:
     same(one[name(case)], joined([rank[name(case)]["parts"] for rank in two]))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", FLAT, ids=name)
-def test_two_ranks_restore_what_one_has_saved(one: dict[str, Any], again: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+def test_two_ranks_restore_what_one_has_saved(
+    one: dict[str, Any], again: list[dict[str, Any]], case: tuple[int, bool]
+) -> None:
     same(joined([rank[name(case)] for rank in again]), one[name(case)])
 
 
 @pytest.mark.parametrize("case", FLAT, ids=name)
 def test_export_gives_the_weights_by_name_and_shape(
-    folder: Path, two: list[dict[str, Any]], case: tuple[int, bool], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    two: list[dict[str, Any]],
+    case: tuple[int, bool],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = folder / f"{name(case)}.safetensors"
     root = folder / name(case) / "deltacheck"
-    assert main(["export", f"{root}", "4", "--leaves", "master/*", "--strip", "master/", "--out", str(out), "--force"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                f"{root}",
+                "4",
+                "--leaves",
+                "master/*",
+                "--strip",
+                "master/",
+                "--out",
+                str(out),
+                "--force",
+            ]
+        )
+        == 0
+    )
     weights = load_file(out)
     assert {key: array.shape for key, array in weights.items()} == SHAPES
     expected = joined([rank[name(case)]["parts"] for rank in two])["master"]
     for key, array in weights.items():
-        np.testing.assert_array_equal(array.reshape(-1).view(np.uint32), expected[key].view(np.uint32))
+        np.testing.assert_array_equal(
+            array.reshape(-1).view(np.uint32), expected[key].view(np.uint32)
+        )
 
 
 @pytest.mark.parametrize("case", FLAT, ids=name)
-def test_weights_are_loaded_without_the_optimizer(one: dict[str, Any], case: tuple[int, bool]) -> None:
+def test_weights_are_loaded_without_the_optimizer(
+    one: dict[str, Any], case: tuple[int, bool]
+) -> None:
     weights = one[f"{name(case)} weights"]
     expected = one[name(case)]["master"]
     for key, values in weights.items():
         wanted = torch.from_numpy(expected[key])
-        np.testing.assert_array_equal(values, (wanted.bfloat16().float() if case[1] else wanted).numpy())
+        np.testing.assert_array_equal(
+            values, (wanted.bfloat16().float() if case[1] else wanted).numpy()
+        )
 
 
 def test_nothing_of_a_save_is_found_before_it_is_committed(two: list[dict[str, Any]]) -> None:
@@ -152,7 +201,9 @@ def test_nothing_of_a_save_is_found_before_it_is_committed(two: list[dict[str, A
     assert two[0]["latest after the commit"] == "slow"
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_published(two: list[dict[str, Any]]) -> None:
+def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_published(
+    two: list[dict[str, Any]],
+) -> None:
     assert "rank 1: SaveFailed" in two[0]["failed save"]
     for rank in two:
         assert "OSError: [Errno 28] the disk of rank 1 is full" in rank["failed save"]
@@ -161,8 +212,13 @@ def test_a_rank_that_cannot_write_is_named_on_all_and_nothing_is_published(two: 
     assert all(rank["save after the failure"] == "good" for rank in two)
 
 
-def test_what_cannot_be_kept_is_refused_on_all_ranks_with_its_path(two: list[dict[str, Any]]) -> None:
-    assert "rank 1: UnsupportedLeaf: leaf 'files/zero_pp_rank_1_mp_rank_00_model_states.pt/what'" in two[0]["refused save"]
+def test_what_cannot_be_kept_is_refused_on_all_ranks_with_its_path(
+    two: list[dict[str, Any]],
+) -> None:
+    assert (
+        "rank 1: UnsupportedLeaf: leaf 'files/zero_pp_rank_1_mp_rank_00_model_states.pt/what'"
+        in two[0]["refused save"]
+    )
     assert "register(Unknown)" in two[1]["refused save"]
     assert two[0]["latest after the refusal"] == "good"
 
@@ -175,7 +231,9 @@ def test_a_step_that_deepspeed_cannot_find_is_told_to_all_ranks(two: list[dict[s
 
 
 @pytest.mark.parametrize("case", FLAT, ids=name)
-def test_a_load_keeps_only_what_its_own_rank_goes_on_from(two: list[dict[str, Any]], case: tuple[int, bool]) -> None:
+def test_a_load_keeps_only_what_its_own_rank_goes_on_from(
+    two: list[dict[str, Any]], case: tuple[int, bool]
+) -> None:
     raw = sum(rank[name(case)]["first save"].raw_bytes for rank in two)
     assert raw / 2 < sum(rank[name(case)]["kept bytes"] for rank in two) <= raw
 
@@ -204,10 +262,15 @@ def test_options_come_from_either_section_of_the_configuration(two: list[dict[st
 
 
 def test_another_stage_is_refused_with_the_way_out(two: list[dict[str, Any]]) -> None:
-    assert "was saved under ZeRO 2, this engine has ZeRO 3; load it under ZeRO 2" in two[0]["another stage"]
+    assert (
+        "was saved under ZeRO 2, this engine has ZeRO 3; load it under ZeRO 2"
+        in two[0]["another stage"]
+    )
 
 
-def test_other_files_of_weights_are_written_as_before(two: list[dict[str, Any]], folder: Path) -> None:
+def test_other_files_of_weights_are_written_as_before(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
     weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
     assert weights["first.weight"].shape == (61, 17)
 
@@ -215,7 +278,13 @@ def test_other_files_of_weights_are_written_as_before(two: list[dict[str, Any]],
 # What runs in the processes.
 
 # Of what is trained; ``again.weight`` is ``hidden.weight``, and ``fixed`` is frozen.
-SHAPES = {"first.weight": (61, 17), "first.bias": (61,), "hidden.weight": (61, 61), "hidden.bias": (61,), "again.bias": (61,)}
+SHAPES = {
+    "first.weight": (61, 17),
+    "first.bias": (61,),
+    "hidden.weight": (61, 61),
+    "hidden.bias": (61,),
+    "again.bias": (61,),
+}
 SHAPES |= {"last.weight": (1, 33), "last.bias": (1,)}
 
 
@@ -237,7 +306,10 @@ class Model(torch.nn.Module):
         self.first, self.mean = torch.nn.Linear(17, 61), Mean()
         self.hidden, self.again = torch.nn.Linear(61, 61), torch.nn.Linear(61, 61)
         self.again.weight = self.hidden.weight
-        self.fixed, self.last = torch.nn.Linear(61, 33).requires_grad_(False), torch.nn.Linear(33, 1)
+        self.fixed, self.last = (
+            torch.nn.Linear(61, 33).requires_grad_(False),
+            torch.nn.Linear(33, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.mean(torch.tanh(self.first(x)))
@@ -271,7 +343,11 @@ def made(case: tuple[int, bool], fixed: float | None = None, **more: Any) -> Any
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
-        "zero_optimization": {"stage": case[0], "stage3_param_persistence_threshold": 0, "sub_group_size": 1000},
+        "zero_optimization": {
+            "stage": case[0],
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 1000,
+        },
         "bf16": {"enabled": case[1]},
         **more,
     }
@@ -306,9 +382,15 @@ def parts(engine: Any) -> list[tuple[str, str, int, int, np.ndarray]]:
             for part in partition.parts:
                 piece = part.of(flat)
                 values = piece.data.clone().float().numpy()
-                found.append((key, part.name, piece.global_offset[0], piece.global_shape[0], values))
+                found.append(
+                    (key, part.name, piece.global_offset[0], piece.global_shape[0], values)
+                )
     if not found:
-        state = engine.optimizer.state_dict()["state"] if hasattr(engine.optimizer, "state_dict") else {}
+        state = (
+            engine.optimizer.state_dict()["state"]
+            if hasattr(engine.optimizer, "state_dict")
+            else {}
+        )
         found = [
             (key, str(number), 0, value.numel(), value.clone().float().reshape(-1).numpy())
             for number, of in state.items()
@@ -321,7 +403,9 @@ def joined(ranks: list[Any]) -> Parameters:
     found: Parameters = {}
     for rank in ranks:
         for key, name, first, elements, values in rank:
-            whole = found.setdefault(key, {}).setdefault(name, np.full(elements, np.nan, np.float32))
+            whole = found.setdefault(key, {}).setdefault(
+                name, np.full(elements, np.nan, np.float32)
+            )
             whole[first : first + values.size] = values
     assert not any(np.isnan(array).any() for of in found.values() for array in of.values())
     return found
@@ -329,13 +413,17 @@ def joined(ranks: list[Any]) -> Parameters:
 
 def same(one: Any, other: Any) -> None:
     if isinstance(one, list):
-        one, other = ({(key, name): values for key, name, _, _, values in of} for of in (one, other))
+        one, other = (
+            {(key, name): values for key, name, _, _, values in of} for of in (one, other)
+        )
     assert one.keys() == other.keys()
     for key in one:
         if isinstance(one[key], dict):
             same(one[key], other[key])
         else:
-            np.testing.assert_array_equal(one[key].view(np.uint32), other[key].view(np.uint32), err_msg=str(key))
+            np.testing.assert_array_equal(
+                one[key].view(np.uint32), other[key].view(np.uint32), err_msg=str(key)
+            )
 
 
 def arrays(value: Any) -> list[np.ndarray]:
@@ -356,7 +444,9 @@ def save(engine: Any, folder: Path, tag: str | None = None, **client: Any) -> Sa
         found = real(root)
         if "save" not in vars(found):
             keep = found.save
-            found.save = lambda *args, **kwargs: handles.append(keep(*args, **kwargs)) or handles[-1]
+            found.save = lambda *args, **kwargs: (
+                handles.append(keep(*args, **kwargs)) or handles[-1]
+            )
         return found
 
     checkpoints._opened = opened
@@ -409,7 +499,9 @@ def resume(case: tuple[int, bool], folder: Path) -> dict[str, Any]:
     engine = made(case, fixed=0.0)  # what is not trained comes from the checkpoint, too
     path, client = engine.load_checkpoint(str(folder), "global_step3")
     assert path is not None
-    found["kept bytes"] = sum(data.nbytes for data in engine.checkpoint_engine._read.stored.values())
+    found["kept bytes"] = sum(
+        data.nbytes for data in engine.checkpoint_engine._read.stored.values()
+    )
     found["client state"] = {key: value for key, value in client.items() if key == "seen"}
     resumed = train(engine, case[1], 4)
     found["save after the resume"] = save(engine, folder, seen=4)
@@ -444,7 +536,9 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
     found["options"] = dict(engine.checkpoint_engine._options)
-    found["wrong option"] = message_of(lambda: deepspeed._options({"deltacheck": {"keep_lots": 1}}, {}))
+    found["wrong option"] = message_of(
+        lambda: deepspeed._options({"deltacheck": {"keep_lots": 1}}, {})
+    )
     train(engine, False, 1)
     run = folder / "troubles"
     gate, real = threading.Event(), deepspeed._Publishing._commit
@@ -474,7 +568,9 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["save after the failure"] = text_of(run / "latest")
 
     client = {"what": Unknown()} if rank == 1 else {}
-    found["refused save"] = message_of(lambda: engine.save_checkpoint(str(run), "odd", client_state=client))
+    found["refused save"] = message_of(
+        lambda: engine.save_checkpoint(str(run), "odd", client_state=client)
+    )
     found["latest after the refusal"] = text_of(run / "latest")
 
     train(engine, False, 4)
@@ -526,7 +622,9 @@ def on_example(rank: int, size: int, port: int, folder: Path, arguments: list[st
 
     sys.argv = ["deepspeed_zero.py", str(folder), *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"), run_name="__main__")
+        runpy.run_path(
+            str(Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"), run_name="__main__"
+        )
     return told.getvalue()[-200:]
 
 
@@ -541,7 +639,9 @@ def on_one(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
         save(engine, folder / name(case), "by one")
         engine.destroy()
         engine = made(case)
-        engine.load_checkpoint(str(folder / name(case)), "global_step4", load_optimizer_states=False)
+        engine.load_checkpoint(
+            str(folder / name(case)), "global_step4", load_optimizer_states=False
+        )
         assert engine.checkpoint_engine._read is None
         found[f"{name(case)} weights"] = joined([parts(engine)])["master"]
         engine.destroy()

@@ -28,7 +28,9 @@ from tests.ranks.launch import launch
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each process that a test starts. This one's devices start before, with its own flags: other files' tests count on them."""
+    """In each process that a test starts. This one's devices start before, with its own flags:
+    other files' tests count on them.
+    """
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
@@ -49,10 +51,14 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
         assert set(first.values()) == {"keyframe"}
         assert all(kinds[path] == "delta" for kinds in later for path in kinds if "rows" in path)
         # Replicas: half of it each, and the small ones by one of them.
-        assert [path for path in first if "spread" in path] == [f"arrays/spread%@{rank * jax_run.SPREAD // 2}"]
+        assert [path for path in first if "spread" in path] == [
+            f"arrays/spread%@{rank * jax_run.SPREAD // 2}"
+        ]
         # Another mesh, and the chains go on wherever a tile stays as it was.
         assert all(
-            kind == ("delta" if "rows" in path else "unchanged") for path, kind in one["after"].items() if "columns" not in path
+            kind == ("delta" if "rows" in path else "unchanged")
+            for path, kind in one["after"].items()
+            if "columns" not in path
         )
         assert one["after_bytes"] < 0.01 * one["stored"][0]
         # What lies here: half of the rows and columns, all of what is replicated.
@@ -66,15 +72,22 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
     assert not {*told[0]["kinds"][0]} & {*told[1]["kinds"][0]}  # nothing is written twice
 
     def same(arrays: dict[str, object]) -> bool:
-        return all(np.asarray(arrays[name]).tobytes() == values.tobytes() for name, values in jax_run.numbers(4).items())
+        return all(
+            np.asarray(arrays[name]).tobytes() == values.tobytes()
+            for name, values in jax_run.numbers(4).items()
+        )
 
     assert deltacheck.open(root).verify(deep=True) == []
     mesh = jax.make_mesh((1, len(jax.devices())), ("x", "y"))
-    placed = load(root, 4, shardings={"arrays": {"rows": NamedSharding(mesh, PartitionSpec(None, "y"))}})
+    placed = load(
+        root, 4, shardings={"arrays": {"rows": NamedSharding(mesh, PartitionSpec(None, "y"))}}
+    )
     assert same(placed["arrays"])
     assert same(deltacheck.open(root).restore(4)["arrays"])
     tensors = torch_backend.load(root, 4)["arrays"]
-    assert same({name: t.view(torch.uint8).numpy() if t.dim() else t.numpy() for name, t in tensors.items()})
+    assert same(
+        {name: t.view(torch.uint8).numpy() if t.dim() else t.numpy() for name, t in tensors.items()}
+    )
     for words in (
         ["ls"],
         ["show", "4"],
@@ -95,7 +108,9 @@ def test_two_processes_save_deltas_and_restore_them_under_another_mesh(
         assert same({name: found[f"arrays/{name}"] for name in jax_run.numbers(4)})
 
 
-def test_what_fails_in_one_process_is_told_by_all_within_seconds_with_its_cause(tmp_path: Path) -> None:
+def test_what_fails_in_one_process_is_told_by_all_within_seconds_with_its_cause(
+    tmp_path: Path,
+) -> None:
     told = launch(jax_run.fail_apart, 2, str(tmp_path / "root"))
     causes = {
         "disk": "OSError: no space left",
@@ -114,16 +129,23 @@ def test_what_fails_in_one_process_is_told_by_all_within_seconds_with_its_cause(
             assert seconds < 20, (name, rank, seconds)  # where nothing was said: 60 and more
     assert "rank 1: " in told[0]["disk"][0]
     assert "process 1: Damaged" in told[0]["damage"][0]
-    assert told[0]["whole"] == told[1]["whole"] == ("12", 0.0)  # both go back to the same step, though one could read a newer
+    assert (
+        told[0]["whole"] == told[1]["whole"] == ("12", 0.0)
+    )  # both go back to the same step, though one could read a newer
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_step_before_restores_where_one_process_was_killed_in_a_save(tmp_path: Path, victim: int) -> None:
+def test_the_step_before_restores_where_one_process_was_killed_in_a_save(
+    tmp_path: Path, victim: int
+) -> None:
     root = tmp_path / "root"
     port = free_port()
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=jax_run.die_in_save, args=(rank, 2, port, str(root), victim), daemon=True) for rank in range(2)
+        context.Process(
+            target=jax_run.die_in_save, args=(rank, 2, port, str(root), victim), daemon=True
+        )
+        for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -141,14 +163,28 @@ def test_the_step_before_restores_where_one_process_was_killed_in_a_save(tmp_pat
         assert float(when) - died < 10  # io_timeout_seconds=3
     assert deltacheck.open(root).steps() == [0]
     values = jax_run.numbers(0)
-    assert all(np.asarray(load(root)["arrays"][name]).tobytes() == array.tobytes() for name, array in values.items())
+    assert all(
+        np.asarray(load(root)["arrays"][name]).tobytes() == array.tobytes()
+        for name, array in values.items()
+    )
 
 
 def test_a_collection_takes_nothing_that_any_process_stands_on(tmp_path: Path) -> None:
     seen, _ = launch(jax_run.collect_at_the_worst_moment, 2, str(tmp_path / "root"))
     numbers = {when: [int(name[1:11]) for name in names] for when, names in seen.items()}
     assert numbers["under way"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert numbers["base deleted"] == [0, 0, 1, 1, 3, 3, 4, 4, 5, 5]  # step 2 alone stood on what is gone
+    assert numbers["base deleted"] == [
+        0,
+        0,
+        1,
+        1,
+        3,
+        3,
+        4,
+        4,
+        5,
+        5,
+    ]  # step 2 alone stood on what is gone
     assert {3, 4, 5}.isdisjoint(numbers["after"])
 
 
@@ -169,7 +205,9 @@ def test_the_program_of_the_page_runs_in_two_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program.replace("9531", str(free_port())))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", "train.py"]
-    running = [subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=environment) for rank in range(2)]
+    running = [
+        subprocess.Popen([*command, str(rank)], cwd=tmp_path, env=environment) for rank in range(2)
+    ]
     assert [one.wait(100) for one in running] == [0, 0]
     assert deltacheck.open(tmp_path / "orbax-ranks").steps() == [1, 2]
 
@@ -178,5 +216,8 @@ def test_processes_talk_over_the_store_and_leave_nothing_there(tmp_path: Path) -
     for told in launch(jax_run.talk, 2):
         assert told == [
             "rank 1: ValueError: mine",
-            "rank 1: rank 1 was lost, or did not answer in time; it must be started again with all others (nothing came within 1 s)",
+            (
+                "rank 1: rank 1 was lost, or did not answer in time; it must be started again with"
+                " all others (nothing came within 1 s)"
+            ),
         ]

@@ -1,4 +1,6 @@
-"""States that are described as Megatron-Core describes them: saved and restored under other parallelisms, by the Engine and by its strategies."""
+"""States that are described as Megatron-Core describes them: saved and restored under other
+parallelisms, by the Engine and by its strategies.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.ranks.launch import launch
 
 
 @pytest.mark.timeout(600)
-def test_pipeline_stages_that_the_engine_saved_come_back_under_tensor_parallelism_and_alone(tmp_path: Path) -> None:
+def test_pipeline_stages_that_the_engine_saved_come_back_under_tensor_parallelism_and_alone(
+    tmp_path: Path,
+) -> None:
     root = str(tmp_path / "root")
     sizes = launch(jobs.engine_save, 2, root, "pipeline", [1, 2])[0]
     assert sizes[1] - sizes[0] < sizes[0] / 10
@@ -27,7 +31,9 @@ def test_pipeline_stages_that_the_engine_saved_come_back_under_tensor_parallelis
     assert saved["sharded"]["layers.weight"].shape == (jobs.LAYERS, jobs.ROWS, jobs.COLUMNS)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
 @pytest.mark.timeout(600)
 def test_megatron_cores_own_save_and_load_go_through_our_strategies(tmp_path: Path) -> None:
     sizes = launch(jobs.megatron_save, 2, str(tmp_path), "pipeline", [1, 2, 3])[0]

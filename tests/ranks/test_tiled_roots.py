@@ -1,6 +1,9 @@
-"""A root that ranks wrote says what the root of one process says of the same states: every command and every way to read, one after the other.
+"""A root that ranks wrote says what the root of one process says of the same states: every command
+and
+every way to read, one after the other.
 
-What a tool does to such a root, and how it tells of damage, is in ``tests/maintain/test_tiled_tools.py``.
+What a tool does to such a root, and how it tells of damage, is in
+``tests/maintain/test_tiled_tools.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
 from tests.support.states import assert_same, bits, differences
 
-# Which ranks saved how many steps, one group after the other: two axes, one axis, one process that keeps the cuts, and cuts that fit none of them.
+# Which ranks saved how many steps, one group after the other: two axes, one axis, one process that
+# keeps the cuts, and cuts that fit none of them.
 GROUPS = ((4, cells, 3), (2, rows, 2), (1, rows, 1), (3, rows, 2))
 RECUT = 6  # the first step of the last group, which writes all large leaves whole
 NEWEST = 7
 BIG, MASK = "model/big", "model/mask"
 ROOT = "ROOT"  # in a command of the tables
-SPEEDS = [f"--{name}-bytes-per-second=1e9" for name in ("disk-write", "disk-read", "encode", "apply", "copy")]
+SPEEDS = [
+    f"--{name}-bytes-per-second=1e9"
+    for name in ("disk-write", "disk-read", "encode", "apply", "copy")
+]
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,15 @@ class Roots:
         return Roots(folder / "one", folder / "many", self.states)
 
 
-LONG = Policy.exact(max_restore_ratio=None)  # else a leaf that is not in tiles, and so larger, is written whole earlier
+LONG = Policy.exact(
+    max_restore_ratio=None
+)  # else a leaf that is not in tiles, and so larger, is written whole earlier
 
 
 def states() -> list[Any]:
-    """An Adam run; a large leaf of which at step 1 only a part moves and at step 4 nothing; one that never moves; an empty one, a scalar, a text."""
+    """An Adam run; a large leaf of which at step 1 only a part moves and at step 4 nothing; one
+    that never moves; an empty one, a scalar, a text.
+    """
     run, random = AdamRun((64, 96), 2, rate=1e-3), np.random.default_rng(3)
     big = random.standard_normal((700, 500)).astype(np.float32)
     mask = big[:40, :30] > 0
@@ -98,7 +109,11 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
                 if step:
                     run.resume(made.states[step - 1])
             metrics = {"loss": 1 / (step + 1), "grad_norm": 2.0}
-            assert not [found for found in run.save(step, state, metrics) if isinstance(found, BaseException)]
+            assert not [
+                found
+                for found in run.save(step, state, metrics)
+                if isinstance(found, BaseException)
+            ]
             engine.save(step, state, metrics=metrics).result(60)
             left -= 1
             if left == 0:
@@ -110,7 +125,9 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Roots:
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """A command in this process on one of the roots: what it says as JSON. No text of it names a tile as it is stored."""
+    """A command in this process on one of the roots: what it says as JSON. No text of it names a
+    tile as it is stored.
+    """
 
     def call(root: Path, *words: object) -> Any:
         line = [str(root) if word == ROOT else str(word) for word in words]
@@ -133,7 +150,7 @@ def without(row: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in names}
 
 
-# --- what commands say -----------------------------------------------------------------------------------------------------------
+# --- what commands say ----------------------------------------------------------------------------
 
 # What two runs of the same states have of their own, whoever wrote them.
 OWN = ("root", "time", "stored_bytes", "written_bytes", "durability", "seconds_since_previous")
@@ -155,12 +172,16 @@ def logged(found: Any) -> Any:
 
 def moved(found: Any) -> Any:
     """The order in which a norm is summed up is that of the tiles."""
-    found["changed"] = [row | {"relative_l2": pytest.approx(row["relative_l2"])} for row in found["changed"]]
+    found["changed"] = [
+        row | {"relative_l2": pytest.approx(row["relative_l2"])} for row in found["changed"]
+    ]
     return without(found, "root")
 
 
 def ages(found: Any) -> Any:
-    """Tiles have other chunks than the leaf: what is the same is since when some of them are as they are."""
+    """Tiles have other chunks than the leaf: what is the same is since when some of them are as
+    they are.
+    """
     since: dict[str, list[Any]] = {}
     for row in found["parts"]:
         since.setdefault(row["path"], []).append(row["since"])
@@ -172,8 +193,18 @@ def checked(found: Any) -> Any:
 
 
 def planned(found: Any) -> Any:
-    bytes_ = {name: pytest.approx(found[name], rel=0.1) for name in ("keyframe_bytes", "delta_bytes", "read_bytes")}
-    kept = ("state_bytes", "verdict", "saves_bytes", "saves_time", "observed_interval_steps", "max_chain_depth")
+    bytes_ = {
+        name: pytest.approx(found[name], rel=0.1)
+        for name in ("keyframe_bytes", "delta_bytes", "read_bytes")
+    }
+    kept = (
+        "state_bytes",
+        "verdict",
+        "saves_bytes",
+        "saves_time",
+        "observed_interval_steps",
+        "max_chain_depth",
+    )
     return {name: found[name] for name in kept} | bytes_
 
 
@@ -212,7 +243,11 @@ def test_people_read_of_leaves_and_not_of_what_they_are_stored_as(
 
 def test_the_first_save_after_another_cut_says_what_it_wrote_whole(both: Any, roots: Roots) -> None:
     one, many = (found["steps"][RECUT] for found in both("log", ROOT))
-    cut = [path for path, array in leaves_of(roots.states[RECUT]).items() if array.ndim == 2 and array.size]
+    cut = [
+        path
+        for path, array in leaves_of(roots.states[RECUT]).items()
+        if array.ndim == 2 and array.size
+    ]
     assert (one["keyframes"], many["keyframes"]) == (0, len(cut))
     assert one["deltas"] == many["deltas"] + len(cut) - 1  # the mask, which has not moved
     assert many["words"] < one["words"]  # its density is of the others alone
@@ -236,7 +271,9 @@ def test_a_leaf_that_is_only_cut_otherwise_may_be_older_than_its_cuts(both: Any)
     assert one == many == {BIG: [{"step": 3, "or_earlier": False}]}
 
 
-def test_a_profile_is_that_of_the_same_run_in_one_process(both: Any, roots: Roots, tool: Any, tmp_path: Path) -> None:
+def test_a_profile_is_that_of_the_same_run_in_one_process(
+    both: Any, roots: Roots, tool: Any, tmp_path: Path
+) -> None:
     found = []
     for name, root in (("one", roots.one), ("many", roots.many)):
         tool(root, "profile", ROOT, "-o", tmp_path / name)
@@ -248,25 +285,42 @@ def test_a_profile_is_that_of_the_same_run_in_one_process(both: Any, roots: Root
         "frozen",
         "optimizer/state/0/master",
     )
-    plans = [tool(roots.many, "plan", "--profile", tmp_path / name, *SPEEDS, "--step-seconds", 1) for name in ("one", "many")]
+    plans = [
+        tool(roots.many, "plan", "--profile", tmp_path / name, *SPEEDS, "--step-seconds", 1)
+        for name in ("one", "many")
+    ]
     assert without(plans[0], "source") == without(plans[1], "source")
 
 
-def test_a_report_tells_of_the_same_leaves_and_how_much_of_them_changed(roots: Roots, tool: Any, tmp_path: Path) -> None:
+def test_a_report_tells_of_the_same_leaves_and_how_much_of_them_changed(
+    roots: Roots, tool: Any, tmp_path: Path
+) -> None:
     one, many = (collect(root) for root in roots)
     assert (one.groups, one.problems) == (many.groups, many.problems)
     for before, after in zip(one.steps[:RECUT], many.steps, strict=False):
-        assert (before.raw_bytes, before.leaves, before.changed) == (after.raw_bytes, after.leaves, after.changed)
+        assert (before.raw_bytes, before.leaves, before.changed) == (
+            after.raw_bytes,
+            after.leaves,
+            after.changed,
+        )
     assert many.steps[NEWEST].changed[BIG] == one.steps[NEWEST].changed[BIG]
     tool(roots.many, "profile", ROOT, "-o", tmp_path / "profile.json")
-    told = tool(roots.many, "report", ROOT, "-o", tmp_path / "report.html", "--profile", tmp_path / "profile.json")
+    told = tool(
+        roots.many,
+        "report",
+        ROOT,
+        "-o",
+        tmp_path / "report.html",
+        "--profile",
+        tmp_path / "profile.json",
+    )
     assert told["figures"] == ["bytes", "changes", "drift", "contracts", "restore"]
     page = (tmp_path / "report.html").read_text()
     assert "%@" not in page
     assert BIG in page
 
 
-# --- what goes out ---------------------------------------------------------------------------------------------------------------
+# --- what goes out --------------------------------------------------------------------------------
 
 
 def leaves_of(state: Any, at: str = "") -> dict[str, Any]:
@@ -280,7 +334,9 @@ def leaves_of(state: Any, at: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("step", "chosen"), [(NEWEST, []), (2, ["--leaves", "model/*", "--strip", "model/"])], ids=["all", "some"]
+    ("step", "chosen"),
+    [(NEWEST, []), (2, ["--leaves", "model/*", "--strip", "model/"])],
+    ids=["all", "some"],
 )
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "pt"])
 def test_an_export_is_that_of_the_same_step_in_one_process(
@@ -293,7 +349,11 @@ def test_an_export_is_that_of_the_same_step_in_one_process(
         found = load_file(files[1])
         wanted = leaves_of(roots.states[step])
         if chosen:
-            wanted = {path.removeprefix("model/"): array for path, array in wanted.items() if path.startswith("model/")}
+            wanted = {
+                path.removeprefix("model/"): array
+                for path, array in wanted.items()
+                if path.startswith("model/")
+            }
         assert_same(dict(sorted(found.items())), dict(sorted(wanted.items())))
     else:
         assert files[0].read_bytes() == files[1].read_bytes()
@@ -302,15 +362,29 @@ def test_an_export_is_that_of_the_same_step_in_one_process(
 def test_an_orbax_folder_has_whole_leaves(roots: Roots, tool: Any, tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     tool(
-        roots.many, "export", ROOT, NEWEST, "--out", tmp_path / "x.orbax", "--leaves", "model/[bmsw]*", "--leaves", "*exp_avg*"
+        roots.many,
+        "export",
+        ROOT,
+        NEWEST,
+        "--out",
+        tmp_path / "x.orbax",
+        "--leaves",
+        "model/[bmsw]*",
+        "--leaves",
+        "*exp_avg*",
     )
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "x.orbax")
-    wanted = {path: array for path, array in leaves_of(roots.states[NEWEST]).items() if path in found}
+    wanted = {
+        path: array for path, array in leaves_of(roots.states[NEWEST]).items() if path in found
+    }
     assert len(found) == 12
-    assert_same({path: np.asarray(value) for path, value in sorted(found.items())}, dict(sorted(wanted.items())))
+    assert_same(
+        {path: np.asarray(value) for path, value in sorted(found.items())},
+        dict(sorted(wanted.items())),
+    )
 
 
-# --- reading from Python ---------------------------------------------------------------------------------------------------------
+# --- reading from Python --------------------------------------------------------------------------
 
 
 def some_box(shape: tuple[int, ...], draw: random.Random) -> tuple[slice | int, ...]:
@@ -337,11 +411,16 @@ def test_any_box_of_any_leaf_of_any_step_is_what_was_saved(roots: Roots) -> None
             box = some_box(array.shape, draw)
             kept = tuple(slice(at, at + 1 or None) if isinstance(at, int) else at for at in box)
             found = opened.restore(step, slices={path: box})[path]
-            assert not list(differences(found, np.asarray(array[kept]), f"step {step}, {path}, {box}"))
+            assert not list(
+                differences(found, np.asarray(array[kept]), f"step {step}, {path}, {box}")
+            )
 
 
 def test_leaves_and_boxes_are_given_together(roots: Roots) -> None:
-    wanted = {"leaves": [BIG, "model/scale", "model/w0"], "slices": {BIG: (slice(340, 360), 3), MASK: (-1,), "model/empty": ()}}
+    wanted = {
+        "leaves": [BIG, "model/scale", "model/w0"],
+        "slices": {BIG: (slice(340, 360), 3), MASK: (-1,), "model/empty": ()},
+    }
     one, many = (deltacheck.open(root).restore(NEWEST, **wanted) for root in roots)
     assert_same(one, many)
     assert {path: array.shape for path, array in many.items()} == {
@@ -361,7 +440,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "kind", "message"), REFUSED, ids=[str(one[0]) for one in REFUSED])
+@pytest.mark.parametrize(
+    ("wanted", "kind", "message"), REFUSED, ids=[str(one[0]) for one in REFUSED]
+)
 def test_what_is_refused_of_a_leaf_is_refused_of_one_in_tiles(
     roots: Roots, wanted: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
@@ -382,7 +463,11 @@ def test_every_framework_reads_what_ranks_wrote(roots: Roots, step: int) -> None
     one, many = (load(root, step) for root in roots)
     assert_same(many, one)
     model = roots.states[step]["model"]
-    target = {"big": torch.zeros(700, 500), "mask": torch.zeros(40, 30, dtype=torch.bool), "w1": torch.zeros(64, 96).bfloat16()}
+    target = {
+        "big": torch.zeros(700, 500),
+        "mask": torch.zeros(40, 30, dtype=torch.bool),
+        "w1": torch.zeros(64, 96).bfloat16(),
+    }
     dcp.load({"model": target}, storage_reader=DeltaStorageReader(roots.many, step), no_dist=True)
     assert all(bits(target[name]) == bits(model[name]) for name in target)
 
@@ -403,7 +488,9 @@ def test_jax_reads_under_any_sharding_what_ranks_wrote(roots: Roots) -> None:
     state = roots.states[NEWEST]
     target = jax.tree.map(placed, state)
     found = load(roots.many, NEWEST, target)
-    for wanted, array, value in zip(*(jax.tree.leaves(one) for one in (target, found, state)), strict=True):
+    for wanted, array, value in zip(
+        *(jax.tree.leaves(one) for one in (target, found, state)), strict=True
+    ):
         if isinstance(value, np.ndarray):
             assert array.sharding == wanted.sharding
             assert bits(np.asarray(array)) == bits(value)
@@ -435,20 +522,31 @@ def test_a_follower_is_told_the_same_of_every_step(roots: Roots, tmp_path: Path)
     arrays = {"model": {name: jax.numpy.asarray(value) for name, value in first.items()}}
     told = (one_after_the_other(root, tmp_path / root.name, leaves=wanted) for root in roots)
     for step, (one, many) in enumerate(zip(*told, strict=True)):
-        assert (many.step, many.since, many.names, many.metrics) == (one.step, one.since, one.names, one.metrics)
+        assert (many.step, many.since, many.names, many.metrics) == (
+            one.step,
+            one.since,
+            one.names,
+            one.metrics,
+        )
         assert many.changes.keys() == one.changes.keys()
         for path, change in many.changes.items():
             assert bits(change.values) == bits(one.changes[path].values)
             assert (change.positions is None) == (one.changes[path].positions is None)
-            assert change.positions is None or np.array_equal(change.positions, one.changes[path].positions)
+            assert change.positions is None or np.array_equal(
+                change.positions, one.changes[path].positions
+            )
         apply(many, tensors)
         arrays = applied(many, arrays)
         for name, value in roots.states[step]["model"].items():
             if name in first:
-                assert bits(tensors["model"][name]) == bits(np.asarray(arrays["model"][name])) == bits(value)
+                assert (
+                    bits(tensors["model"][name])
+                    == bits(np.asarray(arrays["model"][name]))
+                    == bits(value)
+                )
 
 
-# --- what is done to a root, and who goes on with it -----------------------------------------------------------------------------
+# --- what is done to a root, and who goes on with it ----------------------------------------------
 
 
 @pytest.fixture
@@ -471,7 +569,9 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
     def done(root: Path) -> Iterator[Any]:
         yield without(tool(root, "tag", ROOT, 2, "good"), "root")
         yield tool(root, "show", ROOT, "@good")["step"]
-        yield tool(root, "branch", ROOT, "@good", "--to", tmp_path / f"of {root.name}", "--copy")["step"]
+        yield tool(root, "branch", ROOT, "@good", "--to", tmp_path / f"of {root.name}", "--copy")[
+            "step"
+        ]
         yield without(tool(root, "compact", ROOT)["compacted"], "stored_bytes")
         yield without(tool(root, "prune", ROOT, "--keep-last", 1, "--keep-every", 5), "root")
         yield without(tool(root, "untag", ROOT, "good"), "root")
@@ -485,21 +585,32 @@ def test_what_is_done_to_a_root_is_told_in_leaves_and_leaves_every_step_as_it_wa
         assert_whole(tmp_path / f"of {root.name}", copied.states, [2])
         opened = open_root(root)
         newest = opened.manifest()
-        (compacted,) = (need for need in needs(opened, [newest]) if layout.seq_of(need.ref.id) == newest.seq)
+        (compacted,) = (
+            need for need in needs(opened, [newest]) if layout.seq_of(need.ref.id) == newest.seq
+        )
         assert compacted.leaf_count == 16
         tool(root, "gc", ROOT, "--compact", "--grace", 0)
         assert_whole(root, copied.states, [0, 5, NEWEST])
 
 
 @pytest.mark.parametrize("step", [0, RECUT])
-def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(copied: Roots, tool: Any, step: int) -> None:
-    """The mask never moves; each of its tiles is lost once, in the segments of the first save or of the first after the other cut."""
+def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(
+    copied: Roots, tool: Any, step: int
+) -> None:
+    """The mask never moves; each of its tiles is lost once, in the segments of the first save or of
+    the first after the other cut.
+    """
     root = open_root(copied.many)
     harmed = set()
     for ref in root.manifest(step).segments:
         segment = root.store.segment(ref)
-        if any(path.startswith(MASK) for path in segment.table.leaves) and layout.seq_of(ref.id) == step:
-            (chunk,) = (file for file in (copied.many / "segments" / ref.id / "packed" / "bool").glob("c.*"))
+        if (
+            any(path.startswith(MASK) for path in segment.table.leaves)
+            and layout.seq_of(ref.id) == step
+        ):
+            (chunk,) = (
+                file for file in (copied.many / "segments" / ref.id / "packed" / "bool").glob("c.*")
+            )
             chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
             harmed.add(ref.id)
     assert len(harmed) == (4 if step == 0 else 3)
@@ -507,16 +618,32 @@ def test_repair_heals_what_ranks_have_cut_otherwise_from_before_and_after(copied
     assert done["lost"] == []
     assert done["steps"] == list(range(RECUT) if step == 0 else range(RECUT, NEWEST + 1))
     assert {(row["leaf"], row["source"].partition(": ")[2]) for row in done["healed"]} == {
-        (MASK, f"leaf {MASK!r} of step {NEWEST if step == 0 else RECUT - 1}, which has it in other tiles")
+        (
+            MASK,
+            (
+                f"leaf {MASK!r} of step {NEWEST if step == 0 else RECUT - 1}, which has it in other"
+                " tiles"
+            ),
+        )
     }
     assert_whole(copied.many, copied.states, list(range(NEWEST + 1)))
 
 
 def test_repair_makes_nothing_of_tiles_that_hold_something_else(copied: Roots, tool: Any) -> None:
-    """A leaf that has moved since, and is stored under other cuts, is no cure: what is lost is told."""
+    """A leaf that has moved since, and is stored under other cuts, is no cure: what is lost is
+    told.
+    """
     root = open_root(copied.many)
-    segments = [root.store.segment(ref) for ref in root.manifest(NEWEST).segments if layout.seq_of(ref.id) == RECUT]
-    segment, entry = next((one, one.table.leaves[f"{BIG}%@0,0"]) for one in segments if f"{BIG}%@0,0" in one.table.leaves)
+    segments = [
+        root.store.segment(ref)
+        for ref in root.manifest(NEWEST).segments
+        if layout.seq_of(ref.id) == RECUT
+    ]
+    segment, entry = next(
+        (one, one.table.leaves[f"{BIG}%@0,0"])
+        for one in segments
+        if f"{BIG}%@0,0" in one.table.leaves
+    )
     assert entry.key is not None
     (chunk,) = (copied.many / "segments" / segment.id / "leaves" / entry.key.array).glob("c.*")
     chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
@@ -524,8 +651,12 @@ def test_repair_makes_nothing_of_tiles_that_hold_something_else(copied: Roots, t
     assert_whole(copied.many, copied.states, list(range(RECUT)))
 
 
-def test_a_mirror_has_every_step_of_ranks_and_loses_what_is_deleted(copied: Roots, tool: Any, tmp_path: Path) -> None:
-    write_bond(copied.many, Bond("a run", "elsewhere", NEWEST, open_root(copied.many).manifest().nonce))
+def test_a_mirror_has_every_step_of_ranks_and_loses_what_is_deleted(
+    copied: Roots, tool: Any, tmp_path: Path
+) -> None:
+    write_bond(
+        copied.many, Bond("a run", "elsewhere", NEWEST, open_root(copied.many).manifest().nonce)
+    )
     target = tmp_path / "target"
     assert tool(copied.many, "mirror", ROOT, target, "--once")["copied"] == len(copied.states)
     assert_whole(target, copied.states, list(range(NEWEST + 1)))
@@ -543,7 +674,9 @@ def tensors_of(state: Any) -> Any:
         return {key: tensors_of(value) for key, value in state.items()}
     if not isinstance(state, np.ndarray):
         return state
-    plain = torch.from_numpy(state.view(np.int16) if state.dtype.name == "bfloat16" else state).clone()
+    plain = torch.from_numpy(
+        state.view(np.int16) if state.dtype.name == "bfloat16" else state
+    ).clone()
     return plain.view(torch.bfloat16) if state.dtype.name == "bfloat16" else plain
 
 
@@ -559,7 +692,9 @@ def next_steps(engine: Any, state: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", ["derived", "post-training", "in memory"])
-def test_one_process_goes_on_from_ranks_under_every_policy(copied: Roots, tool: Any, tmp_path: Path, how: str) -> None:
+def test_one_process_goes_on_from_ranks_under_every_policy(
+    copied: Roots, tool: Any, tmp_path: Path, how: str
+) -> None:
     policy = Policy.model_exact() if how == "derived" else Policy.exact()
     if how == "post-training":
         tool(copied.many, "profile", ROOT, "-o", tmp_path / "profile.json")
@@ -575,11 +710,18 @@ def test_one_process_goes_on_from_ranks_under_every_policy(copied: Roots, tool: 
     opened = deltacheck.open(copied.many)
     for step, state in enumerate(wanted, NEWEST + 1):
         found = opened.restore(step)
-        assert all(bits(found["model"][name]) == bits(value) for name, value in state["model"].items())
+        assert all(
+            bits(found["model"][name]) == bits(value) for name, value in state["model"].items()
+        )
     tool(copied.many, "compact", ROOT)
     tool(copied.many, "gc", ROOT, "--compact", "--grace", 0)
     assert opened.verify(deep=True) == []
-    assert tool(copied.many, "diff", ROOT, NEWEST, NEWEST + 2, "--leaves", "model/*")["changed"][0]["changed"] == 2 * 500
+    assert (
+        tool(copied.many, "diff", ROOT, NEWEST, NEWEST + 2, "--leaves", "model/*")["changed"][0][
+            "changed"
+        ]
+        == 2 * 500
+    )
     assert [step.step for step in collect(copied.many).steps] == opened.steps()
 
 
@@ -594,8 +736,14 @@ def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
         for step in range(NEWEST + 1, NEWEST + 4):
             weight.grad = torch.randn(60, 50)
             optimizer.step()
-            log.save(step, state | {"weight": weight, "state of it": optimizer.state_dict()}).result(60)
-    assert [tool(copied.many, "show", ROOT, step)["replay"] is not None for step in (8, 9, 10)] == [False, True, True]
+            log.save(
+                step, state | {"weight": weight, "state of it": optimizer.state_dict()}
+            ).result(60)
+    assert [tool(copied.many, "show", ROOT, step)["replay"] is not None for step in (8, 9, 10)] == [
+        False,
+        True,
+        True,
+    ]
     manifest = open_root(copied.many).manifest()
     assert (manifest.tiles, manifest.must_understand) == (
         {},
@@ -606,10 +754,15 @@ def test_a_gradient_log_goes_on_from_ranks(copied: Roots, tool: Any) -> None:
     with Engine(copied.many) as engine, GradientLog(engine, optimizer) as log:
         found = log.restore()
     assert bits(found["weight"]) == bits(weight)
-    assert all(bits(found["model"][name]) == bits(value) for name, value in copied.states[NEWEST]["model"].items())
+    assert all(
+        bits(found["model"][name]) == bits(value)
+        for name, value in copied.states[NEWEST]["model"].items()
+    )
 
 
-def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(s3: Any, tool: Any, tmp_path: Path) -> None:
+def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(
+    s3: Any, tool: Any, tmp_path: Path
+) -> None:
     address = f"s3://bucket/{secrets.token_hex(8)}/run"
     saved = []
     state = {
@@ -628,7 +781,9 @@ def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(s3: Any, tool
     for step, wanted in enumerate(saved):
         found = opened.restore(step)
         assert_same({key: found[key] for key in wanted}, wanted)
-    assert_same(opened.restore(1, slices={"big": (slice(15, 45), 3)})["big"], saved[1]["big"][15:45, 3:4])
+    assert_same(
+        opened.restore(1, slices={"big": (slice(15, 45), 3)})["big"], saved[1]["big"][15:45, 3:4]
+    )
     assert opened.verify(deep=True) == []
     (row,) = tool(address, "diff", ROOT, 0, 1)["changed"]
     assert (row["path"], row["changed"]) == ("big", 60)

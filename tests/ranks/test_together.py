@@ -1,4 +1,6 @@
-"""Several torch ranks save one step, and any number of them restores it: ``Engine(process_group=...)``."""
+"""Several torch ranks save one step, and any number of them restores it:
+``Engine(process_group=...)``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def copy_of(root: Path, to: Path) -> Path:
     return Path(shutil.copytree(root, to / "copy"))
 
 
-def test_a_step_of_four_ranks_opens_whole_without_torch_and_verifies_deep(saved: tuple[Path, dict]) -> None:
+def test_a_step_of_four_ranks_opens_whole_without_torch_and_verifies_deep(
+    saved: tuple[Path, dict],
+) -> None:
     root, content = saved
     run = deltacheck.open(root)
     assert run.steps() == [0, 1, 2]
@@ -42,7 +46,9 @@ def test_a_step_of_four_ranks_opens_whole_without_torch_and_verifies_deep(saved:
     assert run.manifest().metrics["loss"] == pytest.approx(1 / 3)
 
 
-def test_a_leaf_of_four_ranks_is_read_by_three_with_a_tenth_to_spare_at_most(tmp_path: Path) -> None:
+def test_a_leaf_of_four_ranks_is_read_by_three_with_a_tenth_to_spare_at_most(
+    tmp_path: Path,
+) -> None:
     launch(jobs.large, 4, tmp_path / "run", True)
     for read, held, equal in launch(jobs.large, 3, tmp_path / "run", False):
         assert equal
@@ -91,21 +97,31 @@ def test_what_every_rank_has_alike_is_written_once_and_the_work_is_shared(tmp_pa
     assert jobs.same(jobs.whole(deltacheck.open(tmp_path / "run").restore()), came[0][0]) == []
 
 
-def test_ranks_with_leaves_of_their_own_make_one_tree_and_get_their_part_back(tmp_path: Path) -> None:
+def test_ranks_with_leaves_of_their_own_make_one_tree_and_get_their_part_back(
+    tmp_path: Path,
+) -> None:
     came = launch(jobs.stages, 3, tmp_path / "run")
     for restored, state, step, _ in came:
-        assert jobs.same(restored, {path: value for path, value in state.items() if path != "shared"}) == []
+        assert (
+            jobs.same(restored, {path: value for path, value in state.items() if path != "shared"})
+            == []
+        )
         assert step == 5
     whole = deltacheck.open(tmp_path / "run").restore()
     assert sorted(whole["layers"]) == ["0", "1", "2"]
     assert sorted(whole["rng"]) == ["rank 0", "rank 1", "rank 2"]
-    large = [sum(size for path, size in written.items() if path.startswith("shared")) for _, _, _, written in came]
+    large = [
+        sum(size for path, size in written.items() if path.startswith("shared"))
+        for _, _, _, written in came
+    ]
     assert sum(large) == 24_000_000
     assert max(large) < 24_000_000
 
 
 @pytest.mark.parametrize("where", ["describe", "shape", "encode", "write", "durable"])
-def test_a_failure_of_one_rank_is_everyones_within_seconds_and_the_next_save_is_whole(tmp_path: Path, where: str) -> None:
+def test_a_failure_of_one_rank_is_everyones_within_seconds_and_the_next_save_is_whole(
+    tmp_path: Path, where: str
+) -> None:
     came = launch(jobs.fail, 2, tmp_path / "run", where)
     causes = {
         "describe": "builtin_function_or_method",
@@ -132,7 +148,9 @@ def test_a_restore_tells_every_rank_of_a_failure_that_one_has_not_seen(tmp_path:
         assert second == ""
 
 
-def test_a_killed_rank_leaves_the_newest_step_and_the_others_are_told_which_it_was(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_the_newest_step_and_the_others_are_told_which_it_was(
+    tmp_path: Path,
+) -> None:
     came = launch(jobs.killed, 3, tmp_path / "run", lost={1})
     for told, seconds in (came[0], came[2]):
         assert len(told) == 2
@@ -159,7 +177,9 @@ def test_a_save_that_goes_on_costs_the_ranks_two_exchanges(tmp_path: Path) -> No
     came = launch(jobs.timed, 4, tmp_path / "run", 15)
     assert all(of["exchanges"] == 2 * 15 for of in came)
     made = came[0]["make"]
-    added = statistics.median(commit - make for commit, make in zip(came[0]["commit"], made, strict=True))
+    added = statistics.median(
+        commit - make for commit, make in zip(came[0]["commit"], made, strict=True)
+    )
     print(f"commit of 4 ranks: {added * 1e3:.1f} ms beside {statistics.median(made) * 1e3:.1f} ms of rank 0's own; begin "
           f"{statistics.median(came[0]['begin']) * 1e3:.1f} ms")  # fmt: skip
 
@@ -168,7 +188,15 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
     example = Path(__file__).parents[2] / "examples" / "fsdp_training.py"
     said = []
     for size, steps in ((2, 4), (3, 7)):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(example)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(size),
+            str(example),
+        ]
         done = subprocess.run(
             [*command, str(tmp_path / "run"), "--steps", str(steps)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -179,4 +207,7 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
         )
         assert done.returncode == 0, done.stderr[-2000:]
         said.append(done.stdout.strip().splitlines()[-1])
-    assert said == ["2 ranks, steps 0 to 3; checkpoints: [1, 3]", "3 ranks, steps 4 to 6; checkpoints: [1, 3, 5, 6]"]
+    assert said == [
+        "2 ranks, steps 0 to 3; checkpoints: [1, 3]",
+        "3 ranks, steps 4 to 6; checkpoints: [1, 3, 5, 6]",
+    ]

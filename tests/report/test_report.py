@@ -1,4 +1,6 @@
-"""The report: its numbers are those of the root, its page needs nothing else, its images show something."""
+"""The report: its numbers are those of the root, its page needs nothing else, its images show
+something.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ STEPS = (0, 10, 20, 35, 50)
 
 
 def save_steps(root: Path, steps: tuple[int, ...] = STEPS) -> None:
-    """Keyframes, sparse and dense deltas, a leaf that never moves, and one whose name is an attack on whoever draws it."""
+    """Keyframes, sparse and dense deltas, a leaf that never moves, and one whose name is an attack
+    on whoever draws it.
+    """
     state = training_state()
     state["frozen"] = torch.randn(300, 300)
     state["</script><b>$x_1$"] = torch.zeros(3)
@@ -66,11 +70,23 @@ def profile(steps: tuple[int, ...] = (10, 20, 30, 40)) -> Profile:
     def leaf(path: str, role: str, unit: str, scale: float) -> LeafProfile:
         drift = Curve(steps, tuple(scale / (1 + step) for step in steps))
         density = Curve(steps, (0.1,) * len(steps))
-        return LeafProfile(path, (100, 100), "float32", role, "stable-changing", density, drift, unit, 1.5)
+        return LeafProfile(
+            path, (100, 100), "float32", role, "stable-changing", density, drift, unit, 1.5
+        )
 
-    leaves = [leaf("w", "weight", "lr", 2.0), leaf("w2", "weight", "lr", 4.0), leaf("v", "second_moment", "octaves", 1.0)]
+    leaves = [
+        leaf("w", "weight", "lr", 2.0),
+        leaf("w2", "weight", "lr", 4.0),
+        leaf("v", "second_moment", "octaves", 1.0),
+    ]
     return Profile(
-        FORMAT, VERSION, "a test", 10, {leaf.path: leaf for leaf in leaves}, stable_start=30, events=(Event(20, "loss", 5.0),)
+        FORMAT,
+        VERSION,
+        "a test",
+        10,
+        {leaf.path: leaf for leaf in leaves},
+        stable_start=30,
+        events=(Event(20, "loss", 5.0),),
     )
 
 
@@ -128,10 +144,12 @@ def number(cell: str) -> int:
 def bytes_on_disk(root: Path, seq: int) -> int:
     """Of all files that a save added: told by the names alone."""
     folders = [*root.glob(f"segments/s{seq:010d}-*"), root / "checkpoints" / f"c{seq:010d}"]
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return sum(
+        file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()
+    )
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 def test_the_bytes_of_a_step_are_those_of_all_files_that_its_save_added(root: Path) -> None:
@@ -146,28 +164,41 @@ def test_the_bytes_of_a_step_are_those_of_all_files_that_its_save_added(root: Pa
 def test_bytes_belong_to_the_method_that_the_save_chose(root: Path) -> None:
     first, second, *_ = collect(root).steps
     assert first.written["keyframe"] > 0.9 * first.written_bytes
-    assert sum(first.written[method] for method in METHODS if method not in ("keyframe", "tables")) == 0
+    assert (
+        sum(first.written[method] for method in METHODS if method not in ("keyframe", "tables"))
+        == 0
+    )
     assert second.written["sparse"] > 0
-    assert second.written["diff"] + second.written["planes"] + second.written["raw"] > 400_000, "noise has no shorter form"
+    assert second.written["diff"] + second.written["planes"] + second.written["raw"] > 400_000, (
+        "noise has no shorter form"
+    )
 
 
-def test_changed_fractions_are_those_of_the_log(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_fractions_are_those_of_the_log(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = collect(root)
     (name,) = [name for name in record.groups if name.endswith("embed.weight")]
     run = deltacheck.open(root)
     before, after = (run.restore(step, leaves=[name])[name] for step in (0, 10))
     assert record.steps[0].changed[name] is None
-    assert record.steps[1].changed[name] == pytest.approx((before.view(np.uint16) != after.view(np.uint16)).mean())
+    assert record.steps[1].changed[name] == pytest.approx(
+        (before.view(np.uint16) != after.view(np.uint16)).mean()
+    )
     assert record.steps[1].changed["frozen"] == 0
 
 
-def test_a_restore_of_a_first_step_reads_what_its_save_wrote_and_of_a_later_one_the_whole_chain(root: Path) -> None:
+def test_a_restore_of_a_first_step_reads_what_its_save_wrote_and_of_a_later_one_the_whole_chain(
+    root: Path,
+) -> None:
     record = collect(root)
     assert record.steps[0].read_bytes == record.steps[0].written_bytes
     assert record.steps[0].depth == 0
     assert record.steps[1].depth == 1
     manifest = (root / "checkpoints" / "c0000000000" / "zarr.json").stat().st_size
-    assert record.steps[1].read_bytes == pytest.approx(sum(s.written_bytes for s in record.steps[:2]) - manifest, abs=2)
+    assert record.steps[1].read_bytes == pytest.approx(
+        sum(s.written_bytes for s in record.steps[:2]) - manifest, abs=2
+    )
     for step in record.steps:
         closure = sum(ref.stored_bytes for ref in open_root(root).manifest(step.step).segments)
         assert step.read_bytes <= closure + step.recorded_bytes
@@ -202,12 +233,24 @@ def test_a_damaged_step_is_named_and_the_others_are_shown(
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda file: file.write_bytes(b""), lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[::-1])],
+    [
+        lambda file: file.write_bytes(b""),
+        lambda file: file.unlink(),
+        lambda file: file.write_bytes(file.read_bytes()[::-1]),
+    ],
     ids=["empty", "missing", "turned round"],
 )
-def test_whatever_file_is_damaged_is_named_or_not_needed(harm: Callable[[Path], object], root: Path, tmp_path: Path) -> None:
-    files = sorted(file.relative_to(root) for file in root.rglob("*") if file.is_file() and "control" not in file.parts)
-    kinds = {(file.parts[:1], file.parts[2:4], file.name): file for file in files}  # one file of each kind
+def test_whatever_file_is_damaged_is_named_or_not_needed(
+    harm: Callable[[Path], object], root: Path, tmp_path: Path
+) -> None:
+    files = sorted(
+        file.relative_to(root)
+        for file in root.rglob("*")
+        if file.is_file() and "control" not in file.parts
+    )
+    kinds = {
+        (file.parts[:1], file.parts[2:4], file.name): file for file in files
+    }  # one file of each kind
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for file in kinds.values():
@@ -230,7 +273,11 @@ def promise(root: Path, step: int, **promises: Promise) -> None:
     changed = msgspec.structs.replace(
         manifest,
         contracts={paths[name]: made for name, made in promises.items()},
-        contract="reused" if any(isinstance(made.terms, Reused) for made in promises.values()) else "bounded",
+        contract=(
+            "reused"
+            if any(isinstance(made.terms, Reused) for made in promises.values())
+            else "bounded"
+        ),
         must_understand=("derived",),
         stage="stable",
     )
@@ -238,24 +285,35 @@ def promise(root: Path, step: int, **promises: Promise) -> None:
     file.write_bytes(store_root.encode_manifest(changed))
 
 
-def test_contracts_errors_and_the_stage_are_those_of_the_manifests(root: Path, tmp_path: Path) -> None:
+def test_contracts_errors_and_the_stage_are_those_of_the_manifests(
+    root: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    bounded, reused = Promise(Bounded(0.5, "octaves"), 0.25), Promise(Reused(100, 0.1), 0.03, from_step=20)
+    bounded, reused = (
+        Promise(Bounded(0.5, "octaves"), 0.25),
+        Promise(Reused(100, 0.1), 0.03, from_step=20),
+    )
     promise(copy, 35, master=bounded)
     promise(copy, 50, master=bounded, exp_avg=reused)
     record = collect(copy)
     assert [step.stage for step in record.steps] == ["", "", "", "stable", "stable"]
     assert [len(step.held) for step in record.steps] == [0, 0, 0, 1, 2]
     by_contract = {held.contract: held for held in record.steps[-1].held}
-    assert (by_contract["bounded"].limit, by_contract["bounded"].measured, by_contract["bounded"].used) == (0.5, 0.25, 0.5)
+    assert (
+        by_contract["bounded"].limit,
+        by_contract["bounded"].measured,
+        by_contract["bounded"].used,
+    ) == (0.5, 0.25, 0.5)
     assert by_contract["reused"].age_steps == 30
     assert record.steps[-1].bounded_bytes == record.steps[-1].reused_bytes == 700 * 1000 * 4
     assert record.steps[-1].exact_bytes == record.steps[-1].raw_bytes - 2 * 700 * 1000 * 4
     code, text = write(copy, tmp_path)
     assert code == 0
     found = numbers(Page(text).tables["contracts-table"])
-    assert [row["measured"] for row in found if row["step"] == "50" and row["contract"] == "reused"] == ["0.03"]
+    assert [
+        row["measured"] for row in found if row["step"] == "50" and row["contract"] == "reused"
+    ] == ["0.03"]
     assert "stable" in [row["unit or stage"] for row in numbers(Page(text).tables["drift-table"])]
 
 
@@ -263,17 +321,28 @@ def test_of_a_class_the_leaf_nearest_to_its_limit_is_shown(root: Path) -> None:
     manifest = open_root(root).manifest(50)
     a, b = [path for path in manifest.leaves if path.endswith(("master", "exp_avg"))]
     for used in ((0.1, 0.4), (0.4, 0.1)):
-        promises = {path: Promise(Bounded(0.5, "octaves"), error) for path, error in zip((a, b), used, strict=True)}
+        promises = {
+            path: Promise(Bounded(0.5, "octaves"), error)
+            for path, error in zip((a, b), used, strict=True)
+        }
         (held,), _ = _held(msgspec.structs.replace(manifest, contracts=promises), {"both": (a, b)})
         assert (held.leaves, held.measured) == (2, 0.4)
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def transformer(layers: int) -> dict[str, int]:
-    blocks = {f"model/layers.{k}.{name}.weight": 100 for k in range(layers) for name in ("q", "k", "up", "down")}
-    moments = {f"optimizer/state/{k}/{name}": 200 for k in range(4 * layers) for name in ("exp_avg", "exp_avg_sq")}
+    blocks = {
+        f"model/layers.{k}.{name}.weight": 100
+        for k in range(layers)
+        for name in ("q", "k", "up", "down")
+    }
+    moments = {
+        f"optimizer/state/{k}/{name}": 200
+        for k in range(4 * layers)
+        for name in ("exp_avg", "exp_avg_sq")
+    }
     return {"model/embed.weight": 5000, **blocks, **moments, "rng": 5}
 
 
@@ -287,7 +356,9 @@ def test_every_leaf_is_in_one_group_and_groups_are_few(most: int) -> None:
 
 def test_a_thousand_leaves_become_layers_in_their_order() -> None:
     names = list(groups(transformer(80), 40))
-    layers = [int(found.group(1)) for name in names if (found := re.match(r"model/layers\.(\d+)", name))]
+    layers = [
+        int(found.group(1)) for name in names if (found := re.match(r"model/layers\.(\d+)", name))
+    ]
     assert len(layers) >= 5
     assert layers == sorted(layers)
     assert "model/embed.weight" in names
@@ -319,7 +390,7 @@ def test_a_few_leaves_are_a_group_each() -> None:
     assert groups({}, 3) == {}
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +426,9 @@ def test_the_page_needs_nothing_else_and_runs_nothing(text: str) -> None:
             used |= {target[1:]} if target and target.startswith("#") else set()
     known = [attributes["id"] for _, attributes in Page(text).tags if "id" in attributes]
     assert used <= set(known)
-    assert len(known) == len(set(known)), "an identifier stands twice: figures would show parts of each other"
+    assert len(known) == len(set(known)), (
+        "an identifier stands twice: figures would show parts of each other"
+    )
 
 
 def test_the_numbers_of_the_page_are_those_of_the_root(text: str, root: Path) -> None:
@@ -363,7 +436,11 @@ def test_the_numbers_of_the_page_are_those_of_the_root(text: str, root: Path) ->
     rows = numbers(parsed.tables["bytes-table"])
     assert [int(row["step"]) for row in rows] == run.steps() == list(STEPS)
     for row in rows:
-        assert sum(number(row[method]) for method in METHODS) == number(row["sum"]) == bytes_on_disk(root, int(row["seq"]))
+        assert (
+            sum(number(row[method]) for method in METHODS)
+            == number(row["sum"])
+            == bytes_on_disk(root, int(row["seq"]))
+        )
         assert number(row["state"]) == run.manifest(int(row["step"])).raw_bytes
     cost = numbers(parsed.tables["restore-table"])
     assert [int(row["deepest"]) for row in cost] == [step.depth for step in collect(root).steps]
@@ -379,7 +456,9 @@ def test_the_numbers_of_the_page_are_those_of_the_root(text: str, root: Path) ->
 
 def test_names_from_disk_are_text_and_nothing_more(text: str) -> None:
     assert "<b>" not in text
-    assert re.search(r"<text[^>]*>[^<]*script&gt;&lt;b&gt;\$x_1\$", text), "neither markup nor mathematics"
+    assert re.search(r"<text[^>]*>[^<]*script&gt;&lt;b&gt;\$x_1\$", text), (
+        "neither markup nor mathematics"
+    )
 
 
 def test_the_same_root_gives_the_same_figures(root: Path) -> None:
@@ -393,10 +472,14 @@ def test_tips_lie_on_the_figures(root: Path) -> None:
     width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
     boxes = [
         [float(v) for v in box]
-        for box in re.findall(r'</title><rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="[\d.]+"/>', svg)
+        for box in re.findall(
+            r'</title><rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="[\d.]+"/>', svg
+        )
     ]
     assert len(boxes) == len(STEPS)
-    assert all(b[0] >= a[0] + a[1] - 0.2 for a, b in itertools.pairwise(boxes)), "one beside the other"
+    assert all(b[0] >= a[0] + a[1] - 0.2 for a, b in itertools.pairwise(boxes)), (
+        "one beside the other"
+    )
     assert boxes[-1][0] + boxes[-1][1] < width
 
 
@@ -419,10 +502,16 @@ def test_a_profile_in_the_root_is_found(root: Path, tmp_path: Path) -> None:
 
 
 def colours(image: np.ndarray) -> int:
-    return len(np.unique((255 * image[::2, ::2, :3]).astype(np.uint32) @ np.array([1, 256, 65536], np.uint32)))
+    return len(
+        np.unique(
+            (255 * image[::2, ::2, :3]).astype(np.uint32) @ np.array([1, 256, 65536], np.uint32)
+        )
+    )
 
 
-def test_images_show_something(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_show_something(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _ = write(root, tmp_path, "--png", tmp_path / "images", "--json")
     assert code == 0
     assert '"images"' in capsys.readouterr().out
@@ -448,13 +537,17 @@ def test_a_missing_library_is_told_with_the_way_out(root: Path, tmp_path: Path) 
     assert not (tmp_path / "r.html").exists()
 
 
-# --- records that a small root does not give --------------------------------------------------------------------------------
+# --- records that a small root does not give ------------------------------------------------------
 
 
 def long_run(steps: int) -> Record:
     def step(k: int) -> StepRecord:
         written = dict.fromkeys(METHODS, 0) | {"sparse": 1000 + k, "tables": 10}
-        held = (Held("v", "bounded", "octaves", 3, 0.5, 0.1 + 0.3 * k / steps),) if k >= steps // 2 else ()
+        held = (
+            (Held("v", "bounded", "octaves", 3, 0.5, 0.1 + 0.3 * k / steps),)
+            if k >= steps // 2
+            else ()
+        )
         return StepRecord(
             step=k * 5, seq=k, time=float(k), stage="warm" if k < steps // 2 else "stable", raw_bytes=100_000, leaves=3,
             recorded_bytes=1010 + k, written=written, changed={"a": 0.01, "b": None}, held=held, exact_bytes=100_000,
@@ -462,7 +555,15 @@ def long_run(steps: int) -> Record:
         )  # fmt: skip
 
     made = {"a": ("a",), "b": ("b", "b2")}
-    return Record("somewhere", 1, ("me",), tuple(map(step, range(steps))), made, {}, profile(tuple(range(0, 5 * steps, 50))))
+    return Record(
+        "somewhere",
+        1,
+        ("me",),
+        tuple(map(step, range(steps))),
+        made,
+        {},
+        profile(tuple(range(0, 5 * steps, 50))),
+    )
 
 
 def test_a_long_run_is_drawn_in_few_columns_and_listed_in_full() -> None:
@@ -492,24 +593,44 @@ def test_every_kind_of_stage_contract_and_size_can_be_drawn(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1023 * 1024, "1023 KiB"), (5 << 30, "5 GiB"), (2**52, "4 PiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1023 * 1024, "1023 KiB"),
+        (5 << 30, "5 GiB"),
+        (2**52, "4 PiB"),
+    ],
 )
 def test_sizes_are_short(count: int, shown: str) -> None:
     assert figures.size(count) == shown
 
 
-# --- a real browser ---------------------------------------------------------------------------------------------------------
+# --- a real browser -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def browser() -> Callable[..., Any]:
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if found is None:
         pytest.skip("needs a Chromium in PATH")
 
     def call(*arguments: str) -> Any:
-        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0")
-        return subprocess.run([found, *flags, *arguments], capture_output=True, text=True, timeout=100)
+        flags = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            "--v=0",
+        )
+        return subprocess.run(
+            [found, *flags, *arguments], capture_output=True, text=True, timeout=100
+        )
 
     return call
 

@@ -1,6 +1,8 @@
-"""Bad input, a row of the threat model at a time (M1 to M12): a typed error or a right answer, and nothing outside the root is touched.
+"""Bad input, a row of the threat model at a time (M1 to M12): a typed error or a right answer, and
+nothing outside the root is touched.
 
-What test_store.py, test_damage.py and test_tree.py cover is not here again. Documents are forged with right checksums (forge.py).
+What test_store.py, test_damage.py and test_tree.py cover is not here again. Documents are forged
+with right checksums (forge.py).
 """
 
 from __future__ import annotations
@@ -34,21 +36,28 @@ NEWEST = "c0000000001"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A natural array of two shards' chunks, packed leaves, a delta with several streams, in two steps."""
+    """A natural array of two shards' chunks, packed leaves, a delta with several streams, in two
+    steps.
+    """
     root = tmp_path_factory.mktemp("saved") / "root"
     big, ramp = torch.arange(300 * 250, dtype=torch.float32).reshape(300, 250), torch.arange(50.0)
     codes = np.array([0, 1, 128], np.uint8)
     with Engine(root) as engine:
         engine.save(0, {"w": big, "b": ramp, "same": ramp * 2, "n": [1, 2.5, "x"], "codes": codes})
         big.view(-1)[::7] += 1
-        engine.save(1, {"w": big, "b": ramp + 1, "same": ramp * 2, "n": [1, 2.5, "x"], "codes": codes})
+        engine.save(
+            1, {"w": big, "b": ramp + 1, "same": ramp * 2, "n": [1, 2.5, "x"], "codes": codes}
+        )
     return root
 
 
 @pytest.fixture
 def root(saved: Path) -> Iterator[Path]:
     """The saved root, of which a test may change documents of ours; they are put back."""
-    kept = {path: path.read_bytes() for path in (*saved.glob("checkpoints/c*/zarr.json"), *saved.glob("segments/s*/zarr.json"))}
+    kept = {
+        path: path.read_bytes()
+        for path in (*saved.glob("checkpoints/c*/zarr.json"), *saved.glob("segments/s*/zarr.json"))
+    }
     yield saved
     for path, content in kept.items():
         path.write_bytes(content)
@@ -70,13 +79,16 @@ def segments(root: Path) -> list[Path]:
 
 
 def assert_refused(
-    root: Path, match: str | None = None, error: type[Exception] = errors.DeltacheckError, **options: Any
+    root: Path,
+    match: str | None = None,
+    error: type[Exception] = errors.DeltacheckError,
+    **options: Any,
 ) -> None:
     with pytest.raises(error, match=match):
         deltacheck.open(root).restore(1, **options)
 
 
-# --- M1: links, pipes, devices, other names ---------------------------------------------------------------------------------------
+# --- M1: links, pipes, devices, other names -------------------------------------------------------
 
 
 def a_link(path: Path) -> None:
@@ -142,7 +154,9 @@ def test_nothing_but_files_and_directories_of_the_root_is_opened(
 
 
 @pytest.mark.parametrize("name", ["control", "checkpoints", "segments"])
-def test_a_writer_does_not_write_through_a_link_out_of_the_root(copied: Path, name: str, tmp_path: Path) -> None:
+def test_a_writer_does_not_write_through_a_link_out_of_the_root(
+    copied: Path, name: str, tmp_path: Path
+) -> None:
     outside = tmp_path / "outside"
     shutil.move(copied / name, outside)
     (copied / name).symlink_to(outside)
@@ -174,12 +188,29 @@ def test_a_pipe_in_the_place_of_the_roots_own_document_hangs_nobody(copied: Path
         deltacheck.open(copied)
 
 
-BAD_NAMES = ["..", ".", "", "../w", "/etc", "a/b", "w/../w", "zarr.json", "__w", "a\0b", "a\\b", "w\n", "w" * 300, "é"]
+BAD_NAMES = [
+    "..",
+    ".",
+    "",
+    "../w",
+    "/etc",
+    "a/b",
+    "w/../w",
+    "zarr.json",
+    "__w",
+    "a\0b",
+    "a\\b",
+    "w\n",
+    "w" * 300,
+    "é",
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_no_array_name_leads_anywhere_else(root: Path, name: str) -> None:
-    forge.forge_table(manifest_path(root), 0, lambda table: table["leaves"]["w"]["key"].update(array=name))
+    forge.forge_table(
+        manifest_path(root), 0, lambda table: table["leaves"]["w"]["key"].update(array=name)
+    )
     assert_refused(root, error=errors.Damaged)
 
 
@@ -205,10 +236,20 @@ def test_no_name_of_a_stream_leads_anywhere_else(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*BAD_NAMES, "s1-0", "s0000000001-0000000g", "s0000000001-00000000/..", "c0000000001", "S0000000001-00000000"]
+    "name",
+    [
+        *BAD_NAMES,
+        "s1-0",
+        "s0000000001-0000000g",
+        "s0000000001-00000000/..",
+        "c0000000001",
+        "S0000000001-00000000",
+    ],
 )
 def test_no_segment_id_leads_anywhere_else(root: Path, name: str) -> None:
-    forge.forge_manifest(manifest_path(root), lambda manifest: manifest["segments"][0].update(id=name))
+    forge.forge_manifest(
+        manifest_path(root), lambda manifest: manifest["segments"][0].update(id=name)
+    )
     assert_refused(root, error=errors.Damaged)
 
 
@@ -237,7 +278,7 @@ def test_an_item_of_a_manager_root_that_leads_out_is_not_entered(tmp_path: Path)
         deltacheck.open(root)
 
 
-# --- M3: documents -----------------------------------------------------------------------------------------------------------------
+# --- M3: documents --------------------------------------------------------------------------------
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -299,10 +340,16 @@ MANIFESTS: dict[str, forge.Edit] = {
     "features that are numbers": lambda m: m.update(must_understand=[1]),
     "another's number": lambda m: m.update(seq=0),
     "many axes": lambda m: m["leaves"]["b"].update(shape=[1] * 65, chunk=[1] * 65),
-    "an empty leaf that is too large": lambda m: m["leaves"]["b"].update(shape=[0, 2**62], chunk=[1, 2**62]),
-    "an empty leaf of huge numbers": lambda m: m["leaves"]["b"].update(shape=[2**70, 0], chunk=[1, 1]),
+    "an empty leaf that is too large": lambda m: m["leaves"]["b"].update(
+        shape=[0, 2**62], chunk=[1, 2**62]
+    ),
+    "an empty leaf of huge numbers": lambda m: m["leaves"]["b"].update(
+        shape=[2**70, 0], chunk=[1, 1]
+    ),
     "a chunk that is larger than the leaf by far": lambda m: m["leaves"]["b"].update(chunk=[2**50]),
-    "a chunk above what a reader takes": lambda m: m["leaves"]["w"].update(shape=[2**25, 250], chunk=[2**25, 250]),
+    "a chunk above what a reader takes": lambda m: m["leaves"]["w"].update(
+        shape=[2**25, 250], chunk=[2**25, 250]
+    ),
     "segments of a missing base": lambda m: m["segments"].pop(0),
     "no segments": lambda m: m["segments"].clear(),
     "a base of the same shapes": lambda m: m["segments"][0].update(id="s0000000000-00000000"),
@@ -333,7 +380,10 @@ TABLES: dict[str, tuple[int, forge.Edit]] = {
     "negative run": (1, lambda t: t["leaves"]["w"].update(delta=[[0, 0, 3], [0, 3, -1]])),
     "a huge stream": (1, lambda t: t["parts"][0]["streams"].update(tiles=[2**62, "stream"])),
     "an empty stream": (1, lambda t: t["parts"][0]["streams"].update(tiles=[0, "stream"])),
-    "a stream of another codec": (1, lambda t: t["parts"][0]["streams"].update(tiles=[12, "pickle"])),
+    "a stream of another codec": (
+        1,
+        lambda t: t["parts"][0]["streams"].update(tiles=[12, "pickle"]),
+    ),
     "its own base": (1, lambda t: t["leaves"]["w"].update(base=t["leaves"]["w"]["digest"])),
     "another's base": (1, lambda t: t["leaves"]["w"].update(base=t["leaves"]["b"]["base"])),
     "another dtype": (1, lambda t: t["leaves"]["w"].update(dtype="int32")),
@@ -350,7 +400,9 @@ def test_an_impossible_table_is_refused_whatever_vouches_for_it(root: Path, name
 
 def test_a_document_of_a_gibibyte_is_refused_before_it_is_read(root: Path) -> None:
     os.truncate(manifest_path(root), 1 << 30)
-    assert_refused(root, f"more than the {schema.MAX_DOCUMENT_BYTES} that it may have", errors.Damaged)
+    assert_refused(
+        root, f"more than the {schema.MAX_DOCUMENT_BYTES} that it may have", errors.Damaged
+    )
     with pytest.raises(errors.Damaged, match="may have"):
         schema.from_zarr_json(bytes(schema.MAX_DOCUMENT_BYTES + 1), schema.Manifest, "here")
 
@@ -366,7 +418,9 @@ def test_bytes_after_a_document_are_damage_or_white_space(root: Path, more: byte
 
 
 @pytest.mark.parametrize("where", ["", "segments"])
-def test_a_group_that_plain_zarr_reads_may_hold_anything_and_verify_says_so(copied: Path, where: str) -> None:
+def test_a_group_that_plain_zarr_reads_may_hold_anything_and_verify_says_so(
+    copied: Path, where: str
+) -> None:
     path = copied / "segments" / "zarr.json"
     for content in (b"[" * 100_000, b'{"zarr_format": NaN}', b""):
         path.write_bytes(content)
@@ -374,7 +428,7 @@ def test_a_group_that_plain_zarr_reads_may_hold_anything_and_verify_says_so(copi
         deltacheck.open(copied).restore(1)
 
 
-# --- M4: allocations ----------------------------------------------------------------------------------------------------------------
+# --- M4: allocations ------------------------------------------------------------------------------
 
 READERS = ("native", "tensorstore")
 LIMITED = """
@@ -394,7 +448,9 @@ except errors.DeltacheckError as error:
 
 
 def limited(root: Path, reader: str = "native", **options: Any) -> str:
-    """What a restore says in a process that has 1 GiB beside what it has loaded. ``reader``: ``"tensorstore"`` for everything."""
+    """What a restore says in a process that has 1 GiB beside what it has loaded. ``reader``:
+    ``"tensorstore"`` for everything.
+    """
     program = [sys.executable, "-c", LIMITED, str(root), repr(options), reader]
     done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-500:]
@@ -408,7 +464,9 @@ def claim(root: Path, shape: list[int], chunk: list[int], leaf: str = "w") -> No
         entry = table["leaves"].get(leaf)
         if entry is None:
             return
-        before = int(np.prod([-(-s // c) for s, c in zip(entry["shape"], entry["chunk"], strict=True)]))
+        before = int(
+            np.prod([-(-s // c) for s, c in zip(entry["shape"], entry["chunk"], strict=True)])
+        )
         chunks = 1
         for s, c in zip(shape, chunk, strict=True):
             chunks *= -(-s // c)
@@ -422,7 +480,9 @@ def claim(root: Path, shape: list[int], chunk: list[int], leaf: str = "w") -> No
     path = manifest_path(root)
     for number in range(len(segments(root))):
         forge.forge_table(path, number, edit)
-    forge.forge_manifest(path, lambda manifest: manifest["leaves"][leaf].update(shape=shape, chunk=chunk))
+    forge.forge_manifest(
+        path, lambda manifest: manifest["leaves"][leaf].update(shape=shape, chunk=chunk)
+    )
 
 
 def test_a_leaf_of_a_tebi_of_elements_is_refused_before_anything_is_opened(root: Path) -> None:
@@ -451,11 +511,15 @@ def test_what_the_machine_has_but_not_the_process_is_an_error_of_ours(tmp_path: 
 
 def packed_bytes(content: bytes) -> bytes:
     native = extension()
-    return content + int(native.crc32c(np.frombuffer(content, np.uint8), False)).to_bytes(4, "little")
+    return content + int(native.crc32c(np.frombuffer(content, np.uint8), False)).to_bytes(
+        4, "little"
+    )
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_blosc_header_that_asks_for_more_than_the_chunk_is_refused(copied: Path, reader: str) -> None:
+def test_a_blosc_header_that_asks_for_more_than_the_chunk_is_refused(
+    copied: Path, reader: str
+) -> None:
     """TensorStore would make room for it: 2 GiB from a file of 8 MiB, or end the process."""
     path = segments(copied)[0] / "packed" / "float32" / "c.0"
     content = bytearray(path.read_bytes()[:-4])
@@ -467,14 +531,18 @@ def test_a_blosc_header_that_asks_for_more_than_the_chunk_is_refused(copied: Pat
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("place", ["chunk", "packed chunk", "index", "stream", "digests"])
-def test_a_file_that_is_larger_than_its_chunks_can_be_is_refused(copied: Path, place: str, reader: str) -> None:
+def test_a_file_that_is_larger_than_its_chunks_can_be_is_refused(
+    copied: Path, place: str, reader: str
+) -> None:
     """TensorStore would read it whole, and end the process."""
     os.truncate(PLACES[place](copied), 1 << 36)
     assert "that its chunks can take" in limited(copied, reader)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_shard_whose_index_leads_out_of_it_is_refused(tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_whose_index_leads_out_of_it_is_refused(
+    tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if reader == "tensorstore":
         monkeypatch.setattr(native_files, "codecs", frozenset)
     spec = ArraySpec.flat(3 << 20, "uint8", "values", {})
@@ -499,32 +567,45 @@ def test_a_shard_whose_index_leads_out_of_it_is_refused(tmp_path: Path, reader: 
 
 @pytest.mark.parametrize("codec", ["values", "stream", "store"])
 @pytest.mark.parametrize("length", [1, 1000, (1 << 20) + 1, (3 << 20) + 3])
-def test_no_file_that_we_write_is_larger_than_a_reader_takes(codec: str, length: int, tmp_path: Path) -> None:
+def test_no_file_that_we_write_is_larger_than_a_reader_takes(
+    codec: str, length: int, tmp_path: Path
+) -> None:
     spec = ArraySpec.flat(length, "uint8", codec, {})
     noise = np.frombuffer(np.random.default_rng(0).bytes(length), np.uint8)
     arrays.write(tmp_path / "a", spec, noise, arrays.context(1)).result()
     for path in (tmp_path / "a").glob("c.*"):
         chunk_files.check_file(path, spec.cells)
         assert path.stat().st_size <= spec.cells.most_bytes
-    assert np.array_equal(arrays.ReadableArray(tmp_path / "a", spec, arrays.context(1)).read(), noise)
+    assert np.array_equal(
+        arrays.ReadableArray(tmp_path / "a", spec, arrays.context(1)).read(), noise
+    )
 
 
-# --- M5: chains ---------------------------------------------------------------------------------------------------------------------
+# --- M5: chains -----------------------------------------------------------------------------------
 
 
 def test_a_chain_of_ten_thousand_missing_segments_is_broken_and_not_followed(copied: Path) -> None:
-    ids = [{"id": f"s{number:010d}-00000000", "digest": "0" * 32, "stored_bytes": 1} for number in range(10_000)]
-    forge.forge_manifest(manifest_path(copied), lambda manifest: manifest.update(segments=ids, seq=1))
+    ids = [
+        {"id": f"s{number:010d}-00000000", "digest": "0" * 32, "stored_bytes": 1}
+        for number in range(10_000)
+    ]
+    forge.forge_manifest(
+        manifest_path(copied), lambda manifest: manifest.update(segments=ids, seq=1)
+    )
     assert_refused(copied, error=errors.Damaged)
     path = manifest_path(copied, "c0000010000")
     path.parent.mkdir()
     shutil.copy(manifest_path(copied), path)
     forge.forge_manifest(path, lambda manifest: manifest.update(seq=10_000))
-    with pytest.raises(errors.ChainBroken, match=r"s0000000000-00000000 is not in .* still restore: 0"):
+    with pytest.raises(
+        errors.ChainBroken, match=r"s0000000000-00000000 is not in .* still restore: 0"
+    ):
         deltacheck.open(copied).restore()
 
 
-def test_leaves_that_follow_from_each_other_for_ever_or_too_long_are_refused(tmp_path: Path) -> None:
+def test_leaves_that_follow_from_each_other_for_ever_or_too_long_are_refused(
+    tmp_path: Path,
+) -> None:
     root = forge.unpack("derived", tmp_path)
     path = manifest_path(root)
     same = {"how": "same", "dtype": "bfloat16", "shape": [64, 96]}
@@ -550,7 +631,9 @@ def test_leaves_that_follow_from_each_other_for_ever_or_too_long_are_refused(tmp
                 deltacheck.open(root).restore(2)
     shutil.rmtree(root)
     forge.unpack("derived", tmp_path)
-    forge.forge_manifest(path, lambda m: m["derived"]["model/w0"].update(how="same", of="model/w0", dtype="bfloat16"))
+    forge.forge_manifest(
+        path, lambda m: m["derived"]["model/w0"].update(how="same", of="model/w0", dtype="bfloat16")
+    )
     with pytest.raises(errors.Damaged, match="cycle"):
         deltacheck.open(root).restore(2)
 
@@ -603,7 +686,7 @@ def test_codes_that_no_value_has_are_damage(root: Path) -> None:
     assert_refused(root, "leaf 'codes': what is stored of it is not what it says", errors.Damaged)
 
 
-# --- M6: indexes with right checksums ------------------------------------------------------------------------------------------------
+# --- M6: indexes with right checksums -------------------------------------------------------------
 
 
 def forge_index(root: Path, change: Callable[[Any], None]) -> None:
@@ -614,15 +697,22 @@ def forge_index(root: Path, change: Callable[[Any], None]) -> None:
     folder = segment.path / "delta" / "0" / "index"
     (folder / "c.0.0").unlink()
     (folder / "zarr.json").unlink()
-    arrays.write(folder, deltacheck.store.segment.index_spec(len(index)), index, arrays.context(1)).result()
+    arrays.write(
+        folder, deltacheck.store.segment.index_spec(len(index)), index, arrays.context(1)
+    ).result()
 
 
-@pytest.mark.parametrize("column", ["chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count"])
+@pytest.mark.parametrize(
+    "column", ["chunk", "words", "word_bytes", "method", "changed", "gap_bytes", "wide_count"]
+)
 @pytest.mark.parametrize("value", [0, 1, 3, 5, 6, 255, 2**16, 2**31, 2**32 - 1])
 def test_no_number_in_an_index_is_believed(copied: Path, column: str, value: int) -> None:
     from deltacheck.store.segment import INDEX
 
-    before = {path: array.copy() for path, array in deltacheck.open(copied).restore(1, leaves=["w", "b"]).items()}
+    before = {
+        path: array.copy()
+        for path, array in deltacheck.open(copied).restore(1, leaves=["w", "b"]).items()
+    }
 
     def change(index: Any) -> None:
         index[-1, INDEX.index(column)] = value
@@ -636,14 +726,20 @@ def test_no_number_in_an_index_is_believed(copied: Path, column: str, value: int
 
 
 @pytest.mark.parametrize(
-    "change", [lambda index: index.__setitem__(slice(None), index[::-1].copy()), lambda index: index.__setitem__(1, index[0])]
+    "change",
+    [
+        lambda index: index.__setitem__(slice(None), index[::-1].copy()),
+        lambda index: index.__setitem__(1, index[0]),
+    ],
 )
-def test_rows_out_of_order_or_twice_are_refused(copied: Path, change: Callable[[Any], None]) -> None:
+def test_rows_out_of_order_or_twice_are_refused(
+    copied: Path, change: Callable[[Any], None]
+) -> None:
     forge_index(copied, change)
     assert_refused(copied, error=errors.Damaged)
 
 
-# --- M7: what plain zarr says of an array --------------------------------------------------------------------------------------------
+# --- M7: what plain zarr says of an array ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -654,10 +750,14 @@ def test_rows_out_of_order_or_twice_are_refused(copied: Path, change: Callable[[
         lambda about: about.update(fill_value=7),
         lambda about: about.update(codecs=[{"name": "bytes"}]),
         lambda about: about["chunk_grid"]["configuration"].update(chunk_shape=[1, 1]),
-        lambda about: about.update(chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}}),
+        lambda about: about.update(
+            chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}}
+        ),
     ],
 )
-def test_what_an_arrays_own_document_says_neither_misleads_nor_goes_unnoticed(copied: Path, change: forge.Edit) -> None:
+def test_what_an_arrays_own_document_says_neither_misleads_nor_goes_unnoticed(
+    copied: Path, change: forge.Edit
+) -> None:
     wanted = deltacheck.open(copied).restore(1)
     for array in ("leaves/w", "packed/float32", "digests"):
         path = segments(copied)[0] / array / "zarr.json"
@@ -668,12 +768,16 @@ def test_what_an_arrays_own_document_says_neither_misleads_nor_goes_unnoticed(co
     np.testing.assert_equal(deltacheck.open(copied).restore(1), wanted)
 
 
-# --- M12: another's manifest -------------------------------------------------------------------------------------------------------
+# --- M12: another's manifest ----------------------------------------------------------------------
 
 
-def test_a_stale_manifest_in_anothers_place_is_damage_and_no_older_step_is_given_silently(root: Path) -> None:
+def test_a_stale_manifest_in_anothers_place_is_damage_and_no_older_step_is_given_silently(
+    root: Path,
+) -> None:
     shutil.copy(manifest_path(root, "c0000000000"), manifest_path(root))
-    with pytest.raises(errors.Damaged, match=r"is the manifest of another checkpoint: of step 0.*still restore: 0"):
+    with pytest.raises(
+        errors.Damaged, match=r"is the manifest of another checkpoint: of step 0.*still restore: 0"
+    ):
         deltacheck.open(root).restore()
     with pytest.raises(errors.Damaged, match="is the manifest of another checkpoint"):
         deltacheck.open(root).restore(1)

@@ -1,4 +1,6 @@
-"""Damage of every kind in every kind of file: an error that names it, or no harm. Never a silent wrong restore."""
+"""Damage of every kind in every kind of file: an error that names it, or no harm. Never a silent
+wrong restore.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def restored(root: Path, step: int) -> Any:
 
 
 @pytest.fixture
-def copied(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+def copied(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path / "copy"
     shutil.copytree(run[0], root)
     return root, run[1]
@@ -73,7 +77,13 @@ def test_damage_is_never_silent(name: str) -> None:
             damage_trials.trial(subject, seed + number, tally)
     assert not tally.failures, tally.failures
     assert tally.trials == QUICK_TRIALS
-    assert sum(tally.outcomes[kind, "error"] for kind in ("manifest", "segment table", "index", "digests", "stream")) > 0
+    assert (
+        sum(
+            tally.outcomes[kind, "error"]
+            for kind in ("manifest", "segment table", "index", "digests", "stream")
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize("name", ["engine", "policy"])
@@ -87,7 +97,9 @@ def test_a_repaired_root_restores_what_it_does_not_name_as_lost(name: str) -> No
 
 
 def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Path) -> None:
-    """Rows of a part are read together with what lies between them: of a leaf that has been written whole since."""
+    """Rows of a part are read together with what lies between them: of a leaf that has been written
+    whole since.
+    """
     state = {name: torch.arange(3000) for name in ("a", "b", "c")}
     with Engine(tmp_path) as engine:
         engine.save(0, state).result()
@@ -106,7 +118,9 @@ def test_damage_between_the_rows_that_a_step_needs_does_it_no_harm(tmp_path: Pat
 
 
 def test_without_digests_the_trials_find_silent_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness bites: a chunk of an older save passes every checksum, and only the digests tell."""
+    """The harness bites: a chunk of an older save passes every checksum, and only the digests
+    tell.
+    """
     monkeypatch.setattr(chain, "_verify", lambda blocks: None)
     tally = damage_trials.Tally()
     with damage_trials.built("engine") as (subject,):
@@ -120,7 +134,9 @@ def test_without_digests_the_trials_find_silent_damage(monkeypatch: pytest.Monke
 def test_every_damage_to_data_is_found_by_verify(copied: tuple[Path, list[dict[str, Any]]]) -> None:
     root, _ = copied
     rng = random.Random(5)
-    files = sorted(p for p in root.rglob("*") if p.is_file() and "control" not in p.parts and p.parent != root)
+    files = sorted(
+        p for p in root.rglob("*") if p.is_file() and "control" not in p.parts and p.parent != root
+    )
     documents = [p for p in files if p.name == "zarr.json"]
     ours = [p for p in documents if b'"checksum":"' in p.read_bytes()]
     metadata = [p for p in documents if p not in ours and b'"array"' in p.read_bytes()]
@@ -143,23 +159,35 @@ def flip_in_the_middle(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_missing_segment_is_named_together_with_the_newest_whole_step(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_missing_segment_is_named_together_with_the_newest_whole_step(
+    copied: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, _ = copied
     newest = deltacheck.open(root).manifest(3).segments[-1].id
     shutil.rmtree(root / "segments" / newest)
-    with pytest.raises(errors.ChainBroken, match=rf"step 3 .*segment {newest} is not in .*Steps that still restore: 0, 1, 2"):
+    with pytest.raises(
+        errors.ChainBroken,
+        match=rf"step 3 .*segment {newest} is not in .*Steps that still restore: 0, 1, 2",
+    ):
         deltacheck.open(root).restore(3)
     deltacheck.open(root).restore(2)
     findings = deltacheck.open(root).verify()
     assert [finding.step for finding in findings] == [3]
 
 
-def test_a_segment_of_another_run_is_refused(copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_segment_of_another_run_is_refused(
+    copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     """Two runs mixed by a restore from backup: the same names, the same shapes, other bytes."""
     root, _ = copied
     with Engine(tmp_path / "other") as engine:
         engine.save(0, small_state())
-    theirs = tmp_path / "other" / "segments" / deltacheck.open(tmp_path / "other").manifest(0).segments[0].id
+    theirs = (
+        tmp_path
+        / "other"
+        / "segments"
+        / deltacheck.open(tmp_path / "other").manifest(0).segments[0].id
+    )
     ours = root / "segments" / deltacheck.open(root).manifest(0).segments[0].id
     shutil.rmtree(ours)
     shutil.copytree(theirs, ours)
@@ -168,15 +196,27 @@ def test_a_segment_of_another_run_is_refused(copied: tuple[Path, list[dict[str, 
 
 
 def test_a_stale_chunk_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
-    """A chunk file of an older save in the place of a newer one: crc32c is content, xxh3 in the chain is which content."""
+    """A chunk file of an older save in the place of a newer one: crc32c is content, xxh3 in the
+    chain is which content.
+    """
     state = {"w": torch.zeros(1000, 1000, dtype=torch.int32)}
     with Engine(tmp_path) as engine:
         for step in range(3):
-            state["w"] += torch.randint(-128, 128, (1000, 1000), dtype=torch.int32)  # their low bytes cannot be compressed
+            state["w"] += torch.randint(
+                -128, 128, (1000, 1000), dtype=torch.int32
+            )  # their low bytes cannot be compressed
             engine.save(step, state)
-    segments = [tmp_path / "segments" / ref.id for ref in deltacheck.open(tmp_path).manifest(2).segments]
-    older, newer = (sorted((segment / "delta" / "0" / "diff0").rglob("c*")) for segment in segments[-2:])
-    pairs = [(a, b) for a, b in zip(older, newer, strict=True) if a.is_file() and a.stat().st_size == b.stat().st_size]
+    segments = [
+        tmp_path / "segments" / ref.id for ref in deltacheck.open(tmp_path).manifest(2).segments
+    ]
+    older, newer = (
+        sorted((segment / "delta" / "0" / "diff0").rglob("c*")) for segment in segments[-2:]
+    )
+    pairs = [
+        (a, b)
+        for a, b in zip(older, newer, strict=True)
+        if a.is_file() and a.stat().st_size == b.stat().st_size
+    ]
     assert pairs
     for a, b in pairs:
         shutil.copyfile(a, b)
@@ -184,19 +224,25 @@ def test_a_stale_chunk_with_a_right_checksum_is_refused(tmp_path: Path) -> None:
         deltacheck.open(tmp_path).restore(2)
 
 
-def test_a_damaged_manifest_hides_its_step_but_not_the_others(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_damaged_manifest_hides_its_step_but_not_the_others(
+    copied: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, states = copied
     flip_in_the_middle(root / "checkpoints" / "c0000000003" / "zarr.json")
     opened = deltacheck.open(root)
     assert opened.steps() == [0, 1, 2]
     for asked in (3, None):
-        with pytest.raises(errors.Damaged, match=r"step.* of .*c0000000003.*Steps that still restore: 0, 1, 2"):
+        with pytest.raises(
+            errors.Damaged, match=r"step.* of .*c0000000003.*Steps that still restore: 0, 1, 2"
+        ):
             opened.restore(asked)
     assert not list(differences(states[2], restored(root, 2)))
     assert "c0000000003" in opened.verify()[0].problem
 
 
-def test_a_symbolic_link_is_not_followed_out_of_the_root(copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed_out_of_the_root(
+    copied: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root, _ = copied
     manifest = root / "checkpoints" / "c0000000003"
     shutil.move(manifest, tmp_path / "elsewhere")
@@ -215,7 +261,9 @@ def test_a_document_that_is_no_regular_file_is_damage_and_hangs_nobody(
 ) -> None:
     root, _ = copied
     newest = deltacheck.open(root).manifest(3).segments[-1].id
-    path = {"manifest": root / "checkpoints" / "c0000000003", "table": root / "segments" / newest}[which] / "zarr.json"
+    path = {"manifest": root / "checkpoints" / "c0000000003", "table": root / "segments" / newest}[
+        which
+    ] / "zarr.json"
     path.unlink()
     make(path)
     with pytest.raises(errors.Damaged):
@@ -223,7 +271,9 @@ def test_a_document_that_is_no_regular_file_is_damage_and_hangs_nobody(
     assert deltacheck.open(root).verify()
 
 
-def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(copied: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(
+    copied: tuple[Path, list[dict[str, Any]]],
+) -> None:
     root, states = copied
     groups = [p for p in root.rglob("zarr.json") if p.read_bytes().endswith(b'"attributes":{}}')]
     assert len(groups) >= 8
@@ -231,7 +281,9 @@ def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(copied: tuple[Pat
         original = victim.read_bytes()
         victim.write_bytes(original[:-5])
         if victim.parent != root / "control":
-            assert any(str(victim) in finding.problem for finding in deltacheck.open(root).verify()), victim
+            assert any(
+                str(victim) in finding.problem for finding in deltacheck.open(root).verify()
+            ), victim
         assert not list(differences(states[3], restored(root, 3)))
         victim.write_bytes(original)
 
@@ -239,7 +291,9 @@ def test_damage_to_a_group_that_only_plain_zarr_reads_is_found(copied: tuple[Pat
 def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     copied: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table that names another base, vouched for by every checksum: what a writer with a wrong shadow would leave."""
+    """A table that names another base, vouched for by every checksum: what a writer with a wrong
+    shadow would leave.
+    """
     import msgspec
 
     from deltacheck.store import manifest as schema
@@ -254,7 +308,12 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     assert isinstance(table, schema.SegmentTable)
     monkeypatch.setattr(segment, "table", table)
     monkeypatch.setattr(
-        opened.store, "segment", lambda ref: segment if ref.id == segment.id else type(segment)(root, ref, segment._where)
+        opened.store,
+        "segment",
+        lambda ref: segment if ref.id == segment.id else type(segment)(root, ref, segment._where),
     )
-    with pytest.raises(errors.ChainBroken, match=f"{segment.id} is a delta to 0+, but the leaf is {entry.base} there"):
+    with pytest.raises(
+        errors.ChainBroken,
+        match=f"{segment.id} is a delta to 0+, but the leaf is {entry.base} there",
+    ):
         resolve(opened, manifest)

@@ -1,4 +1,6 @@
-"""`expected_digest=`: the caller has kept the digest of a step elsewhere, and gets that step or none."""
+"""`expected_digest=`: the caller has kept the digest of a step elsewhere, and gets that step or
+none.
+"""
 
 from __future__ import annotations
 
@@ -44,25 +46,35 @@ def test_a_step_is_given_to_whoever_names_its_digest(saved: tuple[Path, list[str
 
 def test_another_step_is_refused_with_both_digests(saved: tuple[Path, list[str]]) -> None:
     root, digests = saved
-    with pytest.raises(errors.Damaged, match=rf"step 1 .*has digest {digests[1]}, expected is {digests[0]}"):
+    with pytest.raises(
+        errors.Damaged, match=rf"step 1 .*has digest {digests[1]}, expected is {digests[0]}"
+    ):
         deltacheck.open(root).restore(expected_digest=digests[0])
     with pytest.raises(errors.Damaged, match="not the one that is expected"):
         load(root, 1, expected_digest=digests[0])
-    with Engine(root) as engine, pytest.raises(errors.Damaged, match="not the one that is expected"):
+    with (
+        Engine(root) as engine,
+        pytest.raises(errors.Damaged, match="not the one that is expected"),
+    ):
         engine.restore(0, expected_digest="")
 
 
-def test_a_forger_who_makes_every_checksum_right_again_is_found(saved: tuple[Path, list[str]]) -> None:
+def test_a_forger_who_makes_every_checksum_right_again_is_found(
+    saved: tuple[Path, list[str]],
+) -> None:
     root, digests = saved
     forge.forge_manifest(
-        root / "checkpoints" / "c0000000001" / "zarr.json", lambda manifest: manifest.update(metrics={"loss": 0.0})
+        root / "checkpoints" / "c0000000001" / "zarr.json",
+        lambda manifest: manifest.update(metrics={"loss": 0.0}),
     )
     assert deltacheck.open(root).restore(1)["x"][0] == 1
     with pytest.raises(errors.Damaged, match="not the one that is expected"):
         deltacheck.open(root).restore(1, expected_digest=digests[1])
 
 
-def test_show_says_the_digest(saved: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_the_digest(
+    saved: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     root, digests = saved
     assert main(["show", str(root), "1"]) == 0
     assert f"digest {digests[1]}" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Following a run: each committed step as what changed, never a gap, never a byte that was not compared with a digest."""
+"""Following a run: each committed step as what changed, never a gap, never a byte that was not
+compared with a digest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def weights(path: str) -> bool:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    with Engine(tmp_path / "run", policy=Policy.exact(max_chain_depth=3), grace_seconds=0) as engine:
+    with Engine(
+        tmp_path / "run", policy=Policy.exact(max_chain_depth=3), grace_seconds=0
+    ) as engine:
         yield engine, training_state()
 
 
@@ -33,7 +37,9 @@ def save(engine: Engine, state: dict[str, Any], step: int) -> None:
     engine.save(step, state).result(60)
 
 
-def test_a_follower_that_applies_every_update_has_the_bits_of_every_step(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_a_follower_that_applies_every_update_has_the_bits_of_every_step(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
     follower = deltacheck.follow(engine.root, leaves=weights)
     mine: dict[str, Any] = {"model": {k: torch.zeros_like(v) for k, v in state["model"].items()}}
@@ -60,9 +66,11 @@ def test_an_update_holds_only_what_changed(run: tuple[Engine, dict[str, Any]]) -
     save(engine, state, 1)
     update = follower.poll()
     assert update is not None
-    assert {path: change.positions.tolist() for path, change in update.changes.items() if change.positions is not None} == {
-        "model/embed.weight": [3, 700]
-    }
+    assert {
+        path: change.positions.tolist()
+        for path, change in update.changes.items()
+        if change.positions is not None
+    } == {"model/embed.weight": [3, 700]}
     assert update.changed_elements == 2
 
 
@@ -81,9 +89,13 @@ def test_an_update_reads_no_keyframe_and_no_delta_that_it_has_seen(
     applied: list[str] = []
     start = segment.PartReader.start
     monkeypatch.setattr(
-        segment.PartReader, "start", lambda self, *rows: applied.append(str(self._path.parents[1].name)) or start(self, *rows)
+        segment.PartReader,
+        "start",
+        lambda self, *rows: applied.append(str(self._path.parents[1].name)) or start(self, *rows),
     )
-    monkeypatch.setattr(segment.Segment, "start_natural", lambda *_: pytest.fail("a keyframe was read"))
+    monkeypatch.setattr(
+        segment.Segment, "start_natural", lambda *_: pytest.fail("a keyframe was read")
+    )
     update = follower.poll()
     assert update is not None
     assert set(applied) == {deltacheck.open(engine.root).manifest(3).segments[-1].id}
@@ -112,7 +124,9 @@ def test_steps_that_were_deleted_meanwhile_leave_no_gap(run: tuple[Engine, dict[
     assert_same(mine["model"], state["model"])
 
 
-def test_newest_only_leaves_out_what_was_committed_meanwhile(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_newest_only_leaves_out_what_was_committed_meanwhile(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
     every, newest = (deltacheck.follow(engine.root, newest_only=only) for only in (False, True))
     save(engine, state, 0)
@@ -124,7 +138,9 @@ def test_newest_only_leaves_out_what_was_committed_meanwhile(run: tuple[Engine, 
     assert [u.step for u in iter(newest.poll, None)] == [2]
 
 
-def test_a_damaged_step_is_an_error_and_the_one_after_it_comes_whole(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_a_damaged_step_is_an_error_and_the_one_after_it_comes_whole(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
     follower = deltacheck.follow(engine.root, leaves=weights)
     save(engine, state, 0)
@@ -176,7 +192,9 @@ def test_a_changed_tree_begins_again(run: tuple[Engine, dict[str, Any]]) -> None
     assert set(update.changes) == {"model/adapter", "model/embed.weight", "model/head.bias"}
 
 
-def test_a_state_that_is_not_what_is_followed_is_refused_before_it_is_touched(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_a_state_that_is_not_what_is_followed_is_refused_before_it_is_touched(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
     follower = deltacheck.follow(engine.root, leaves=weights)
     save(engine, state, 0)
@@ -184,7 +202,10 @@ def test_a_state_that_is_not_what_is_followed_is_refused_before_it_is_touched(ru
     assert update is not None
     zeros = {k: torch.zeros_like(v) for k, v in state["model"].items()}
     for mine, problem in (
-        ({"model": {"head.bias": zeros["head.bias"]}}, "'model/embed.weight' is followed, but not in the state"),
+        (
+            {"model": {"head.bias": zeros["head.bias"]}},
+            "'model/embed.weight' is followed, but not in the state",
+        ),
         ({"model": zeros | {"more": torch.zeros(1)}}, "'model/more' of the state is not followed"),
         (
             {"model": zeros | {"embed.weight": torch.zeros(3)}},
@@ -219,11 +240,16 @@ def test_every_dtype_and_layout_is_followed_bit_for_bit(tmp_path: Path) -> None:
         mine = {f"{d} {s}": random_tensor(d, s, seed=0) for d in TORCH_DTYPES for s in shapes}
         mine["turned"] = torch.randn(30, 40).T
         for step in range(2):
-            state = {name: random_tensor(t.dtype, tuple(t.shape), seed=step + 1) for name, t in mine.items()}
+            state = {
+                name: random_tensor(t.dtype, tuple(t.shape), seed=step + 1)
+                for name, t in mine.items()
+            }
             if step:  # few elements
                 for name, tensor in state.items():
                     state[name] = mine[name].clone(memory_format=torch.contiguous_format)
-                    state[name].view(-1)[: min(1, tensor.numel())] = tensor.reshape(-1)[: min(1, tensor.numel())]
+                    state[name].view(-1)[: min(1, tensor.numel())] = tensor.reshape(-1)[
+                        : min(1, tensor.numel())
+                    ]
             engine.save(step, state).result(60)
             update = follower.poll()
             assert update is not None
@@ -231,7 +257,9 @@ def test_every_dtype_and_layout_is_followed_bit_for_bit(tmp_path: Path) -> None:
             assert_same({k: v.contiguous() for k, v in mine.items()}, state)
 
 
-def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
 
     def training() -> None:
@@ -247,7 +275,9 @@ def test_the_iterator_waits_for_the_next_step_and_ends_after_its_timeout(run: tu
     assert steps == sorted(set(steps))
 
 
-def test_what_is_held_cannot_be_changed_through_an_update(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_what_is_held_cannot_be_changed_through_an_update(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     engine, state = run
     save(engine, state, 0)
     update = deltacheck.follow(engine.root).poll()
@@ -256,7 +286,9 @@ def test_what_is_held_cannot_be_changed_through_an_update(run: tuple[Engine, dic
         update.changes["model/head.bias"].values[0] = 1
 
 
-def test_a_jax_tree_follows_a_torch_run_and_keeps_its_sharding(run: tuple[Engine, dict[str, Any]]) -> None:
+def test_a_jax_tree_follows_a_torch_run_and_keeps_its_sharding(
+    run: tuple[Engine, dict[str, Any]],
+) -> None:
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -298,6 +330,8 @@ def test_a_policy_that_is_not_exact_is_followed_as_a_restore_gives_it(tmp_path: 
                 change.check(mine[path])
             manifest = deltacheck.open(tmp_path).manifest()
             given = deltacheck.open(tmp_path).restore(leaves=list(mine))
-            assert {path: array.tobytes() for path, array in mine.items()} == {p: a.tobytes() for p, a in given.items()}
+            assert {path: array.tobytes() for path, array in mine.items()} == {
+                p: a.tobytes() for p, a in given.items()
+            }
         assert manifest.derived
         assert manifest.stage == "stable"

@@ -29,7 +29,9 @@ from tests.support.states import assert_same, nudge, training_state
         ({1.5: 1}, "a key of type float"),
     ],
 )
-def test_a_leaf_that_cannot_be_kept_is_refused_at_the_call(tmp_path: Path, leaf: object, message: str) -> None:
+def test_a_leaf_that_cannot_be_kept_is_refused_at_the_call(
+    tmp_path: Path, leaf: object, message: str
+) -> None:
     with Engine(tmp_path) as engine:
         with pytest.raises(errors.UnsupportedLeaf, match=message):
             engine.save(0, {"a": [leaf]})
@@ -44,9 +46,18 @@ def test_a_step_that_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"capture": "lazy"}, {"on_busy": "drop"}, {"keep_last": 0}, {"max_pending": 0}, {"host_cache_bytes": 0}]
+    "options",
+    [
+        {"capture": "lazy"},
+        {"on_busy": "drop"},
+        {"keep_last": 0},
+        {"max_pending": 0},
+        {"host_cache_bytes": 0},
+    ],
 )
-def test_a_wrong_option_is_refused_by_name_and_leaves_the_root_free(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_wrong_option_is_refused_by_name_and_leaves_the_root_free(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Engine(tmp_path, **options)
     Engine(tmp_path).close()
@@ -76,7 +87,9 @@ def test_a_directory_of_something_else_is_neither_read_nor_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("key", "value"), [("version", 2), ("must_understand", ["holograms"])])
-def test_a_root_of_another_format_version_is_refused_with_the_way_out(tmp_path: Path, key: str, value: object) -> None:
+def test_a_root_of_another_format_version_is_refused_with_the_way_out(
+    tmp_path: Path, key: str, value: object
+) -> None:
     Engine(tmp_path).close()
     about = json.loads((tmp_path / "zarr.json").read_text())
     about["attributes"]["deltacheck"][key] = value
@@ -89,7 +102,9 @@ def test_a_root_of_another_format_version_is_refused_with_the_way_out(tmp_path: 
 def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         blocker = tmp_path / "file"
-        blocker.write_text("a file where the root's parent should be")  # root may write anywhere, but not below a file
+        blocker.write_text(
+            "a file where the root's parent should be"
+        )  # root may write anywhere, but not below a file
         with pytest.raises(OSError, match="Not a directory"):
             Engine(blocker / "root")
         return
@@ -103,12 +118,16 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
         with pytest.raises(errors.RootBusy, match=f"process {os.getpid()} on "):
             Engine(tmp_path)
         code = (
-            "import sys; from pathlib import Path; from deltacheck import errors; from deltacheck.store.lease import Lease\n"
-            "try: Lease(Path(sys.argv[1]))\n"
-            "except errors.RootBusy as error: print(error)"
+            "import sys; from pathlib import Path; from deltacheck import errors; from"
+            " deltacheck.store.lease import Lease\ntry: Lease(Path(sys.argv[1]))\nexcept"
+            " errors.RootBusy as error: print(error)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         assert f"process {os.getpid()} on " in done.stdout
         engine.save(0, {"x": torch.zeros(1)}).wait()
@@ -136,17 +155,25 @@ print("free again")
 
 
 def test_a_forked_child_cannot_save_and_does_not_hold_the_root(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert "a forked child must open its own root" in done.stdout
     assert "free again" in done.stdout
 
 
-# --- faults of the storage ------------------------------------------------------------------------------------------------------
+# --- faults of the storage ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The n-th write to come fails as TensorStore fails on a full disk; an empty list: none does."""
+    """The n-th write to come fails as TensorStore fails on a full disk; an empty list: none
+    does.
+    """
     countdown: list[int] = []
 
     def failing(original: Any) -> Any:
@@ -164,7 +191,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return countdown
 
 
-def test_a_full_disk_fails_that_save_alone_whichever_write_it_hits(tmp_path: Path, full_disk: list[int]) -> None:
+def test_a_full_disk_fails_that_save_alone_whichever_write_it_hits(
+    tmp_path: Path, full_disk: list[int]
+) -> None:
     """Training goes on, older steps are intact, the next save is whole."""
     for at in range(100):
         if not _survives_a_full_disk(tmp_path / str(at), full_disk, at):
@@ -173,7 +202,9 @@ def test_a_full_disk_fails_that_save_alone_whichever_write_it_hits(tmp_path: Pat
 
 
 def _survives_a_full_disk(root: Path, full_disk: list[int], at: int) -> bool:
-    """Let write number ``at`` of a delta save fail; ``False`` where the save needs no more than that."""
+    """Let write number ``at`` of a delta save fail; ``False`` where the save needs no more than
+    that.
+    """
     state = training_state()
     with Engine(root) as engine:
         engine.save(0, state).wait()
@@ -195,7 +226,9 @@ def _survives_a_full_disk(root: Path, full_disk: list[int], at: int) -> bool:
     return True
 
 
-def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_only_once(tmp_path: Path, full_disk: list[int]) -> None:
+def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_only_once(
+    tmp_path: Path, full_disk: list[int]
+) -> None:
     with Engine(tmp_path) as engine:
         full_disk.append(0)
         engine.save(0, {"x": torch.zeros(1)})._settle("committed")
@@ -226,7 +259,9 @@ def test_a_save_that_stands_on_a_failed_one_fails_too(
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def test_a_failure_at_the_end_of_the_with_block_is_raised_there(tmp_path: Path, full_disk: list[int]) -> None:
+def test_a_failure_at_the_end_of_the_with_block_is_raised_there(
+    tmp_path: Path, full_disk: list[int]
+) -> None:
     engine = Engine(tmp_path)
     full_disk.append(0)
     engine.save(0, {"x": torch.zeros(1)})
@@ -235,7 +270,9 @@ def test_a_failure_at_the_end_of_the_with_block_is_raised_there(tmp_path: Path, 
     full_disk.clear()
 
 
-def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Hanging:
         def result(self, timeout: float | None = None) -> None:
             raise TimeoutError
@@ -253,7 +290,11 @@ def test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed(tmp_path: Pa
 
 def test_a_really_full_file_system_is_survived(tmp_path: Path) -> None:
     """The same on a small tmpfs, where this machine lets us mount one."""
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(tmp_path)], capture_output=True, check=False)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
     if mount.returncode:
         pytest.skip("mounting a tmpfs needs root")
     try:
@@ -324,6 +365,12 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
 def test_a_run_that_has_diverged_can_still_be_saved(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         engine.save(
-            0, {"x": torch.tensor(float("nan"))}, metrics={"loss": float("nan"), "norm": float("inf"), "lr": 0.5}
+            0,
+            {"x": torch.tensor(float("nan"))},
+            metrics={"loss": float("nan"), "norm": float("inf"), "lr": 0.5},
         ).wait()
-    assert dict(deltacheck.open(tmp_path).manifest(0).metrics) == {"loss": "nan", "norm": "inf", "lr": 0.5}
+    assert dict(deltacheck.open(tmp_path).manifest(0).metrics) == {
+        "loss": "nan",
+        "norm": "inf",
+        "lr": 0.5,
+    }

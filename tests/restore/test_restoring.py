@@ -1,4 +1,6 @@
-"""What a restore of many small leaves does once and not leaf by leaf, and that it still names the one that is damaged."""
+"""What a restore of many small leaves does once and not leaf by leaf, and that it still names the
+one that is damaged.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ LEAVES, STEPS = 40, 5
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Many small leaves of two element sizes by turns, a scalar and an empty one; the last state that was saved."""
+    """Many small leaves of two element sizes by turns, a scalar and an empty one; the last state
+    that was saved.
+    """
     root = tmp_path_factory.mktemp("root")
     generator = torch.Generator().manual_seed(0)
     state = {
-        f"p{n:02}": torch.randn(70, 9 + n, generator=generator).to([torch.float32, torch.bfloat16][n % 2])
+        f"p{n:02}": (
+            torch.randn(70, 9 + n, generator=generator).to([torch.float32, torch.bfloat16][n % 2])
+        )
         for n in range(LEAVES)
     }
     state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5)}
@@ -94,7 +100,9 @@ class Counting:
         default_codec().apply(encoded, base, bounds, word_bytes)
 
 
-def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     root, codec = open_root(saved[0]), Counting()
     restore.load(restore.resolve(root, root.manifest()), codec=codec)
     assert len(codec.rows) == 2 * (STEPS - 1)
@@ -102,7 +110,9 @@ def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(saved: 
 
 
 @pytest.mark.parametrize("wanted", [["p03"], ["p31", "p02", "p30", "scalar"], ["empty"]])
-def test_some_leaves_come_back_without_the_others(saved: tuple[Path, dict[str, torch.Tensor]], wanted: list[str]) -> None:
+def test_some_leaves_come_back_without_the_others(
+    saved: tuple[Path, dict[str, torch.Tensor]], wanted: list[str]
+) -> None:
     root, state = saved
     found = deltacheck.open(root).restore(leaves=wanted)
     assert list(found) == wanted
@@ -163,7 +173,10 @@ def test_a_manifest_under_another_number_is_not_taken_for_the_newest(
     shutil.copytree(saved[0], root)
     shutil.copytree(root / "checkpoints" / "c0000000001", root / "checkpoints" / "c0000000009")
     with pytest.raises(
-        errors.Damaged, match=rf"c0000000009.*is the manifest of another checkpoint.*still restore: 0, .*{STEPS - 1}"
+        errors.Damaged,
+        match=(
+            rf"c0000000009.*is the manifest of another checkpoint.*still restore: 0, .*{STEPS - 1}"
+        ),
     ):
         deltacheck.open(root).manifest()
     for step in (1, STEPS - 1):

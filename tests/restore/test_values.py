@@ -1,4 +1,6 @@
-"""Exact values (P11): whatever the bits, strides, names and ties, what is saved is what comes back, in both frameworks, or is refused."""
+"""Exact values (P11): whatever the bits, strides, names and ties, what is saved is what comes back,
+in both frameworks, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def through_engine(*states: Any) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 @pytest.mark.parametrize("seed", range(2))
-def test_every_pattern_of_16_bits_comes_back_from_a_keyframe_and_from_a_delta(dtype: np.dtype[Any], seed: int) -> None:
-    """As a change of every other pattern: all 65,536 are base and current, in pairs that the seed draws."""
+def test_every_pattern_of_16_bits_comes_back_from_a_keyframe_and_from_a_delta(
+    dtype: np.dtype[Any], seed: int
+) -> None:
+    """As a change of every other pattern: all 65,536 are base and current, in pairs that the seed
+    draws.
+    """
     random = np.random.default_rng(seed)
     states = [{"x": random.permutation(EVERY_PATTERN).view(dtype)} for _ in range(3)]
     if seed:
@@ -51,10 +57,18 @@ def test_every_pattern_of_16_bits_comes_back_from_a_keyframe_and_from_a_delta(dt
 
 @st.composite
 def strided(draw: st.DrawFn) -> NDArray[Any]:
-    """An array of any type, at any offset and stride: reversed, skipping, transposed, of zero stride, read-only, byte by byte."""
-    name = draw(st.sampled_from(["float32", "bfloat16", "int8", "complex128", "uint16", "float8_e4m3fn", "bool"]))
+    """An array of any type, at any offset and stride: reversed, skipping, transposed, of zero
+    stride, read-only, byte by byte.
+    """
+    name = draw(
+        st.sampled_from(
+            ["float32", "bfloat16", "int8", "complex128", "uint16", "float8_e4m3fn", "bool"]
+        )
+    )
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-    raw = np.frombuffer(np.random.default_rng(draw(st.integers(0, 2**32 - 1))).bytes(4096), np.uint8)
+    raw = np.frombuffer(
+        np.random.default_rng(draw(st.integers(0, 2**32 - 1))).bytes(4096), np.uint8
+    )
     if name == "bool":
         raw = raw & np.uint8(1)
     offset = draw(st.integers(0, 17))
@@ -80,9 +94,15 @@ def strided(draw: st.DrawFn) -> NDArray[Any]:
 def test_an_array_of_any_stride_comes_back_from_numpy_and_torch(leaves: list[NDArray[Any]]) -> None:
     def as_tensor(array: NDArray[Any]) -> torch.Tensor:
         whole = np.ascontiguousarray(array)
-        tensor = torch.from_numpy(whole.reshape(-1).view(np.uint8).copy()).view(getattr(torch, array.dtype.name))
-        reverse = tensor.reshape(array.shape).permute(tuple(reversed(range(array.ndim)))).contiguous()
-        return reverse.permute(tuple(reversed(range(array.ndim))))  # the same values in Fortran's order
+        tensor = torch.from_numpy(whole.reshape(-1).view(np.uint8).copy()).view(
+            getattr(torch, array.dtype.name)
+        )
+        reverse = (
+            tensor.reshape(array.shape).permute(tuple(reversed(range(array.ndim)))).contiguous()
+        )
+        return reverse.permute(
+            tuple(reversed(range(array.ndim)))
+        )  # the same values in Fortran's order
 
     state = {"numpy": leaves, "torch": [as_tensor(array) for array in leaves if array.size]}
     (back,) = through_engine(state)
@@ -99,7 +119,11 @@ def test_an_array_of_any_stride_comes_back_from_jax(leaves: list[NDArray[Any]]) 
     from deltacheck.backends.orbax import DeltaSaveArgs, manager
 
     leaves = [array for array in leaves if array.dtype != np.complex128]  # JAX would round it
-    state = {str(number): value for number, array in enumerate(leaves) for value in (jax.numpy.asarray(array),)}
+    state = {
+        str(number): value
+        for number, array in enumerate(leaves)
+        for value in (jax.numpy.asarray(array),)
+    }
     state |= {f"numpy{number}": array for number, array in enumerate(leaves)}
     with tempfile.TemporaryDirectory() as folder:
         with manager(folder) as opened:
@@ -113,26 +137,58 @@ def test_an_array_of_any_stride_comes_back_from_jax(leaves: list[NDArray[Any]]) 
 
 
 @pytest.mark.parametrize("order", [">f4", ">i2", ">c8"])
-def test_an_array_in_the_other_byte_order_is_refused_at_the_call(order: str, tmp_path: Path) -> None:
-    with Engine(tmp_path) as engine, pytest.raises(errors.UnsupportedLeaf, match="native byte order"):
+def test_an_array_in_the_other_byte_order_is_refused_at_the_call(
+    order: str, tmp_path: Path
+) -> None:
+    with (
+        Engine(tmp_path) as engine,
+        pytest.raises(errors.UnsupportedLeaf, match="native byte order"),
+    ):
         engine.save(0, {"x": np.zeros(3, order)})
 
 
 NAMES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     st.sampled_from(
-        ["", ".", "..", "/", "a.b", "a/b", "A", "a", "\0", "\n", "é", "e\u0301", "x" * 4096, "zarr.json", "-1", "0", "%30", "%"]
+        [
+            "",
+            ".",
+            "..",
+            "/",
+            "a.b",
+            "a/b",
+            "A",
+            "a",
+            "\0",
+            "\n",
+            "é",
+            "e\u0301",
+            "x" * 4096,
+            "zarr.json",
+            "-1",
+            "0",
+            "%30",
+            "%",
+        ]
     ),
     st.integers(-(2**70), 2**70),
 )
 
 
 @settings(max_examples=2000 if LONG else 8)
-@given(st.lists(NAMES, unique_by=lambda name: (type(name), name), min_size=1, max_size=12), st.booleans())
+@given(
+    st.lists(NAMES, unique_by=lambda name: (type(name), name), min_size=1, max_size=12),
+    st.booleans(),
+)
 def test_every_name_is_kept_apart_from_every_other(names: list[Any], large: bool) -> None:
-    """NFC and NFD, case, escapes, integers and their digits, in packed leaves and in arrays of their own."""
+    """NFC and NFD, case, escapes, integers and their digits, in packed leaves and in arrays of
+    their own.
+    """
     size = 70_000 if large else 2
-    state = {name: np.full(size, number, np.int32) for number, name in enumerate(names[: 4 if large else None])}
+    state = {
+        name: np.full(size, number, np.int32)
+        for number, name in enumerate(names[: 4 if large else None])
+    }
     (back,) = through_engine(state)
     assert [(type(name), name) for name in back] == [(type(name), name) for name in state]
     assert all(np.array_equal(back[name], state[name]) for name in state)
@@ -145,8 +201,13 @@ def test_a_name_that_utf_8_cannot_keep_is_refused_at_the_call(key: str, tmp_path
 
 
 @pytest.mark.parametrize("state", [{"x": 10**5000}, {10**5000: 1}], ids=["value", "key"])
-def test_an_integer_that_python_would_not_read_again_is_refused_at_the_call(state: Any, tmp_path: Path) -> None:
-    with Engine(tmp_path) as engine, pytest.raises(errors.UnsupportedLeaf, match="store it as bytes"):
+def test_an_integer_that_python_would_not_read_again_is_refused_at_the_call(
+    state: Any, tmp_path: Path
+) -> None:
+    with (
+        Engine(tmp_path) as engine,
+        pytest.raises(errors.UnsupportedLeaf, match="store it as bytes"),
+    ):
         engine.save(0, state)
 
 
@@ -159,7 +220,13 @@ def test_a_hundred_thousand_leaves_come_back() -> None:
 
 def test_views_that_overlap_come_back_with_their_own_values() -> None:
     base = torch.arange(20.0)
-    state = {"all": base, "left": base[:12], "right": base[8:], "again": base[:12], "reversed": base.numpy()[::-1]}
+    state = {
+        "all": base,
+        "left": base[:12],
+        "right": base[8:],
+        "again": base[:12],
+        "reversed": base.numpy()[::-1],
+    }
     (back,) = through_engine(state)
     assert_same(state, back)
     assert back["left"] is back["again"]
@@ -193,17 +260,30 @@ def test_the_bytes_depend_neither_on_threads_nor_on_how_the_work_is_cut(
     native = pytest.importorskip("deltacheck._native")
     threads = native.threads()
     random = np.random.default_rng(0)
-    states = [{"w": random.standard_normal((900, 500)).astype(np.float32), "b": random.standard_normal(99)}]
-    states.append({name: np.where(random.random(x.shape) < 0.1, x * 1.01, x).astype(x.dtype) for name, x in states[0].items()})
+    states = [
+        {
+            "w": random.standard_normal((900, 500)).astype(np.float32),
+            "b": random.standard_normal(99),
+        }
+    ]
+    states.append(
+        {
+            name: np.where(random.random(x.shape) < 0.1, x * 1.01, x).astype(x.dtype)
+            for name, x in states[0].items()
+        }
+    )
     found = []
     try:
         for number, (count, cache) in enumerate([(1, 256 << 20), (4, 256 << 20), (2, 128 << 20)]):
             native.set_threads(count)
             with Engine(tmp_path / str(number), host_cache_bytes=cache) as engine:
                 for step, state in enumerate(states):
-                    engine.save(step, {name: x.copy() for name, x in reversed(state.items())} if number == 1 else state).wait(
-                        timeout=60
-                    )
+                    engine.save(
+                        step,
+                        {name: x.copy() for name, x in reversed(state.items())}
+                        if number == 1
+                        else state,
+                    ).wait(timeout=60)
             told, segments = content(tmp_path / str(number))
             del told["tree"]
             found.append((told, segments))
@@ -264,12 +344,16 @@ def test_an_older_extension_is_not_used_by_any_door(monkeypatch: pytest.MonkeyPa
     try:
         assert arrays.native_stream_writer() is None
         for one, other in zip(
-            with_it, (lattice.codes(values, 1e-3, 5), octaves.codes(np.abs(values), fraction_bits=3)), strict=True
+            with_it,
+            (lattice.codes(values, 1e-3, 5), octaves.codes(np.abs(values), fraction_bits=3)),
+            strict=True,
         ):
             assert np.array_equal(one[0], other[0])
             assert one[1:] == other[1:]
             assert one[0].dtype == other[0].dtype
-        assert np.array_equal(lattice.values(with_it[0][0], 1e-3, 5), lattice.values(with_it[0][0], 1e-3, 5))
+        assert np.array_equal(
+            lattice.values(with_it[0][0], 1e-3, 5), lattice.values(with_it[0][0], 1e-3, 5)
+        )
         with pytest.raises(ValueError, match="no octave codes"):
             octaves.values(np.array([1, 65535], np.uint16), fraction_bits=3)
     finally:

@@ -1,4 +1,6 @@
-"""Compaction behind a training: chains are cut short, no bit changes, and a kill at any moment costs nothing but disk space."""
+"""Compaction behind a training: chains are cut short, no bit changes, and a kill at any moment
+costs nothing but disk space.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,22 @@ from tests.support.states import assert_same, kinds
 
 
 def state() -> dict[str, Any]:
-    return {"big": torch.randn(300, 400), "small": torch.zeros(40), "frozen": torch.randn(200, 300), "number": 0}
+    return {
+        "big": torch.randn(300, 400),
+        "small": torch.zeros(40),
+        "frozen": torch.randn(200, 300),
+        "number": 0,
+    }
 
 
 def train(state: dict[str, Any], step: int) -> dict[str, Any]:
     state["big"].view(-1)[step::97] += 1e-3
     state["small"][step % 40] = step
     state["number"] = step
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
 
 
 def depths(root: Path, step: int) -> dict[str, int]:
@@ -37,7 +47,10 @@ def depths(root: Path, step: int) -> dict[str, int]:
 
     opened = open_root(root)
     manifest = opened.manifest(step)
-    return {path: len(found.deltas) for path, found in chain.resolve(opened, manifest, manifest.leaves).items()}
+    return {
+        path: len(found.deltas)
+        for path, found in chain.resolve(opened, manifest, manifest.leaves).items()
+    }
 
 
 @pytest.mark.parametrize(("keep_last", "pending"), [(None, 3), (1, 1)])
@@ -46,7 +59,9 @@ def test_chains_stay_short_without_keyframes_and_every_step_restores(
 ) -> None:
     live, states, written = state(), {}, []
     options: dict[str, Any] = {"keep_last": keep_last, "grace_seconds": 0, "max_pending": pending}
-    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=100), compact_after=4, **options) as engine:
+    with Engine(
+        tmp_path, policy=Policy.exact(max_chain_depth=100), compact_after=4, **options
+    ) as engine:
         for step in range(24):
             states[step] = train(live, step)
             handle = engine.save(step, live)
@@ -66,7 +81,11 @@ def test_chains_stay_short_without_keyframes_and_every_step_restores(
     collect.collect(open_root(tmp_path), grace_seconds=0, writer_is_dead=True)
     assert deltacheck.open(tmp_path).verify(deep=True) == []
     assert_same(
-        states[23], {k: torch.as_tensor(v) if k != "number" else v for k, v in deltacheck.open(tmp_path).restore().items()}
+        states[23],
+        {
+            k: torch.as_tensor(v) if k != "number" else v
+            for k, v in deltacheck.open(tmp_path).restore().items()
+        },
     )
 
 
@@ -76,9 +95,17 @@ def test_saves_go_on_while_a_compaction_is_under_way_and_hang_from_it_afterwards
     import threading
 
     go, write_whole = threading.Event(), compactor.write_whole
-    monkeypatch.setattr(compactor, "write_whole", lambda *a, **k: go.wait(30) and write_whole(*a, **k))
+    monkeypatch.setattr(
+        compactor, "write_whole", lambda *a, **k: go.wait(30) and write_whole(*a, **k)
+    )
     live, states = state(), {}
-    with Engine(tmp_path, policy=Policy.exact(max_chain_depth=100), compact_after=2, keep_last=1, grace_seconds=0) as engine:
+    with Engine(
+        tmp_path,
+        policy=Policy.exact(max_chain_depth=100),
+        compact_after=2,
+        keep_last=1,
+        grace_seconds=0,
+    ) as engine:
         for step in range(8):
             states[step] = train(live, step)
             engine.save(step, live).wait(timeout=60)
@@ -90,7 +117,9 @@ def test_saves_go_on_while_a_compaction_is_under_way_and_hang_from_it_afterwards
         assert depths(tmp_path, 8)["big"] == 6
         assert_same(states[8], engine.restore(8))
         manifest = open_root(tmp_path).manifest()
-        assert len(manifest.segments) == 1 + 1 + 6  # frozen, the compacted one, and the deltas since
+        assert (
+            len(manifest.segments) == 1 + 1 + 6
+        )  # frozen, the compacted one, and the deltas since
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
@@ -184,7 +213,9 @@ def test_a_training_that_is_killed_while_it_compacts_loses_nothing(tmp_path: Pat
     expected = state()
     for kill in range(2):
         with subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parents[2])], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CHILD, str(tmp_path), str(Path(__file__).parents[2])],
+            stdout=subprocess.PIPE,
+            text=True,
         ) as child:
             assert child.stdout is not None
             child.stdout.readline()
@@ -201,4 +232,6 @@ def test_a_training_that_is_killed_while_it_compacts_loses_nothing(tmp_path: Pat
             assert_same(expected, engine.restore())
     collect.collect(open_root(tmp_path), grace_seconds=0, writer_is_dead=True)
     opened = open_root(tmp_path)
-    assert set(opened.store.segment_ids()) == {ref.id for step in opened.steps() for ref in opened.manifest(step).segments}
+    assert set(opened.store.segment_ids()) == {
+        ref.id for step in opened.steps() for ref in opened.manifest(step).segments
+    }

@@ -93,12 +93,16 @@ def test_a_thread_that_hangs_stops_neither_the_training_nor_later_saves(
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def test_waiting_without_a_timeout_ends_where_nothing_happens(tmp_path: Path, stuck: Callable[[str], threading.Event]) -> None:
+def test_waiting_without_a_timeout_ends_where_nothing_happens(
+    tmp_path: Path, stuck: Callable[[str], threading.Event]
+) -> None:
     with Engine(tmp_path, io_timeout_seconds=PATIENCE_SECONDS / 2) as engine:
         go = stuck("encode")
         handle = engine.save(1, {"p": torch.zeros(3)})
         for wait in (handle.wait, handle.result, handle.exception, engine.wait, engine.restore):
-            with pytest.raises(errors.StorageTimeout, match=r"step 1 is captured, and nothing has happened for 2 s"):
+            with pytest.raises(
+                errors.StorageTimeout, match=r"step 1 is captured, and nothing has happened for 2 s"
+            ):
                 wait()
         with pytest.raises(TimeoutError, match=r"is only captured after 0\.0"):
             engine.wait(0.01)
@@ -107,7 +111,9 @@ def test_waiting_without_a_timeout_ends_where_nothing_happens(tmp_path: Path, st
         assert engine.steps() == [1]
 
 
-def test_a_storage_that_is_slow_but_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_is_slow_but_gets_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = work.chunk_digests
 
     def slow(*args: Any) -> Any:
@@ -141,23 +147,35 @@ def test_a_root_is_given_back_when_the_save_that_close_gave_up_has_ended(
         assert again.steps() == [1]
 
 
-def test_a_read_that_hangs_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_hangs_is_told_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(tmp_path) as engine:
         engine.save(0, {"p": torch.zeros(100_000)}).wait()
         monkeypatch.setattr(arrays, "TIMEOUT_SECONDS", 0.05)
         original = arrays.ReadableArray.start_into
         monkeypatch.setattr(
-            arrays.ReadableArray, "start_into", lambda self, *args: arrays.Reading(Hanging(), original(self, *args)._path)
+            arrays.ReadableArray,
+            "start_into",
+            lambda self, *args: arrays.Reading(Hanging(), original(self, *args)._path),
         )
-        with pytest.raises(errors.StorageTimeout, match=r"leaves/p: the storage did not answer within 0\.05 s"):
+        with pytest.raises(
+            errors.StorageTimeout, match=r"leaves/p: the storage did not answer within 0\.05 s"
+        ):
             deltacheck.open(tmp_path).restore()
 
 
-def test_a_commit_that_hangs_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_hangs_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(tmp_path) as engine:
         monkeypatch.setattr(arrays, "TIMEOUT_SECONDS", 0.05)
         monkeypatch.setattr(arrays, "_start_create", lambda *_: Hanging())
-        monkeypatch.setattr(arrays, "write", lambda *_: type("Done", (), {"result": lambda self, timeout=None: None})())
+        monkeypatch.setattr(
+            arrays,
+            "write",
+            lambda *_: type("Done", (), {"result": lambda self, timeout=None: None})(),
+        )
         error = engine.save(0, {"p": torch.zeros(3)}).exception(30)
         assert isinstance(error, errors.SaveFailed)
         assert isinstance(error.__cause__, errors.StorageTimeout)
@@ -165,7 +183,9 @@ def test_a_commit_that_hangs_fails_the_save(tmp_path: Path, monkeypatch: pytest.
         engine.save(1, {"p": torch.zeros(3)}).wait(timeout=30)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), GeneratorExit()])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), GeneratorExit()]
+)
 @pytest.mark.parametrize("method", ["encode", "manifest"])
 def test_whatever_ends_a_thread_fails_the_save_and_not_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, method: str
@@ -184,8 +204,13 @@ def test_whatever_ends_a_thread_fails_the_save_and_not_the_thread(
 
 
 @pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_engine_is_neither_pickled_nor_copied(tmp_path: Path, copies: Callable[[object], object]) -> None:
-    with Engine(tmp_path) as engine, pytest.raises(TypeError, match="an Engine cannot be pickled or copied"):
+def test_an_engine_is_neither_pickled_nor_copied(
+    tmp_path: Path, copies: Callable[[object], object]
+) -> None:
+    with (
+        Engine(tmp_path) as engine,
+        pytest.raises(TypeError, match="an Engine cannot be pickled or copied"),
+    ):
         copies(engine)
 
 

@@ -1,4 +1,6 @@
-"""However a process ends, its last save is durable, or the exit status is not 0 and stderr says why; and it never hangs."""
+"""However a process ends, its last save is durable, or the exit status is not 0 and stderr says
+why; and it never hangs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ import deltacheck
 from tests.support.paths import TESTS
 
 CHILD = TESTS / "support" / "exits_child.py"
-LIMIT_SECONDS = 40.0  # every deadline in the cases is below 1 s; the rest is for a machine that is busy with others
+# Every deadline in the cases is below 1 s; the rest is for a machine that is busy with others
+LIMIT_SECONDS = 40.0
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("exits")]
 
-# What becomes of the process where the last save is durable: its exit status, negative for a signal.
+# What becomes of the process where the last save is durable: its exit status, negative for a
+# signal.
 KINDS = {
     "end": 0,
     "exit 0": 0,
@@ -38,7 +42,12 @@ KINDS = {
     "sigterm, finish, handler": 75,
 }
 # These end at once, whatever is under way.
-SUDDEN = {"sigterm": -signal.SIGTERM, "kill": -signal.SIGKILL, "os._exit": 9, "abort": -signal.SIGABRT}
+SUDDEN = {
+    "sigterm": -signal.SIGTERM,
+    "kill": -signal.SIGKILL,
+    "os._exit": 9,
+    "abort": -signal.SIGABRT,
+}
 FAULTS = ("ok", "full", "hang", "stuck")
 
 EVERY = [
@@ -46,12 +55,14 @@ EVERY = [
     *product(["end", "exception", "sigterm, finish"], ["wait", "close"], FAULTS),
     *product(SUDDEN, ["none"], ["ok", "stuck"]),
 ]
-# Every case with EXIT_CASES=all (make soak); else each end of a process with a storage that works, and with one that does not.
+# Every case with EXIT_CASES=all (make soak); else each end of a process with a storage that works,
+# and with one that does not.
 FEW = ("exit 0", "thread exits")
 CHOSEN = [
     case
     for number, case in enumerate(EVERY)
-    if case[0] not in FEW and ((case[2], case[1]) == ("ok", "none") or number % 4 == 1 + number // 4 % 3)
+    if case[0] not in FEW
+    and ((case[2], case[1]) == ("ok", "none") or number % 4 == 1 + number // 4 % 3)
 ]
 CASES = [
     *(EVERY if os.environ.get("EXIT_CASES") == "all" else CHOSEN),
@@ -63,13 +74,21 @@ CASES = [
 Result = dict[str, Any]
 
 
-def run(folder: Path, cases: list[tuple[str, str, str]], *options: str) -> dict[tuple[str, str, str], Result]:
+def run(
+    folder: Path, cases: list[tuple[str, str, str]], *options: str
+) -> dict[tuple[str, str, str], Result]:
     """Let every case end; its status, seconds, what it printed, and its root."""
     folders = {case: folder / str(number) for number, case in enumerate(cases)}
     for place in folders.values():
         place.mkdir()
     about = [
-        {"folder": str(folders[case]), "kind": case[0], "ending": case[1], "fault": case[2], "limit": LIMIT_SECONDS}
+        {
+            "folder": str(folders[case]),
+            "kind": case[0],
+            "ending": case[1],
+            "fault": case[2],
+            "limit": LIMIT_SECONDS,
+        }
         for case in cases
     ]
     (folder / "cases.json").write_text(json.dumps(about))
@@ -95,7 +114,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str]
 
 
 def check(result: Result, status: int | None) -> bool:
-    """No silent loss, no damage, no hang; whether the last save is durable. ``status``: where it is."""
+    """No silent loss, no damage, no hang; whether the last save is durable. ``status``: where it
+    is.
+    """
     assert not result["hung"], result["output"]
     run = deltacheck.open(result["root"])
     steps = run.steps()
@@ -110,16 +131,19 @@ def check(result: Result, status: int | None) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in KINDS], ids=", ".join)
-def test_the_last_save_is_durable_or_the_exit_says_that_it_is_not(case: tuple[str, str, str], ended: dict[Any, Result]) -> None:
+def test_the_last_save_is_durable_or_the_exit_says_that_it_is_not(
+    case: tuple[str, str, str], ended: dict[Any, Result]
+) -> None:
     kind, _, fault = case
     result = ended[case]
     durable = check(result, KINDS[kind])
     assert durable == (fault == "ok"), result["output"]
     if not durable:
         assert "deltacheck" in result["output"]
-        assert any(word in result["output"] for word in ("No space left", "may hang", "is only", "took longer")), result[
-            "output"
-        ]
+        assert any(
+            word in result["output"]
+            for word in ("No space left", "may hang", "is only", "took longer")
+        ), result["output"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in SUDDEN], ids=", ".join)
@@ -131,7 +155,9 @@ def test_a_sudden_end_is_seen_by_the_parent_and_earlier_steps_are_whole(
     assert result["status"] == SUDDEN[case[0]]
 
 
-def test_a_second_interrupt_ends_the_wait_for_a_storage_that_hangs(ended: dict[Any, Result]) -> None:
+def test_a_second_interrupt_ends_the_wait_for_a_storage_that_hangs(
+    ended: dict[Any, Result],
+) -> None:
     result = ended["sigint twice", "none", "stuck"]
     assert not check(result, None)
     assert result["status"] == -signal.SIGINT
@@ -145,7 +171,9 @@ def test_a_second_signal_ends_the_process_at_once(ended: dict[Any, Result]) -> N
     assert result["seconds"] < 15  # its grace period is 20 s
 
 
-def test_an_interrupt_in_the_middle_of_a_save_leaves_nothing_waiting(ended: dict[Any, Result]) -> None:
+def test_an_interrupt_in_the_middle_of_a_save_leaves_nothing_waiting(
+    ended: dict[Any, Result],
+) -> None:
     result = ended["sigint inside save", "none", "ok"]
     assert not check(result, None)
     assert result["status"] == -signal.SIGINT
@@ -158,7 +186,7 @@ def test_a_save_without_memory_fails_alone(ended: dict[Any, Result]) -> None:
     assert "told: the save of step 1 failed" in result["output"]
 
 
-# --- the same under Orbax's CheckpointManager, whose own threads must end, too ------------------------------------------------------
+# --- the same under Orbax's CheckpointManager, whose own threads must end, too --------------------
 
 ORBAX_CASES = [
     ("end", "none", "ok"),
@@ -182,4 +210,6 @@ def test_a_managers_last_save_is_durable_or_the_exit_says_that_it_is_not(
     durable = check(result, KINDS[case[0]])
     assert durable == (case[2] == "ok"), result["output"]
     if not durable:
-        assert any(word in result["output"] for word in ("No space left", "Orbax has not finished it")), result["output"]
+        assert any(
+            word in result["output"] for word in ("No space left", "Orbax has not finished it")
+        ), result["output"]

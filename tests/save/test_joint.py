@@ -1,4 +1,6 @@
-"""Saves of several ranks: one step for all or none, deltas that go on after a change of the ranks, restores that read what they need."""
+"""Saves of several ranks: one step for all or none, deltas that go on after a change of the ranks,
+restores that read what they need.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ from deltacheck.save import joint
 from deltacheck.store.manifest import Tiles
 from deltacheck.store.root import open_root
 from tests.support.forge import forge_manifest
-from tests.support.ranked_run import Layout, RankedRun, at_once, cells, model_state, nudge, rows, stages
+from tests.support.ranked_run import (
+    Layout,
+    RankedRun,
+    at_once,
+    cells,
+    model_state,
+    nudge,
+    rows,
+    stages,
+)
 from tests.support.states import assert_same
 
 BIG = "model/big"
@@ -44,14 +55,18 @@ def kinds(reports: list[Any]) -> dict[str, LeafKind]:
 
 
 def in_order(state: Any) -> Any:
-    return {key: in_order(state[key]) for key in sorted(state)} if isinstance(state, dict) else state
+    return (
+        {key: in_order(state[key]) for key in sorted(state)} if isinstance(state, dict) else state
+    )
 
 
-# --- saved and restored ----------------------------------------------------------------------------------------------------------
+# --- saved and restored ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "layout"), [(1, rows), (3, rows), (4, cells), (3, stages)])
-def test_every_step_of_ranks_restores_to_what_they_had_together(tmp_path: Path, size: int, layout: Any) -> None:
+def test_every_step_of_ranks_restores_to_what_they_had_together(
+    tmp_path: Path, size: int, layout: Any
+) -> None:
     state, states = model_state(), {}
     with RankedRun(tmp_path / "root", size, layout) as run:
         for step in range(3):
@@ -69,7 +84,9 @@ def test_every_step_of_ranks_restores_to_what_they_had_together(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("size", "again"), [(4, 2), (2, 4), (4, 1), (1, 2), (3, 2)])
-def test_another_number_of_ranks_goes_on_and_keeps_the_chains_whose_boxes_fit(tmp_path: Path, size: int, again: int) -> None:
+def test_another_number_of_ranks_goes_on_and_keeps_the_chains_whose_boxes_fit(
+    tmp_path: Path, size: int, again: int
+) -> None:
     state = model_state()
     with RankedRun(tmp_path / "root", size) as run:
         saved(run, 0, state)
@@ -84,7 +101,11 @@ def test_another_number_of_ranks_goes_on_and_keeps_the_chains_whose_boxes_fit(tm
     assert deltacheck.open(tmp_path / "root").verify(2, deep=True) == []
     boxes = dict.fromkeys([name for name in before.stored if tiles.leaf_of(name) == BIG])
     now = {path: kind for path, kind in kinds(reports).items() if tiles.leaf_of(path) == BIG}
-    stays = {name for name in now if name in boxes and before.stored[name].shape == deltacheck_shape(tmp_path, name)}
+    stays = {
+        name
+        for name in now
+        if name in boxes and before.stored[name].shape == deltacheck_shape(tmp_path, name)
+    }
     assert {name for name, kind in now.items() if kind is LeafKind.DELTA} == stays
     if size % again == 0:  # the new shards are made of the old tiles
         assert stays == set(boxes)
@@ -96,8 +117,12 @@ def deltacheck_shape(tmp_path: Path, name: str) -> tuple[int, ...]:
     return open_root(tmp_path / "root").manifest().stored[name].shape
 
 
-def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Path, read_bytes: list[int]) -> None:
-    """Saved in cells of 4 ranks, restored in rows of 3: beside what a rank needs, the rest of the chunks that its edges go through."""
+def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(
+    tmp_path: Path, read_bytes: list[int]
+) -> None:
+    """Saved in cells of 4 ranks, restored in rows of 3: beside what a rank needs, the rest of the
+    chunks that its edges go through.
+    """
     state = {"w": np.random.default_rng(0).standard_normal((1500, 4096)).astype(np.float32)}
     with RankedRun(tmp_path / "root", 4, cells) as run:
         saved(run, 0, state)
@@ -110,7 +135,9 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Pa
         found = restore.load_boxes(leaves, boxes)["w"]
         assert np.array_equal(found, state["w"][boxes["w"]])
         edges = 2 if rank == 1 else 1
-        assert found.nbytes <= sum(read_bytes) <= found.nbytes + edges * 2 * (1 << 20)  # in each of two columns of cells
+        assert (
+            found.nbytes <= sum(read_bytes) <= found.nbytes + edges * 2 * (1 << 20)
+        )  # in each of two columns of cells
 
 
 @pytest.mark.parametrize(
@@ -120,7 +147,13 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(tmp_path: Pa
         (8, cells, 16, rows, 1.1),
         (64, rows, 48, rows, 1.1),
         (8, cells, 4, cells, 1.1),
-        (16, rows, 6, cells, 2.1),  # a chunk has whole rows of its tile: half of the columns are half of each chunk
+        (
+            16,
+            rows,
+            6,
+            cells,
+            2.1,
+        ),  # a chunk has whole rows of its tile: half of the columns are half of each chunk
     ],
 )
 def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_columns(
@@ -128,25 +161,34 @@ def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_colum
 ) -> None:
     """Of a leaf of the size that a large model has, told from its tables: 28672 x 8192 float32."""
     shape = (28672, 8192)
-    held = [{"w": Held("float32", shape, tuple(layout("w", shape, rank, size)))} for rank in range(size)]
+    held = [
+        {"w": Held("float32", shape, tuple(layout("w", shape, rank, size)))} for rank in range(size)
+    ]
     cuts = sharding.plan([Holdings.of(one) for one in held])["w"].cuts
     assert cuts is not None
     digests, none = "0" * 32 * tiles.count(cuts), (-1,) * tiles.count(cuts)
     of = Tiles("float32", cuts, digests, none)
-    chains = {n: Chain(r.spec(of.names("w")[n]), None, (), None) for n, r in enumerate(of.records())}  # type: ignore[arg-type]
+    chains = {
+        n: Chain(r.spec(of.names("w")[n]), None, (), None) for n, r in enumerate(of.records())
+    }  # type: ignore[arg-type]
     leaf = restore.Tiled(LeafSpec.of("w", shape, "float32"), cuts, chains)
     read = needed = 0
     for rank in range(again):
         (box,) = into("w", shape, rank, again)
         chunks: dict[str, set[int]] = {chain.spec.path: set() for chain in chains.values()}
         restore._need_box(leaf, box, chunks)
-        read += sum(restore.chain.bytes_of(one.spec, sorted(chunks[one.spec.path])) for one in chains.values())
+        read += sum(
+            restore.chain.bytes_of(one.spec, sorted(chunks[one.spec.path]))
+            for one in chains.values()
+        )
         needed += restore.box_bytes(leaf.spec, box)
     assert needed == leaf.spec.raw_bytes
     assert read <= most * needed
 
 
-def test_a_rank_opens_only_the_segments_of_those_who_wrote_its_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_opens_only_the_segments_of_those_who_wrote_its_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = model_state()
     with RankedRun(tmp_path / "root", 4, cells) as run:
         for step in range(3):
@@ -156,13 +198,15 @@ def test_a_rank_opens_only_the_segments_of_those_who_wrote_its_tiles(tmp_path: P
     manifest = root.manifest()
     opened = []
     before = type(root.store).segment
-    monkeypatch.setattr(type(root.store), "segment", lambda self, ref: opened.append(ref.id) or before(self, ref))
+    monkeypatch.setattr(
+        type(root.store), "segment", lambda self, ref: opened.append(ref.id) or before(self, ref)
+    )
     restore.resolve(root, manifest, [BIG], boxes={BIG: (slice(0, 10), slice(0, 10))})
     assert len(opened) == 3
     assert len(manifest.segments) == 12
 
 
-# --- one rank fails --------------------------------------------------------------------------------------------------------------
+# --- one rank fails -------------------------------------------------------------------------------
 
 
 def assert_stands(root: Path, state: Any) -> None:
@@ -204,7 +248,11 @@ def break_encode(run: RankedRun, patch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise OSError("the codec broke")
 
-    patch.setattr(run.savers[1], "_setup", replace(run.savers[1]._setup, codec=_Broken(run.savers[1].codec, broken)))
+    patch.setattr(
+        run.savers[1],
+        "_setup",
+        replace(run.savers[1]._setup, codec=_Broken(run.savers[1].codec, broken)),
+    )
 
 
 class _Broken:
@@ -264,7 +312,9 @@ def test_the_failure_of_one_rank_reaches_all_with_its_cause_and_leaves_the_newes
         for rank, error in enumerate(found):
             assert isinstance(error, errors.DeltacheckError), (rank, error)
             assert cause in str(error)
-        assert sum(named in str(error) for error in found) >= 2  # where it happened it needs no name
+        assert (
+            sum(named in str(error) for error in found) >= 2
+        )  # where it happened it needs no name
         assert_stands(tmp_path / "root", state)
         for saver in run.savers:
             with contextlib.suppress(errors.SaveFailed):
@@ -278,7 +328,9 @@ def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
         found = at_once(2, lambda rank: run.begin_on(rank, 5 + rank, model_state()))
     for error in found:
         assert isinstance(error, errors.RankFailed)
-        assert "rank 1 saves step 6, rank 0 step 5: every rank has to make the same calls" in str(error)
+        assert "rank 1 saves step 6, rank 0 step 5: every rank has to make the same calls" in str(
+            error
+        )
 
 
 def test_ranks_whose_trees_disagree_are_told_where(tmp_path: Path) -> None:
@@ -318,7 +370,7 @@ def _body() -> dict[str, Any]:
     return about | {"segments": [], "tree": tree.flatten({}, describe_numpy).skeleton, "leaves": {}}
 
 
-# --- documents that are not right ------------------------------------------------------------------------------------------------
+# --- documents that are not right -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +406,9 @@ def both(body: Any) -> None:
 
 
 def bounded(body: Any) -> None:
-    body["contracts"] = {"b": {"terms": {"contract": "bounded", "limit": 1, "norm": "max"}, "measured": 0.1}}
+    body["contracts"] = {
+        "b": {"terms": {"contract": "bounded", "limit": 1, "norm": "max"}, "measured": 0.1}
+    }
     body["contract"] = "bounded"
     body["must_understand"] = ["derived", "tiles"]
 
@@ -366,7 +420,10 @@ def bounded(body: Any) -> None:
         (edit_tiles(cuts=[[1, 4, 8], [0, 8]]), "cannot be cut as it says"),
         (edit_tiles(cuts=[[0, 1 << 40], [0, 1 << 40]]), "cannot be cut as it says"),
         (edit_tiles(cuts=[]), "cannot be cut as it says"),
-        (edit_tiles(cuts=[list(range((1 << 12) + 2)), list(range((1 << 12) + 2))]), "tiles, 2 lanes"),
+        (
+            edit_tiles(cuts=[list(range((1 << 12) + 2)), list(range((1 << 12) + 2))]),
+            "tiles, 2 lanes",
+        ),
         (edit_tiles(digests="0" * 63), "2 tiles, 2 lanes and 63 digits"),
         (edit_tiles(digests="0" * 63 + "G"), "2 tiles, 2 lanes and 64 digits"),
         (edit_tiles(lanes=[0]), "2 tiles, 1 lanes"),
@@ -374,16 +431,31 @@ def bounded(body: Any) -> None:
         (edit_tiles(lanes=[0, -2]), "a tile in a lane that it does not have"),
         (edit_tiles(dtype="float33"), "float33"),
         (set_lane, "a leaf lies in a lane that it does not have"),
-        (lambda body: body.update(lanes=[[0, 2], [1, 1, 3]]), "one of its lanes is not a list of its segments in order"),
-        (lambda body: body.update(lanes=[[0, 2], [1, 4]]), "one of its lanes is not a list of its segments in order"),
-        (lambda body: body.update(lanes=[[2, 0], [1, 3]]), "one of its lanes is not a list of its segments in order"),
+        (
+            lambda body: body.update(lanes=[[0, 2], [1, 1, 3]]),
+            "one of its lanes is not a list of its segments in order",
+        ),
+        (
+            lambda body: body.update(lanes=[[0, 2], [1, 4]]),
+            "one of its lanes is not a list of its segments in order",
+        ),
+        (
+            lambda body: body.update(lanes=[[2, 0], [1, 3]]),
+            "one of its lanes is not a list of its segments in order",
+        ),
         (lambda body: body.update(lanes=[[0, 2], [1]]), "its lanes do not use all of its segments"),
         (swap_segments, "its segments are not in ascending order"),
-        (lambda body: body["segments"].append(body["segments"][-1]), "its segments are not in ascending order"),
+        (
+            lambda body: body["segments"].append(body["segments"][-1]),
+            "its segments are not in ascending order",
+        ),
         (lambda body: body.update(must_understand=[]), "ascending order"),
         (lambda body: body.update(must_understand=["tiles", "replay"]), "do not match"),
         (lambda body: body.pop("tiles"), "its tree and its leaves do not match"),
-        (lambda body: body["tiles"].update(x=body["tiles"]["w"]), "its tree and its leaves do not match"),
+        (
+            lambda body: body["tiles"].update(x=body["tiles"]["w"]),
+            "its tree and its leaves do not match",
+        ),
         (both, "cannot be cut as it says"),
         (name_leaf_like_a_tile, "one of its leaves has the name of a tile"),
         (bounded, "tiles, and are derived, bounded or replayed"),
@@ -417,7 +489,11 @@ def test_one_process_goes_on_from_a_step_of_several_ranks_and_they_from_its(tmp_
     torch = pytest.importorskip("torch")
     from deltacheck.backends.torch import Engine
 
-    state = {"cut": np.arange(600_000, dtype=np.float32).reshape(600, 1000), "whole": np.arange(7), "other": np.arange(9)}
+    state = {
+        "cut": np.arange(600_000, dtype=np.float32).reshape(600, 1000),
+        "whole": np.arange(7),
+        "other": np.arange(9),
+    }
     with RankedRun(tmp_path / "run", 2) as run:
         for step in range(2):
             assert not any(isinstance(one, Exception) for one in run.save(step, state))
@@ -426,7 +502,9 @@ def test_one_process_goes_on_from_a_step_of_several_ranks_and_they_from_its(tmp_
             state["other"] += 1
     with Engine(tmp_path / "run") as engine:
         engine.restore()
-        engine.save(2, {path: torch.from_numpy(value) for path, value in state.items()}).wait("committed")
+        engine.save(2, {path: torch.from_numpy(value) for path, value in state.items()}).wait(
+            "committed"
+        )
     opened = deltacheck.open(tmp_path / "run")
     seqs = [ref.id.split("-")[0] for ref in opened.manifest().segments]
     assert len(set(seqs)) < len(seqs)  # small leaves still stand on what both ranks wrote

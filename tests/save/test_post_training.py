@@ -1,4 +1,6 @@
-"""From the offline phase to the online one: what a profile finds is what a policy then leaves out."""
+"""From the offline phase to the online one: what a profile finds is what a policy then leaves
+out.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return Profile.read(path)
 
 
-def test_the_stable_set_is_bounded_and_reused_from_its_stable_start_on(profile: Profile, tmp_path: Path) -> None:
+def test_the_stable_set_is_bounded_and_reused_from_its_stable_start_on(
+    profile: Profile, tmp_path: Path
+) -> None:
     assert profile.stable_start is not None
     run = AdamRun(seed=1)
     stages = {}
@@ -58,7 +62,9 @@ def test_bounded_weights_are_not_stored_and_stay_close(profile: Profile, tmp_pat
     assert "model/w0" not in manifest.leaves
     assert manifest.contracts["model/w0"].terms == Bounded(0.02, "l2")
     found, live = deltacheck.open(tmp_path).restore()["model"]["w0"], run.state()["model"]["w0"]
-    error = np.linalg.norm(found.astype(float) - live.astype(float)) / np.linalg.norm(live.astype(float))
+    error = np.linalg.norm(found.astype(float) - live.astype(float)) / np.linalg.norm(
+        live.astype(float)
+    )
     assert 0 < error == pytest.approx(manifest.contracts["model/w0"].measured)
 
 

@@ -1,4 +1,6 @@
-"""Receipts: a save is read back from disk and compared with the state as it was captured, and a fault on the way never passes."""
+"""Receipts: a save is read back from disk and compared with the state as it was captured, and a
+fault on the way never passes.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def between_encode_and_write(monkeypatch: pytest.MonkeyPatch, saves: list[int]) 
 
     def put_part(self: SegmentWriter, index: Any, streams: Any) -> Any:
         if saves:
-            streams = {name: [flipped(piece) if piece.size else piece for piece in of] for name, of in streams.items()}
+            streams = {
+                name: [flipped(piece) if piece.size else piece for piece in of]
+                for name, of in streams.items()
+            }
         return original(self, index, streams)
 
     monkeypatch.setattr(SegmentWriter, "put_part", put_part)
@@ -70,7 +75,9 @@ def between_write_and_commit(monkeypatch: pytest.MonkeyPatch, saves: list[int]) 
     def finish(self: SegmentWriter, *args: Any) -> Any:
         ref = original(self, *args)
         if saves:
-            file = max((p for p in self.path.rglob("c*") if p.is_file()), key=lambda p: p.stat().st_size)
+            file = max(
+                (p for p in self.path.rglob("c*") if p.is_file()), key=lambda p: p.stat().st_size
+            )
             file.write_bytes(flipped(np.fromfile(file, np.uint8)).tobytes())
         return ref
 
@@ -78,11 +85,19 @@ def between_write_and_commit(monkeypatch: pytest.MonkeyPatch, saves: list[int]) 
 
 
 def in_the_encoder(monkeypatch: pytest.MonkeyPatch, saves: list[int]) -> None:
-    """The shadow and the digests made of it agree with what is written, and not with the training's state."""
+    """The shadow and the digests made of it agree with what is written, and not with the training's
+    state.
+    """
     original = TorchCodec.encode
 
     def encode(self: TorchCodec, current: Any, base: Any, bounds: Any, word_bytes: int) -> Any:
-        return original(self, flipped(current) if saves and current.size > 1000 else current, base, bounds, word_bytes)
+        return original(
+            self,
+            flipped(current) if saves and current.size > 1000 else current,
+            base,
+            bounds,
+            word_bytes,
+        )
 
     monkeypatch.setattr(TorchCodec, "encode", encode)
 
@@ -91,7 +106,9 @@ FAULTS = (between_encode_and_write, between_write_and_commit, in_the_encoder)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_a_flip_on_the_way_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+def test_a_flip_on_the_way_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
     saves: list[int] = []
     fault(monkeypatch, saves)
     state = training_state()
@@ -126,12 +143,16 @@ def test_a_flip_on_the_way_is_told_by_the_next_call(
         assert handle.receipt is None
         assert "step 1" in caplog.text
         report = engine.save(2, state).result(60)
-        assert all(leaf.kind == "keyframe" for leaf in report.leaves)  # nothing stands on the damaged step
+        assert all(
+            leaf.kind == "keyframe" for leaf in report.leaves
+        )  # nothing stands on the damaged step
         engine.wait(60)
         assert_same(engine.restore(2), state)
 
 
-def test_without_verify_the_encoders_fault_would_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_verify_the_encoders_fault_would_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the digest of the live state is for: everything on disk agrees with itself."""
     saves: list[int] = []
     in_the_encoder(monkeypatch, saves)
@@ -142,11 +163,15 @@ def test_without_verify_the_encoders_fault_would_be_saved(tmp_path: Path, monkey
         nudge(state)
         engine.save(1, state).result(60)
     assert deltacheck.open(tmp_path).verify(deep=True) == []
-    assert not torch.equal(Engine(tmp_path).restore(1)["model"]["embed.weight"], state["model"]["embed.weight"])
+    assert not torch.equal(
+        Engine(tmp_path).restore(1)["model"]["embed.weight"], state["model"]["embed.weight"]
+    )
 
 
 @pytest.mark.parametrize("verify", ["commit", "receipt"])
-def test_a_manager_reads_back_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+def test_a_manager_reads_back_what_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
     from deltacheck.backends import orbax as backend
     from deltacheck.backends.orbax.manager import handler_of
 
@@ -160,8 +185,13 @@ def test_a_manager_reads_back_what_it_saves(tmp_path: Path, monkeypatch: pytest.
         manager.save(1, args=backend.DeltaSaveArgs({"w": value * 2}))
         (item,) = handler_of(manager)._items.values()
         item._last.handle._await_end(60)
-        with pytest.raises(errors.DeltacheckError, match="leaf 'w'"):  # by Orbax's own wait, or by our next save
-            _ = manager.wait_until_finished(), manager.save(2, args=backend.DeltaSaveArgs({"w": value * 3}))
+        with pytest.raises(
+            errors.DeltacheckError, match="leaf 'w'"
+        ):  # by Orbax's own wait, or by our next save
+            _ = (
+                manager.wait_until_finished(),
+                manager.save(2, args=backend.DeltaSaveArgs({"w": value * 3})),
+            )
         saves.clear()
         assert manager.all_steps() == ([0] if verify == "commit" else [0, 1])
         manager.save(3, args=backend.DeltaSaveArgs({"w": value * 3}))

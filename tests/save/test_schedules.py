@@ -1,7 +1,9 @@
-"""Seeded schedules: threads and processes that save, delete, collect and read are held up at random where they touch the disk or each other.
+"""Seeded schedules: threads and processes that save, delete, collect and read are held up at random
+where they touch the disk or each other.
 
-Yield points: creation and replacement of documents, removal of files, hand-overs between the saver's threads, pins, reads of tables. The quick
-size runs with the others; ``make model-test`` runs more (DELTACHECK_SCHEDULES). DELTACHECK_SCHEDULE_SEED replays a failure's seed.
+Yield points: creation and replacement of documents, removal of files, hand-overs between the
+saver's threads, pins, reads of tables. The quick size runs with the others; ``make model-test``
+runs more (DELTACHECK_SCHEDULES). DELTACHECK_SCHEDULE_SEED replays a failure's seed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ SAVES = 6
 
 @contextlib.contextmanager
 def schedule(seed: int) -> Iterator[None]:
-    """Each thread that comes to a yield point goes on at once, lets others run, or sleeps up to 3 ms, seldom 30, as its own seeded stream says."""
+    """Each thread that comes to a yield point goes on at once, lets others run, or sleeps up to 3
+    ms, seldom 30, as its own seeded stream says.
+    """
     streams: dict[int, random.Random] = {}
     number = itertools.count()
 
@@ -76,7 +80,9 @@ def schedule(seed: int) -> Iterator[None]:
     def slow_reader(do: Any) -> Any:
         def call(*words: Any) -> Any:
             if threading.current_thread().name == "reader":
-                time.sleep(0.08 if next(number) % 3 == 0 else 0)  # as long as it takes to delete and collect what it reads
+                time.sleep(
+                    0.08 if next(number) % 3 == 0 else 0
+                )  # as long as it takes to delete and collect what it reads
             return do(*words)
 
         return call
@@ -101,7 +107,9 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 def run_once(path: Path, seed: int) -> dict[str, int]:
-    """One writer with retention and compaction, one reader, one that collects and one that tags beside it: what they met."""
+    """One writer with retention and compaction, one reader, one that collects and one that tags
+    beside it: what they met.
+    """
     chance = random.Random(seed)
     met = {"read": 0, "gone": 0, "refused": 0}
     problems: list[BaseException] = []
@@ -135,7 +143,9 @@ def run_once(path: Path, seed: int) -> dict[str, int]:
             time.sleep(0.001)
             return
         met["read"] += 1
-        assert len({float(found["n"]), *np.unique(found["a"]), *np.unique(found["b"])}) == 1, "a mixture"
+        assert len({float(found["n"]), *np.unique(found["a"]), *np.unique(found["b"])}) == 1, (
+            "a mixture"
+        )
 
     def second() -> None:
         try:
@@ -176,7 +186,9 @@ def run_once(path: Path, seed: int) -> dict[str, int]:
 
 @pytest.mark.timeout(7200)
 def test_under_no_schedule_does_a_reader_see_a_mixture_or_lose_what_it_reads() -> None:
-    first = int(os.environ.get("DELTACHECK_SCHEDULE_SEED") or random.SystemRandom().randrange(1 << 32))
+    first = int(
+        os.environ.get("DELTACHECK_SCHEDULE_SEED") or random.SystemRandom().randrange(1 << 32)
+    )
     total = {"read": 0, "gone": 0, "refused": 0}
     for number in range(SCHEDULES):
         folder = Path(tempfile.mkdtemp(dir=FAST if FAST.is_dir() else None))
@@ -185,7 +197,10 @@ def test_under_no_schedule_does_a_reader_see_a_mixture_or_lose_what_it_reads() -
                 for name, count in run_once(folder / "run", first + number).items():
                     total[name] += count
         except BaseException:
-            print(f"DELTACHECK_SCHEDULE_SEED={first + number} DELTACHECK_SCHEDULES=1 replays the choices")
+            print(
+                f"DELTACHECK_SCHEDULE_SEED={first + number} DELTACHECK_SCHEDULES=1 replays the"
+                " choices"
+            )
             raise
         finally:
             shutil.rmtree(folder)

@@ -1,4 +1,6 @@
-"""What the lossy presets store and what a restore gives: the laws of docs/explanation/policy.md, each broken by one change."""
+"""What the lossy presets store and what a restore gives: the laws of docs/explanation/policy.md,
+each broken by one change.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ class Saves:
         self.engine, self.run = Engine(root, policy=policy), run
         self.states: dict[int, dict[str, Any]] = {}
 
-    def save(self, saves: int = 1, every: int = 10, size: float = 1.0, **metrics: float) -> deltacheck.SaveReport:
+    def save(
+        self, saves: int = 1, every: int = 10, size: float = 1.0, **metrics: float
+    ) -> deltacheck.SaveReport:
         for _ in range(saves):
             self.run.advance(every, size)
             self.states[self.run.step] = self.run.state()
-            report = self.engine.save(self.run.step, self.states[self.run.step], metrics=metrics).result()
+            report = self.engine.save(
+                self.run.step, self.states[self.run.step], metrics=metrics
+            ).result()
         return report
 
     def until_stable(self) -> None:
@@ -83,7 +89,9 @@ def moments(state: dict[str, Any], number: int = 0) -> tuple[np.ndarray, np.ndar
     return kept["exp_avg"], kept["exp_avg_sq"]
 
 
-@pytest.mark.parametrize("policy", [Policy.model_exact(), Policy.exact(derive=True)], ids=["model_exact", "derive"])
+@pytest.mark.parametrize(
+    "policy", [Policy.model_exact(), Policy.exact(derive=True)], ids=["model_exact", "derive"]
+)
 def test_before_the_stable_start_every_bit_is_restored(saves: Any, policy: Policy) -> None:
     made = saves(policy)
     made.save(3)
@@ -121,8 +129,16 @@ def test_a_save_lets_go_of_every_leaf_when_it_is_done(saves: Any, policy: Policy
 def _arrays(state: Any, at: str = "") -> dict[str, np.ndarray]:
     if isinstance(state, np.ndarray):
         return {at: state}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {path: leaf for key, value in items for path, leaf in _arrays(value, f"{at}/{key}").items()}
+    items = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list | tuple)
+        else ()
+    )
+    return {
+        path: leaf for key, value in items for path, leaf in _arrays(value, f"{at}/{key}").items()
+    }
 
 
 def test_weights_that_are_the_cast_of_their_master_are_not_stored_and_come_back(saves: Any) -> None:
@@ -155,17 +171,25 @@ def test_step_counts_that_are_equal_are_stored_once(saves: Any) -> None:
     assert [path in made.manifest().derived for path in counts] == [False, False, True]
 
 
-def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = saves(Policy.exact(derive=True))
     made.save()
-    truncated = lambda values, element: (values.view(np.uint32) >> 16).astype(np.uint16).view(element)  # noqa: E731
+    truncated = lambda values, element: (
+        (values.view(np.uint32) >> 16).astype(np.uint16).view(element)
+    )
     monkeypatch.setattr("deltacheck.restore.derive.cast", truncated)
-    with pytest.raises(errors.Damaged, match=r"'model/w\d' follows from 'optimizer/state/\d/master' by cast"):
+    with pytest.raises(
+        errors.Damaged, match=r"'model/w\d' follows from 'optimizer/state/\d/master' by cast"
+    ):
         made.restored()
 
 
 @pytest.mark.parametrize("kind", ["bounded", "reused", "dropped", "exact"])
-def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(saves: Any, kind: str) -> None:  # laws 1, 2
+def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(
+    saves: Any, kind: str
+) -> None:  # laws 1, 2
     made = saves(Policy.model_exact(moments=kind))
     made.until_stable()
     made.save(3)
@@ -181,7 +205,9 @@ def test_what_the_forward_pass_sees_is_exact_and_masters_stay_in_their_cells(sav
 
 
 def bounded_masters(made: Saves, change: Any) -> list[int]:
-    """Save after ten more steps what ``change`` makes of the state, see that it comes back, and tell whose masters were bounded."""
+    """Save after ten more steps what ``change`` makes of the state, see that it comes back, and
+    tell whose masters were bounded.
+    """
     made.run.advance(10)
     state = made.run.state()
     change(state["model"])
@@ -199,7 +225,9 @@ def test_weights_that_change_places_are_found_again(saves: Any) -> None:
     made.until_stable()
     made.save(2)
     assert bounded_masters(made, lambda model: None) == [0, 1]
-    assert bounded_masters(made, exchanged) == [], "each is refused by the cells of a weight that is not its own"
+    assert bounded_masters(made, exchanged) == [], (
+        "each is refused by the cells of a weight that is not its own"
+    )
     assert bounded_masters(made, exchanged) == [0, 1]
 
 
@@ -222,8 +250,12 @@ def test_a_lattice_keeps_the_progress_of_steps_of_any_size(share: float) -> None
         spacing
     )  # in phase, all of them
     moved = masters + np.float32(share * spacing)
-    before, after = (lattice.values(lattice.codes(x, spacing, 5).codes, spacing, 5) for x in (masters, moved))
-    assert np.mean(after - before, dtype=np.float64) / np.mean(moved - masters, dtype=np.float64) == pytest.approx(1, abs=0.02)
+    before, after = (
+        lattice.values(lattice.codes(x, spacing, 5).codes, spacing, 5) for x in (masters, moved)
+    )
+    assert np.mean(after - before, dtype=np.float64) / np.mean(
+        moved - masters, dtype=np.float64
+    ) == pytest.approx(1, abs=0.02)
 
 
 def test_no_leaf_of_the_model_is_ever_reused(saves: Any) -> None:  # law 1
@@ -251,7 +283,8 @@ def test_restored_moments_obey_the_law_of_adam(saves: Any) -> None:  # law 4
     for kind in ("reused", "bounded"):
         other = saves(Policy.model_exact(moments=kind, stable_from=0))
         other.until_stable()
-        # One element's gradient grows until m^2 is close to C v; coarse codes of both would break the law there.
+        # One element's gradient grows until m^2 is close to C v; coarse codes of both would break
+        # the law there.
         other.run.scale[0][0] *= 30
         other.save(1, every=3)
         m, v = moments(other.restored())
@@ -273,11 +306,16 @@ def test_moments_are_reused_as_a_pair_of_one_step_with_v_rescaled(saves: Any) ->
     contracts, derived = made.manifest().contracts, made.manifest().derived
     first, second = (f"optimizer/state/0/{name}" for name in ("exp_avg", "exp_avg_sq"))
     assert contracts[first].from_step == contracts[second].from_step
-    kept = [n for n in (0, 1) if contracts[f"optimizer/state/{n}/exp_avg"].from_step < made.run.step]
+    kept = [
+        n for n in (0, 1) if contracts[f"optimizer/state/{n}/exp_avg"].from_step < made.run.step
+    ]
     assert kept
     second = f"optimizer/state/{kept[0]}/exp_avg_sq"
     assert derived[second].scale == pytest.approx(1 - 0.999**made.run.step)
-    old, now = moments(made.states[contracts[second].from_step], kept[0])[1], moments(made.restored(), kept[0])[1]
+    old, now = (
+        moments(made.states[contracts[second].from_step], kept[0])[1],
+        moments(made.restored(), kept[0])[1],
+    )
     grown = (1 - 0.999**made.run.step) / (1 - 0.999 ** contracts[second].from_step)
     error = np.log2(now / (old * grown))
     assert np.abs(error).max() <= 0.5  # the codes' own
@@ -301,7 +339,9 @@ def test_refreshes_do_not_all_fall_on_one_save(saves: Any) -> None:
     for _ in range(12):
         made.save()
         terms = made.manifest().contracts
-        fresh.append(sum(terms[f"optimizer/state/{n}/exp_avg"].from_step == made.run.step for n in range(12)))
+        fresh.append(
+            sum(terms[f"optimizer/state/{n}/exp_avg"].from_step == made.run.step for n in range(12))
+        )
     assert sum(fresh) >= 12
     assert max(fresh) < 12
 
@@ -310,11 +350,16 @@ def test_drift_beyond_the_contract_turns_reuse_into_a_write_at_once(saves: Any) 
     made = saves(Policy.model_exact())
     made.until_stable()
     made.save()
-    made.run.scale[0] *= 8  # v grows within a few steps; no loss and no norm is told, so no event shows it
+    made.run.scale[0] *= (
+        8  # v grows within a few steps; no loss and no norm is told, so no event shows it
+    )
     made.save()
     contracts = made.manifest().contracts
     assert contracts["optimizer/state/0/exp_avg_sq"].from_step == made.run.step
-    assert contracts["optimizer/state/0/exp_avg_sq"].measured <= contracts["optimizer/state/0/exp_avg_sq"].terms.max_drift
+    assert (
+        contracts["optimizer/state/0/exp_avg_sq"].measured
+        <= contracts["optimizer/state/0/exp_avg_sq"].terms.max_drift
+    )
 
 
 def test_rows_that_are_touched_for_the_first_time_are_written(saves: Any) -> None:  # law 8
@@ -338,7 +383,9 @@ def test_counts_vectors_and_numbers_are_always_exact(saves: Any) -> None:  # law
     vector = len(made.run.masters) - 1
     found, live = made.restored(), made.live()
     np.testing.assert_equal(found["optimizer"]["state"][vector], live["optimizer"]["state"][vector])
-    np.testing.assert_equal(found["optimizer"]["state"][0]["step"], live["optimizer"]["state"][0]["step"])
+    np.testing.assert_equal(
+        found["optimizer"]["state"][0]["step"], live["optimizer"]["state"][0]["step"]
+    )
     assert found["optimizer"]["param_groups"] == live["optimizer"]["param_groups"]
 
 
@@ -346,7 +393,9 @@ def test_moments_of_a_short_memory_are_not_reused(saves: Any) -> None:  # law 7
     made = saves(Policy.model_exact(stable_from=0), AdamRun(betas=(0.9, 0.95)))
     made.save(32, every=1)
     assert made.manifest().stage == "stable"
-    assert not any(isinstance(promise.terms, Reused) for promise in made.manifest().contracts.values())
+    assert not any(
+        isinstance(promise.terms, Reused) for promise in made.manifest().contracts.values()
+    )
     np.testing.assert_equal(moments(made.restored()), moments(made.live()))
 
 
@@ -397,7 +446,8 @@ def test_what_is_written_exactly_in_any_case_does_not_end_the_reuse_of_the_rest(
     assert made.manifest().stage == "stable"
     assert made.manifest().contracts["optimizer/state/0/exp_avg_sq"].from_step == before
     np.testing.assert_equal(
-        moments(made.restored(), len(made.run.masters) - 1), moments(made.live(), len(made.run.masters) - 1)
+        moments(made.restored(), len(made.run.masters) - 1),
+        moments(made.live(), len(made.run.masters) - 1),
     )
 
 
@@ -428,7 +478,11 @@ def in_torch(node: Any) -> Any:
         return {key: in_torch(value) for key, value in node.items()}
     if isinstance(node, list):
         return [in_torch(value) for value in node]
-    return torch.from_numpy(node) if isinstance(node, np.ndarray) and node.dtype == np.float32 else node
+    return (
+        torch.from_numpy(node)
+        if isinstance(node, np.ndarray) and node.dtype == np.float32
+        else node
+    )
 
 
 def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
@@ -441,10 +495,19 @@ def test_leaves_that_a_restore_computes_are_computed_in_the_targets_own_memory(
     target = in_torch(arrays)
     given = []
     compute = derive.compute
-    monkeypatch.setattr(derive, "compute", lambda *arguments: given.append(compute(*arguments)) or given[-1])
-    assert made.engine.restore(into=target)["optimizer"]["state"][0]["master"] is target["optimizer"]["state"][0]["master"]
+    monkeypatch.setattr(
+        derive, "compute", lambda *arguments: given.append(compute(*arguments)) or given[-1]
+    )
+    assert (
+        made.engine.restore(into=target)["optimizer"]["state"][0]["master"]
+        is target["optimizer"]["state"][0]["master"]
+    )
     np.testing.assert_equal(arrays, expected)
-    computed = [arrays["optimizer"]["state"][n][name] for n in (0, 1) for name in ("master", "exp_avg", "exp_avg_sq")]
+    computed = [
+        arrays["optimizer"]["state"][n][name]
+        for n in (0, 1)
+        for name in ("master", "exp_avg", "exp_avg_sq")
+    ]
     assert all(any(np.shares_memory(leaf, values) for values in given) for leaf in computed)
 
 
@@ -455,7 +518,11 @@ def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any)
     before, arrays = made.live(), made.run.state()
     refused = 0
     for file in sorted(Path(made.engine.root).rglob("*")):
-        if not file.is_file() or not {"leaves", "packed", "delta"} & set(file.parts) or file.suffix == ".json":
+        if (
+            not file.is_file()
+            or not {"leaves", "packed", "delta"} & set(file.parts)
+            or file.suffix == ".json"
+        ):
             continue
         content = file.read_bytes()
         changed = bytearray(content)
@@ -472,7 +539,9 @@ def test_a_step_that_is_damaged_anywhere_leaves_the_target_as_it_was(saves: Any)
     assert refused > 5
 
 
-def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_derived_leaf_that_is_refused_leaves_the_target_as_it_was(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bounded = Policy.model_exact()
     assert bounded.hidden is not None
     first = frozenset(f"optimizer/state/0/{name}" for name in ("master", "exp_avg", "exp_avg_sq"))
@@ -506,7 +575,10 @@ def test_exact_is_refused_where_the_step_is_not_and_the_leaves_are_named(saves: 
     made.until_stable()
     made.save()
     for door in (made.engine.restore, lambda contract: made.restored(contract=contract)):
-        with pytest.raises(errors.ContractNotMet, match=r"step \d+ cannot be restored as exact: leaf 'optimizer/state/0/"):
+        with pytest.raises(
+            errors.ContractNotMet,
+            match=r"step \d+ cannot be restored as exact: leaf 'optimizer/state/0/",
+        ):
             door(contract="exact")
     with pytest.raises(errors.ContractNotMet, match="is reused"):
         made.restored(contract="bounded")
@@ -535,7 +607,9 @@ def test_every_byte_of_a_lossy_root_is_verified(saves: Any) -> None:
     assert deltacheck.open(made.engine.root).verify(deep=True) == []
 
 
-def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(
+    saves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = saves(Policy.model_exact())
     made.until_stable()
     made.save()

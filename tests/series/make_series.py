@@ -1,8 +1,11 @@
-"""Records the series that tests/profile/test_profile.py reads: `python -m tests.series.make_series`, about a minute on one core.
+"""Records the series that tests/profile/test_profile.py reads: `python -m
+tests.series.make_series`,
+about a minute on one core.
 
-Each run really trains the demo's small model with its mixed-precision AdamW (betas .9 and .999 unless said), profiled every 10 steps
-twice over: by the default sample, and with every element. What is written is what the profilers noted, and loss and gradient norm of
-every step, as JSON, compressed.
+Each run really trains the demo's small model with its mixed-precision AdamW (betas .9 and .999
+unless said), profiled every 10 steps twice over: by the default sample, and with every element.
+What is written is what the profilers noted, and loss and gradient norm of every step, as JSON,
+compressed.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def record(
     betas: tuple[float, float] = (0.9, 0.999),
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """One run. ``jump``, ``shift``, ``restart``: what happens at step ``CHANGE``; a restart goes back by 25 steps, to a checkpoint."""
+    """One run. ``jump``, ``shift``, ``restart``: what happens at step ``CHANGE``; a restart goes
+    back by 25 steps, to a checkpoint.
+    """
     model = LanguageModel(PLAN)
     model.load_state_dict(pretrained())
     optimizer = MixedPrecisionAdamW(model.parameters(), lr=2e-5, betas=betas)
@@ -59,7 +64,11 @@ def record(
     sources = text.standard_library()
     home = Batches(text.pretraining_rows(sources[::7], PLAN.context, 2048), PLAN.batch, seed=1)
     away = Batches(
-        text.pretraining_rows([f"{7919 * i % 99999989:08d}\n" for i in range(20000)], PLAN.context, 2048), PLAN.batch, seed=1
+        text.pretraining_rows(
+            [f"{7919 * i % 99999989:08d}\n" for i in range(20000)], PLAN.context, 2048
+        ),
+        PLAN.batch,
+        seed=1,
     )
     profilers = Profiler(), Profiler(sample=EVERYTHING)
     losses, norms = [], []
@@ -67,7 +76,11 @@ def record(
     while step < steps:
         if restart and step == CHANGE and kept is not None:
             step, (weights, moments, rates) = CHANGE - 25, kept
-            model.load_state_dict(weights), optimizer.load_state_dict(moments), schedule.load_state_dict(rates)
+            (
+                model.load_state_dict(weights),
+                optimizer.load_state_dict(moments),
+                schedule.load_state_dict(rates),
+            )
             kept = None
         elif restart and step == CHANGE - 25:
             kept = clone((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
@@ -85,7 +98,12 @@ def record(
     moments = {path for path, leaf in full.leaves.items() if leaf.role == "second_moment"}
     observed = tuple(replace_leaves(o, moments) for o in full.observed)
     full = msgspec.structs.replace(full, observed=observed)
-    return {"sampled": msgspec.to_builtins(sampled), "full": msgspec.to_builtins(full), "loss": losses, "gradient_norm": norms}
+    return {
+        "sampled": msgspec.to_builtins(sampled),
+        "full": msgspec.to_builtins(full),
+        "loss": losses,
+        "gradient_norm": norms,
+    }
 
 
 @cache
@@ -94,9 +112,13 @@ def pretrained() -> dict[str, torch.Tensor]:
     torch.manual_seed(PLAN.seed)
     model = LanguageModel(PLAN)
     optimizer = MixedPrecisionAdamW(model.parameters(), lr=3e-3)
-    batches = Batches(text.pretraining_rows(text.standard_library()[1::7], PLAN.context, 4096), PLAN.batch, seed=2)
+    batches = Batches(
+        text.pretraining_rows(text.standard_library()[1::7], PLAN.context, 4096), PLAN.batch, seed=2
+    )
     for step in range(PRETRAIN_STEPS):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / PRETRAIN_STEPS)
+        optimizer.param_groups[0]["lr"] = (
+            3e-3 * min(1.0, (step + 1) / 20) * (1 - step / PRETRAIN_STEPS)
+        )
         batch = next(batches)
         model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.graded)).backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -107,7 +129,9 @@ def pretrained() -> dict[str, torch.Tensor]:
 def rate(step: int, warmup: int, jump: float) -> float:
     if step < warmup:
         return (step + 1) / warmup
-    return (0.6 + 0.4 * math.cos(math.pi * min(1.0, step / 400))) * (jump if step >= CHANGE else 1.0)
+    return (0.6 + 0.4 * math.cos(math.pi * min(1.0, step / 400))) * (
+        jump if step >= CHANGE else 1.0
+    )
 
 
 def clone(value: Any) -> Any:
@@ -119,7 +143,9 @@ def clone(value: Any) -> Any:
 
 
 def replace_leaves(observed: Any, paths: set[str]) -> Any:
-    return msgspec.structs.replace(observed, leaves={p: m for p, m in observed.leaves.items() if p in paths})
+    return msgspec.structs.replace(
+        observed, leaves={p: m for p, m in observed.leaves.items() if p in paths}
+    )
 
 
 def short(history: History) -> History:
@@ -140,9 +166,13 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     for name, options in RUNS.items():
         began = time.process_time()
-        content = gzip.compress(json.dumps(record(**options), separators=(",", ":")).encode(), 9, mtime=0)
+        content = gzip.compress(
+            json.dumps(record(**options), separators=(",", ":")).encode(), 9, mtime=0
+        )
         (HERE / f"{name}.json.gz").write_bytes(content)
-        print(f"{name}: {len(content)} bytes, {time.process_time() - began:.0f} s of processor time")
+        print(
+            f"{name}: {len(content)} bytes, {time.process_time() - began:.0f} s of processor time"
+        )
 
 
 if __name__ == "__main__":

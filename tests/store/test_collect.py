@@ -1,4 +1,6 @@
-"""Deletion and collection: no order of deletions, and no collection, ever harms a step that stays."""
+"""Deletion and collection: no order of deletions, and no collection, ever harms a step that
+stays.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 
 
 @pytest.mark.parametrize(
-    "order", [range(7), range(7, 0, -1), (3, 0, 5, 7, 1, 6, 2)], ids=["oldest first", "newest first", "mixed"]
+    "order",
+    [range(7), range(7, 0, -1), (3, 0, 5, 7, 1, 6, 2)],
+    ids=["oldest first", "newest first", "mixed"],
 )
 def test_deleting_any_step_in_any_order_never_harms_another(
     run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, order: Any
@@ -62,7 +66,9 @@ def test_deleting_any_step_in_any_order_never_harms_another(
     assert deltacheck.open(root).verify(deep=True) == []
 
 
-def test_exactly_the_needed_segments_stay(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_exactly_the_needed_segments_stay(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     opened = open_root(root)
@@ -79,7 +85,9 @@ def test_exactly_the_needed_segments_stay(run: tuple[Path, list[dict[str, Any]]]
     assert done.freed_bytes > 0
 
 
-def test_an_unneeded_segment_waits_for_readers_before_it_goes(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_an_unneeded_segment_waits_for_readers_before_it_goes(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     opened = open_root(root)
@@ -101,10 +109,14 @@ def test_a_segment_newer_than_the_newest_step_is_a_save_under_way(
     under_way.mkdir()
     assert collect.collect(open_root(root), grace_seconds=0).removed == ()
     assert under_way.exists()
-    assert collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True).removed == (under_way.name,)
+    assert collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True).removed == (
+        under_way.name,
+    )
 
 
-def test_nothing_is_collected_while_a_manifest_cannot_be_read(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_nothing_is_collected_while_a_manifest_cannot_be_read(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     opened = open_root(root)
@@ -118,7 +130,9 @@ def test_nothing_is_collected_while_a_manifest_cannot_be_read(run: tuple[Path, l
 
 def test_keep_last_keeps_the_newest_steps_readable_and_the_disk_bounded(tmp_path: Path) -> None:
     state, states = training_state(), {}
-    with Engine(tmp_path, keep_last=2, grace_seconds=0, policy=Policy.exact(max_chain_depth=2)) as engine:
+    with Engine(
+        tmp_path, keep_last=2, grace_seconds=0, policy=Policy.exact(max_chain_depth=2)
+    ) as engine:
         for step in range(9):
             states[step] = copy.deepcopy(state)
             engine.save(step, state).wait(timeout=60)
@@ -144,11 +158,14 @@ def test_a_step_whose_chain_was_collected_around_it_stays_whole(tmp_path: Path) 
 def test_what_a_document_that_was_being_written_has_left_is_removed(
     run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Found by the model of power cuts: a kill leaves the half of a document, a later writer the whole one beside it."""
+    """Found by the model of power cuts: a kill leaves the half of a document, a later writer the
+    whole one beside it.
+    """
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     halves = [
-        root / name / "zarr.json.__lock" for name in (".", "segments", "checkpoints", "control", "checkpoints/c0000000003")
+        root / name / "zarr.json.__lock"
+        for name in (".", "segments", "checkpoints", "control", "checkpoints/c0000000003")
     ]
     for half in halves:
         half.touch()
@@ -169,7 +186,9 @@ def test_a_checkpoint_that_was_killed_before_its_manifest_is_removed(
     assert deltacheck.open(root).steps() == list(range(8))
 
 
-def test_a_segment_that_the_next_save_builds_on_stays(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_a_segment_that_the_next_save_builds_on_stays(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     opened = open_root(root)
@@ -201,7 +220,9 @@ def test_a_clock_that_jumps_neither_shortens_the_wait_nor_makes_it_endless(
     assert collect.collect(opened, grace_seconds=100).removed == first.waiting
 
 
-@pytest.mark.parametrize("mark", [["another start of the machine", 0.0], ["", 1e18], ["", "nan"], 7.0, None])
+@pytest.mark.parametrize(
+    "mark", [["another start of the machine", 0.0], ["", 1e18], ["", "nan"], 7.0, None]
+)
 def test_a_mark_that_says_nothing_makes_its_segment_wait_anew(
     run: tuple[Path, list[dict[str, Any]]], tmp_path: Path, mark: Any
 ) -> None:
@@ -231,7 +252,9 @@ def test_two_collectors_at_once_remove_what_one_would(
     monkeypatch.setattr(collect, "_remove", together)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(collect.collect, open_root(root), grace_seconds=0) for _ in range(2)]
-        assert all(set(one.result(30).removed) | set(one.result(30).in_use) == set(due) for one in both)
+        assert all(
+            set(one.result(30).removed) | set(one.result(30).in_use) == set(due) for one in both
+        )
     assert not segments(root) & set(due)
     with Engine(root) as engine:
         assert_same(run[1][7], engine.restore(7))
@@ -258,10 +281,17 @@ def test_a_segment_that_cannot_be_removed_does_not_keep_the_others(
     assert collect.collect(opened, grace_seconds=0).removed == (due[0],)
 
 
-def test_what_is_not_ours_is_never_removed(run: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_what_is_not_ours_is_never_removed(
+    run: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     opened = without_seven_steps(run[0], root)
-    foreign = [root / "segments" / "notes", root / "segments" / "s1-abc", root / "checkpoints" / "mine", root / "control" / "x"]
+    foreign = [
+        root / "segments" / "notes",
+        root / "segments" / "s1-abc",
+        root / "checkpoints" / "mine",
+        root / "control" / "x",
+    ]
     for folder in foreign:
         folder.mkdir()
         (folder / "file").write_text("kept")

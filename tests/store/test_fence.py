@@ -1,4 +1,6 @@
-"""One writer: whoever has lost the root cannot commit, cannot delete, and leaves nothing but garbage."""
+"""One writer: whoever has lost the root cannot commit, cannot delete, and leaves nothing but
+garbage.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ROUNDS = int(os.environ.get("DELTACHECK_FENCE_ROUNDS", "6"))
 
 
 def take_over(root: Path) -> None:
-    """What makes another's lock worthless: the file that it lies on is replaced, as by a file system whose locks do not last."""
+    """What makes another's lock worthless: the file that it lies on is replaced, as by a file
+    system whose locks do not last.
+    """
     (root / "control" / "zarr.json").unlink()
 
 
@@ -50,7 +54,11 @@ def test_a_writer_that_has_lost_the_root_cannot_commit_nor_delete(tmp_path: Path
     old.save(4, state(4))
     with pytest.raises(errors.SaveFailed):
         old.close()
-    assert [float(deltacheck.open(tmp_path).restore(step)["a"][0]) for step in (0, 1, 2)] == [0, 1, 3]
+    assert [float(deltacheck.open(tmp_path).restore(step)["a"][0]) for step in (0, 1, 2)] == [
+        0,
+        1,
+        3,
+    ]
     before = set(open_root(tmp_path).store.segment_ids())
     needed = {ref.id for step in (0, 1, 2) for ref in open_root(tmp_path).manifest(step).segments}
     assert before > needed
@@ -58,14 +66,20 @@ def test_a_writer_that_has_lost_the_root_cannot_commit_nor_delete(tmp_path: Path
     assert set(open_root(tmp_path).store.segment_ids()) == needed
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before it looks", "between its look and the creation"])
+@pytest.mark.parametrize(
+    "first", [True, False], ids=["before it looks", "between its look and the creation"]
+)
 def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    """The newer writer has deleted the checkpoint that the older one is about to create: its number is free again."""
+    """The newer writer has deleted the checkpoint that the older one is about to create: its number
+    is free again.
+    """
     from deltacheck.store.lock.lease import Lease
 
-    monkeypatch.setattr(Lease, "check", lambda self: None)  # as where even the look at the lock's file tells nothing
+    monkeypatch.setattr(
+        Lease, "check", lambda self: None
+    )  # as where even the look at the lock's file tells nothing
     create = arrays.create_file
     old = Engine(tmp_path)
     old.save(0, state(0)).wait(timeout=60)
@@ -118,7 +132,11 @@ def test_a_root_whose_creation_was_killed_is_created_by_the_next_writer(
 
 
 def test_a_directory_with_anything_else_in_it_is_no_root(tmp_path: Path) -> None:
-    for foreign in (tmp_path / "a" / "notes.txt", tmp_path / "b" / "segments" / "mine" / "x", tmp_path / "c" / "zarr.json"):
+    for foreign in (
+        tmp_path / "a" / "notes.txt",
+        tmp_path / "b" / "segments" / "mine" / "x",
+        tmp_path / "c" / "zarr.json",
+    ):
         foreign.parent.mkdir(parents=True)
         foreign.write_text("{}")
         top = tmp_path / foreign.relative_to(tmp_path).parts[0]
@@ -129,10 +147,17 @@ def test_a_directory_with_anything_else_in_it_is_no_root(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(600)
-def test_two_writers_without_locks_never_mix_and_each_save_that_is_acknowledged_is_there(tmp_path: Path) -> None:
+def test_two_writers_without_locks_never_mix_and_each_save_that_is_acknowledged_is_there(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, str(CHILD), str(tmp_path)]
     children = [
-        subprocess.Popen([*command, str(k), str(ROUNDS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(k), str(ROUNDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for k in (1, 2)
     ]
     for child in children:

@@ -1,4 +1,6 @@
-"""Checkpoints that releases have written, kept as they are: every later release reads them bit for bit, and encodes as they did."""
+"""Checkpoints that releases have written, kept as they are: every later release reads them bit for
+bit, and encodes as they did.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,27 @@ from deltacheck.store.root import open_root
 from tests.golden import make
 from tests.support import forge
 
-RELEASES = sorted(path for path in (Path(__file__).parents[1] / "golden").iterdir() if path.is_dir() and path.name[0].isdigit())
+RELEASES = sorted(
+    path
+    for path in (Path(__file__).parents[1] / "golden").iterdir()
+    if path.is_dir() and path.name[0].isdigit()
+)
 ROOTS = [(release, name) for release in RELEASES for name in make.WRITERS]
 
 
 def expected(release: Path, name: str) -> dict[int, Any]:
-    return {int(step): found for step, found in json.loads((release / "expected.json").read_text())[name].items()}
+    return {
+        int(step): found
+        for step, found in json.loads((release / "expected.json").read_text())[name].items()
+    }
 
 
-@pytest.mark.parametrize(("release", "name"), ROOTS, ids=lambda value: getattr(value, "name", value))
-def test_every_step_of_every_release_is_read_bit_for_bit(release: Path, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("release", "name"), ROOTS, ids=lambda value: getattr(value, "name", value)
+)
+def test_every_step_of_every_release_is_read_bit_for_bit(
+    release: Path, name: str, tmp_path: Path
+) -> None:
     root = forge.unpack(name, tmp_path)
     opened = deltacheck.open(root)
     assert opened.steps() == sorted(expected(release, name))
@@ -36,13 +49,19 @@ def test_every_step_of_every_release_is_read_bit_for_bit(release: Path, name: st
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
-def test_the_steps_of_a_gradient_log_are_replayed_bit_for_bit(release: Path, tmp_path: Path) -> None:
+def test_the_steps_of_a_gradient_log_are_replayed_bit_for_bit(
+    release: Path, tmp_path: Path
+) -> None:
     from deltacheck.backends.torch import Engine
 
     root = forge.unpack("gradients", tmp_path)
-    replayed = [step for step in (0, 1, 2) if deltacheck.open(root).manifest(step).replay is not None]
+    replayed = [
+        step for step in (0, 1, 2) if deltacheck.open(root).manifest(step).replay is not None
+    ]
     assert replayed == [1, 2]
-    with pytest.raises(errors.ReplayNeeded, match="Newest earlier step that restores without a replay: 0"):
+    with pytest.raises(
+        errors.ReplayNeeded, match="Newest earlier step that restores without a replay: 0"
+    ):
         deltacheck.open(root).restore(2)
     with Engine(root) as engine:
         for step, saved in expected(release, "gradients").items():
@@ -50,15 +69,23 @@ def test_the_steps_of_a_gradient_log_are_replayed_bit_for_bit(release: Path, tmp
             assert make.described(engine.restore(step, optimizer=optimizer)) == saved
 
 
-@pytest.mark.parametrize(("release", "name"), ROOTS, ids=lambda value: getattr(value, "name", value))
-def test_the_same_states_are_encoded_to_the_same_arrays(release: Path, name: str, tmp_path: Path) -> None:
-    """What the format fixes: tables, rows, streams and digests. Not how blosc and zstd pack them, nor names, times and nonces."""
+@pytest.mark.parametrize(
+    ("release", "name"), ROOTS, ids=lambda value: getattr(value, "name", value)
+)
+def test_the_same_states_are_encoded_to_the_same_arrays(
+    release: Path, name: str, tmp_path: Path
+) -> None:
+    """What the format fixes: tables, rows, streams and digests. Not how blosc and zstd pack them,
+    nor names, times and nonces.
+    """
     before = forge.unpack(name, tmp_path / "golden")
     make.WRITERS[name](tmp_path / "now")
     old, new = deltacheck.open(before), deltacheck.open(tmp_path / "now")
     assert old.steps() == new.steps()
     for step in old.steps():
-        assert content_of(open_root(before), old.manifest(step)) == content_of(open_root(tmp_path / "now"), new.manifest(step))
+        assert content_of(open_root(before), old.manifest(step)) == content_of(
+            open_root(tmp_path / "now"), new.manifest(step)
+        )
 
 
 def content_of(root: Any, manifest: Any) -> Any:
@@ -66,7 +93,9 @@ def content_of(root: Any, manifest: Any) -> Any:
     told = forge.body_of({"attributes": deltacheck.store.schema.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
-    told.pop("lanes", None)  # numbers of segments, whose order within a save follows from their names
+    told.pop(
+        "lanes", None
+    )  # numbers of segments, whose order within a save follows from their names
     if "replay" in told:
         del told["replay"]["update"]  # names the processor, and torch's version
     segments = []
@@ -75,8 +104,13 @@ def content_of(root: Any, manifest: Any) -> Any:
         table = forge.body_of({"attributes": deltacheck.store.schema.to_attributes(segment.table)})
         del table["id"], table["checksum"]
         parts = [segment.part(number) for number in range(len(segment.table.parts))]
-        streams = [{n: s.tobytes() for n, s in part.start(0, len(part.index), Scratch()).result().items()} for part in parts]
-        segments.append((table, segment.digests.tolist(), [part.index.tolist() for part in parts], streams))
+        streams = [
+            {n: s.tobytes() for n, s in part.start(0, len(part.index), Scratch()).result().items()}
+            for part in parts
+        ]
+        segments.append(
+            (table, segment.digests.tolist(), [part.index.tolist() for part in parts], streams)
+        )
     return told, sorted(segments, key=lambda one: sorted(one[0]["leaves"]))
 
 
@@ -85,9 +119,14 @@ def content_of(root: Any, manifest: Any) -> Any:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda body: body.update(version=2), "format version 2; this deltacheck reads version 1. Install the deltacheck"),
         (
-            lambda body: body.update(must_understand=[*body.get("must_understand", []), "holograms"]),
+            lambda body: body.update(version=2),
+            "format version 2; this deltacheck reads version 1. Install the deltacheck",
+        ),
+        (
+            lambda body: body.update(
+                must_understand=[*body.get("must_understand", []), "holograms"]
+            ),
             "holograms.*Install a newer one",
         ),
     ],

@@ -1,4 +1,6 @@
-"""The root goes away or comes back in the middle of a run: that save fails, and nothing else does."""
+"""The root goes away or comes back in the middle of a run: that save fails, and nothing else
+does.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def replaced_by_another_root(root: Path) -> None:
         other.save(7, state(7))
 
 
-@pytest.mark.parametrize("happens", [removed, unmounted, replaced_by_a_file, replaced_by_another_root])
+@pytest.mark.parametrize(
+    "happens", [removed, unmounted, replaced_by_a_file, replaced_by_another_root]
+)
 def test_a_save_into_a_root_that_has_gone_fails_and_is_committed_nowhere(
     tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:

@@ -1,4 +1,6 @@
-"""Arrays, read by the native module: what TensorStore would give, or a refusal, whatever a file holds."""
+"""Arrays, read by the native module: what TensorStore would give, or a refusal, whatever a file
+holds.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,13 @@ def written(path: Path, data: Bytes, codec: str) -> ArraySpec:
 
 def sharded(path: Path, data: Bytes, codec: str, chunks: int = 4) -> ArraySpec:
     """Small chunks, so that many fit a test: written by TensorStore."""
-    spec = ArraySpec((data.size,), "uint8", (-(-data.size // chunks),), (-(-data.size // chunks) * chunks,), codec)
+    spec = ArraySpec(
+        (data.size,),
+        "uint8",
+        (-(-data.size // chunks),),
+        (-(-data.size // chunks) * chunks,),
+        codec,
+    )
     arrays.write(path, spec, data, arrays.context(1)).result()
     return spec
 
@@ -79,7 +87,11 @@ def by_tensorstore(path: Path, spec: ArraySpec) -> Bytes:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CODECS), st.integers(1, 40_000), st.integers(1, 9), st.data())
 def test_any_part_of_any_stream_is_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, codec: str, size: int, chunks: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    codec: str,
+    size: int,
+    chunks: int,
+    data: st.DataObject,
 ) -> None:
     content, path = noise(size), tmp_path_factory.mktemp("any") / "s"
     spec = sharded(path, content, codec, chunks)
@@ -129,7 +141,12 @@ def test_tables_of_every_length_are_read(tmp_path: Path, rows: int) -> None:
     st.data(),
 )
 def test_a_keyframe_of_any_shape_is_read_whole_and_by_chunks(
-    tmp_path_factory: pytest.TempPathFactory, outer: list[int], rows: int, inner: list[int], dtype: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    outer: list[int],
+    rows: int,
+    inner: list[int],
+    dtype: str,
+    data: st.DataObject,
 ) -> None:
     shape = (*outer, rows, *inner)
     chunk = (*[1] * len(outer), data.draw(st.integers(1, rows), "rows of a chunk"), *inner)
@@ -139,7 +156,9 @@ def test_a_keyframe_of_any_shape_is_read_whole_and_by_chunks(
         along = max(1, min(room, -(-shape[axis] // chunk[axis])))
         shard[axis], room = chunk[axis] * along, room // along
     spec = ArraySpec(shape, dtype, chunk, None if tuple(shard) == chunk else tuple(shard), "values")
-    content = np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 200, shape).astype(dtype)
+    content = (
+        np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 200, shape).astype(dtype)
+    )
     path = tmp_path_factory.mktemp("any") / "k"
     arrays.write(path, spec, content, arrays.context(1)).result()
     array = ReadableArray(path, spec, arrays.context(1))
@@ -157,7 +176,11 @@ def test_a_keyframe_of_any_shape_is_read_whole_and_by_chunks(
 
 
 def test_a_leaf_of_many_files_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    state = {"stacked": torch.randn(5, 700, 3000), "flat": torch.randn(9_000_001), "small": torch.randn(7, 9)}
+    state = {
+        "stacked": torch.randn(5, 700, 3000),
+        "flat": torch.randn(9_000_001),
+        "small": torch.randn(7, 9),
+    }
     with Engine(tmp_path) as engine:
         engine.save(0, state).wait()
         restored = engine.restore()
@@ -165,7 +188,9 @@ def test_a_leaf_of_many_files_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.rglob("stacked/c.*")} == {"c.0.0.0", "c.1.0.0"}
 
 
-def test_a_restore_from_files_asks_tensorstore_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_from_files_asks_tensorstore_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"w": torch.randn(300_000)}
     with Engine(tmp_path) as engine:
         for step in range(3):
@@ -173,7 +198,11 @@ def test_a_restore_from_files_asks_tensorstore_for_nothing(tmp_path: Path, monke
             engine.save(step, state).wait()
     opened: list[str] = []
     original = arrays._open
-    monkeypatch.setattr(arrays, "_open", lambda path, *args, **how: opened.append(path.name) or original(path, *args, **how))
+    monkeypatch.setattr(
+        arrays,
+        "_open",
+        lambda path, *args, **how: opened.append(path.name) or original(path, *args, **how),
+    )
     assert np.array_equal(deltacheck.open(tmp_path).restore()["w"], state["w"].numpy())
     assert opened == ([] if "values" in native_files.codecs() else ["w"])
 
@@ -212,7 +241,9 @@ def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_where_no_thread_can_be_started_the_reader_reads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_reader_reads_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = noise(5000)
     spec = written(tmp_path / "s", content, "stream")
 
@@ -227,14 +258,16 @@ def test_where_no_thread_can_be_started_the_reader_reads_itself(tmp_path: Path, 
         array.read()
 
 
-# --- files that are not what they should be ---------------------------------------------------------------------------------
+# --- files that are not what they should be -------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_file_that_is_missing_breaks_the_chain(tmp_path: Path, codec: str) -> None:
     spec = written(tmp_path / "s", noise(2000), codec)
     (tmp_path / "s" / "c.0").unlink()
-    with pytest.raises(errors.ChainBroken, match=r"lacks data that was committed: c\.0 is not there"):
+    with pytest.raises(
+        errors.ChainBroken, match=r"lacks data that was committed: c\.0 is not there"
+    ):
         ReadableArray(tmp_path / "s", spec, arrays.context(1)).read()
 
 
@@ -282,7 +315,8 @@ def crc(content: bytes) -> bytes:
 
 
 def shard(
-    chunks: list[bytes], index: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] = lambda places: places
+    chunks: list[bytes],
+    index: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] = lambda places: places,
 ) -> bytes:
     body, places = b"", []
     for chunk in chunks:
@@ -306,28 +340,48 @@ MOST = (1 << 64) - 1
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        (shard([crc(frame(A)), crc(frame(A + b"x"))]), "chunk 1: .*Destination buffer is too small"),
-        (shard([crc(frame(A)), crc(frame(A[:499]))]), "chunk 1: it decodes to 499 bytes and not to 500"),
+        (
+            shard([crc(frame(A)), crc(frame(A + b"x"))]),
+            "chunk 1: .*Destination buffer is too small",
+        ),
+        (
+            shard([crc(frame(A)), crc(frame(A[:499]))]),
+            "chunk 1: it decodes to 499 bytes and not to 500",
+        ),
         (shard([crc(frame(A)), crc(frame(b""))]), "chunk 1: it decodes to 0 bytes"),
         (shard([crc(frame(A)), crc(b"")]), "chunk 1: it decodes to 0 bytes"),
-        (shard([crc(frame(A)), crc(b"this is no frame at all")]), "chunk 1: Unknown frame descriptor"),
+        (
+            shard([crc(frame(A)), crc(b"this is no frame at all")]),
+            "chunk 1: Unknown frame descriptor",
+        ),
         (shard([crc(frame(A)), b"abc"]), "chunk 1: it has no room for a checksum"),
         (
             shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (p[1][0], MOST - 3)]),
             "chunk 1: the index leads out of the file",
         ),
-        (shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (MOST - 3, 9)]), "chunk 1: the index leads out of the file"),
-        (shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (MOST, MOST)]), "chunk 1: it is not there"),
+        (
+            shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (MOST - 3, 9)]),
+            "chunk 1: the index leads out of the file",
+        ),
+        (
+            shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (MOST, MOST)]),
+            "chunk 1: it is not there",
+        ),
         (
             shard([crc(frame(A)), crc(frame(A))], lambda p: [p[0], (p[1][0], p[1][1] + 1)]),
             "chunk 1: the index leads out of the file",
         ),
-        (shard([crc(frame(A)), crc(frame(A) + b"\0" * 900)]), "chunk 1: it is longer than any encoding of it"),
+        (
+            shard([crc(frame(A)), crc(frame(A) + b"\0" * 900)]),
+            "chunk 1: it is longer than any encoding of it",
+        ),
         (shard([crc(frame(A))]), "it is too short for the index|index leads out|checksum"),
         (b"", "it is too short for the index of its chunks"),
     ],
 )
-def test_a_forged_file_with_checksums_that_fit_is_refused_for_what_it_is(tmp_path: Path, file: bytes, says: str) -> None:
+def test_a_forged_file_with_checksums_that_fit_is_refused_for_what_it_is(
+    tmp_path: Path, file: bytes, says: str
+) -> None:
     spec = ArraySpec((1000,), "uint8", (500,), (1000,), "stream")
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "c.0").write_bytes(file)
@@ -335,7 +389,9 @@ def test_a_forged_file_with_checksums_that_fit_is_refused_for_what_it_is(tmp_pat
         native(tmp_path / "s", spec)
 
 
-@pytest.mark.skipif("values" not in native_files.codecs(), reason="the native module was built without c-blosc")
+@pytest.mark.skipif(
+    "values" not in native_files.codecs(), reason="the native module was built without c-blosc"
+)
 @pytest.mark.parametrize(
     ("chunk", "says"),
     [
@@ -344,13 +400,24 @@ def test_a_forged_file_with_checksums_that_fit_is_refused_for_what_it_is(tmp_pat
         (blosc(A) + b"x", "it is no blosc frame"),
         (b"", "it is no blosc frame"),
         (b"\0" * 16, "it is no blosc frame|says that it has 0 bytes"),
-        (blosc(A)[:2] + bytes([blosc(A)[2] & 0x1F | 3 << 5]) + blosc(A)[3:], "its blosc frame cannot be decoded"),  # says: zlib
-        (blosc(A)[:20] + struct.pack("<I", 9) + blosc(A)[24:], "its blosc frame cannot be decoded"),  # of its one block
-        (blosc(A)[:16] + struct.pack("<I", 900) + blosc(A)[20:], "its blosc frame cannot be decoded"),  # where it begins
+        (
+            blosc(A)[:2] + bytes([blosc(A)[2] & 0x1F | 3 << 5]) + blosc(A)[3:],
+            "its blosc frame cannot be decoded",
+        ),  # says: zlib
+        (
+            blosc(A)[:20] + struct.pack("<I", 9) + blosc(A)[24:],
+            "its blosc frame cannot be decoded",
+        ),  # of its one block
+        (
+            blosc(A)[:16] + struct.pack("<I", 900) + blosc(A)[20:],
+            "its blosc frame cannot be decoded",
+        ),  # where it begins
         (b"\0" * 700, "it is longer than any encoding of it"),
     ],
 )
-def test_a_forged_blosc_frame_is_refused_for_what_it_is(tmp_path: Path, chunk: bytes, says: str) -> None:
+def test_a_forged_blosc_frame_is_refused_for_what_it_is(
+    tmp_path: Path, chunk: bytes, says: str
+) -> None:
     spec = ArraySpec((125,), "uint32", (125,), None, "values")
     (tmp_path / "k").mkdir()
     (tmp_path / "k" / "c.0").write_bytes(crc(chunk))
@@ -361,13 +428,20 @@ def test_a_forged_blosc_frame_is_refused_for_what_it_is(tmp_path: Path, chunk: b
 def test_a_forged_index_may_name_a_chunk_twice_and_gives_what_it_names(tmp_path: Path) -> None:
     spec = ArraySpec((1000,), "uint8", (500,), (1000,), "stream")
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "c.0").write_bytes(shard([crc(frame(A)), crc(frame(B))], lambda places: [places[1], places[1]]))
-    assert native(tmp_path / "s", spec).tobytes() == B + B == by_tensorstore(tmp_path / "s", spec).tobytes()
+    (tmp_path / "s" / "c.0").write_bytes(
+        shard([crc(frame(A)), crc(frame(B))], lambda places: [places[1], places[1]])
+    )
+    assert (
+        native(tmp_path / "s", spec).tobytes()
+        == B + B
+        == by_tensorstore(tmp_path / "s", spec).tobytes()
+    )
 
 
 def test_a_frame_that_asks_for_a_large_window_takes_no_memory(tmp_path: Path) -> None:
     spec = ArraySpec((500,), "uint8", (500,), None, "stream")
-    # A frame without a single segment: its window is 2^31 bytes and more, its one block is 500 bytes as they stand.
+    # A frame without a single segment: its window is 2^31 bytes and more, its one block is 500
+    # bytes as they stand.
     header = b"\x28\xb5\x2f\xfd" + b"\x00" + b"\xa8"
     block = (500 << 3 | 0 << 1 | 1).to_bytes(3, "little") + A
     (tmp_path / "s").mkdir()
@@ -407,6 +481,8 @@ def test_random_forgeries_are_refused_or_read_alike_by_both_readers(tmp_path: Pa
                 by_tensorstore(path, spec)
         else:
             agreed += 1
-            assert np.array_equal(found, by_tensorstore(path, spec)), f"NATIVE_FILES_SEED={seed}, trial {trial}"
+            assert np.array_equal(found, by_tensorstore(path, spec)), (
+                f"NATIVE_FILES_SEED={seed}, trial {trial}"
+            )
     assert agreed > 20
     assert refused > 20

@@ -1,4 +1,6 @@
-"""A root on an object store that fails: what is acknowledged is stored, what is listed restores, and nothing waits for ever."""
+"""A root on an object store that fails: what is acknowledged is stored, what is listed restores,
+and nothing waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.errors import ChainBroken, Damaged, NotACheckpointRoot, RootBusy, SaveFailed, StorageFailed
+from deltacheck.errors import (
+    ChainBroken,
+    Damaged,
+    NotACheckpointRoot,
+    RootBusy,
+    SaveFailed,
+    StorageFailed,
+)
 from deltacheck.store import collect, layout, object_root
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
@@ -47,7 +56,9 @@ WRITE_CASES = [
     *((kind, where) for kind in WRITE_FAULTS for where in ("data", "manifest")),
     *((kind, where) for kind in ("503", "lost") for where in ("metadata", "table")),
 ]
-READ_CASES = [(kind, where) for kind in READ_FAULTS for where in ("data", "manifest")] + [("truncated", "table")]
+READ_CASES = [(kind, where) for kind in READ_FAULTS for where in ("data", "manifest")] + [
+    ("truncated", "table")
+]
 
 
 class Run:
@@ -56,7 +67,11 @@ class Run:
     def __init__(self, address: str, **options: Any) -> None:
         torch.manual_seed(1)
         self.address = address
-        options = {"storage": STORAGE, "policy": Policy.exact(max_chain_depth=2), "io_timeout_seconds": 30} | options
+        options = {
+            "storage": STORAGE,
+            "policy": Policy.exact(max_chain_depth=2),
+            "io_timeout_seconds": 30,
+        } | options
         self.engine = Engine(address, **options)
         self.state = {"large": torch.randn(300, 260), "small": torch.randn(10), "step": 0}
         self.step = self.newest = 0
@@ -65,15 +80,21 @@ class Run:
     def save(self) -> int:
         """The next step, acknowledged."""
         self.step += 1
-        self.state["large"][self.step % 300, 0] += 0.5  # one chunk's sparse streams, and no more objects than that
+        self.state["large"][self.step % 300, 0] += (
+            0.5  # one chunk's sparse streams, and no more objects than that
+        )
         self.state["step"] = self.step
-        self.saved[self.step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()}
+        self.saved[self.step] = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()
+        }
         self.engine.save(self.step, self.state).result(60)
         self.newest = self.step
         return self.step
 
     def check(self, *steps: int) -> None:
-        """These steps, by default all that a fresh reader lists, restore to what was saved; all others are whole, too."""
+        """These steps, by default all that a fresh reader lists, restore to what was saved; all
+        others are whole, too.
+        """
         reader = deltacheck.open(self.address, storage=STORAGE)
         for step in steps or reader.steps():
             restored = reader.restore(step)
@@ -97,7 +118,9 @@ def address() -> str:
 
 
 class Runs:
-    """A run that tests share, until it has many steps: each is read wherever a root is looked at as a whole."""
+    """A run that tests share, until it has many steps: each is read wherever a root is looked at as
+    a whole.
+    """
 
     MOST_STEPS = 6
 
@@ -130,11 +153,13 @@ def run(runs: Runs) -> Run:
     return runs.current()
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
-def test_a_save_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
+def test_a_save_outlives_a_fault_that_passes(
+    run: Run, s3_server: S3, kind: str, where: str
+) -> None:
     with s3_server.failing(Fault(kind, OBJECTS[where])):
         step = run.save()
         assert kind in {done for _, _, done in s3_server.seen()}
@@ -142,10 +167,19 @@ def test_a_save_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str,
 
 
 @pytest.mark.parametrize(("kind", "where"), WRITE_CASES)
-def test_a_save_under_a_fault_that_lasts_is_all_or_nothing(run: Run, s3_server: S3, kind: str, where: str) -> None:
+def test_a_save_under_a_fault_that_lasts_is_all_or_nothing(
+    run: Run, s3_server: S3, kind: str, where: str
+) -> None:
     before = set(deltacheck.open(run.address, storage=STORAGE).steps())
-    takes_effect = kind in ("lost", "after 500") and where in ("manifest", "table")  # what is there is read back
-    outcome = contextlib.nullcontext() if takes_effect else pytest.raises(SaveFailed, match="earlier steps are as they were")
+    takes_effect = kind in ("lost", "after 500") and where in (
+        "manifest",
+        "table",
+    )  # what is there is read back
+    outcome = (
+        contextlib.nullcontext()
+        if takes_effect
+        else pytest.raises(SaveFailed, match="earlier steps are as they were")
+    )
     with s3_server.failing(Fault(kind, OBJECTS[where], times=FOREVER)), outcome:
         run.save()
     acknowledged = {run.step} if takes_effect else set()
@@ -163,15 +197,23 @@ def test_every_third_reply_of_a_run_may_be_lost(address: str, s3_server: S3) -> 
     run.check()
 
 
-def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(address: str, s3_server: S3) -> None:
+def test_a_commit_whose_reply_is_lost_and_that_another_took_is_not_acknowledged(
+    address: str, s3_server: S3
+) -> None:
     run = Run(address)
     run.save()
     root = place.of(address, STORAGE)
     theirs = root / layout.CHECKPOINTS / layout.checkpoint_id(1)
     other = deltacheck.open(address, storage=STORAGE).manifest()
-    taken = type(other)(**{name: getattr(other, name) for name in other.__struct_fields__} | {"seq": 1, "nonce": "0" * 16})
+    taken = type(other)(
+        **{name: getattr(other, name) for name in other.__struct_fields__}
+        | {"seq": 1, "nonce": "0" * 16}
+    )
     commit(root, taken)
-    with s3_server.failing(Fault("500", OBJECTS["manifest"])), pytest.raises(SaveFailed, match="two writers"):
+    with (
+        s3_server.failing(Fault("500", OBJECTS["manifest"])),
+        pytest.raises(SaveFailed, match="two writers"),
+    ):
         run.save()
     assert arrays.read_file(theirs / "zarr.json", 1 << 20).count(b'"nonce":"0000000000000000"') == 1
     run.engine.close()
@@ -192,7 +234,9 @@ def test_a_store_that_hangs_fails_the_save_within_its_deadline(address: str, s3_
     assert deltacheck.open(address, storage=STORAGE).steps() == [0, 2]
 
 
-def test_closing_an_engine_whose_store_is_gone_waits_no_longer_than_the_deadline(address: str, s3_server: S3) -> None:
+def test_closing_an_engine_whose_store_is_gone_waits_no_longer_than_the_deadline(
+    address: str, s3_server: S3
+) -> None:
     engine = Engine(address, storage=IMPATIENT)
     begin = time.monotonic()
     with s3_server.failing(Fault("hang", "/", method="ANY", times=FOREVER, seconds=3)):
@@ -200,20 +244,27 @@ def test_closing_an_engine_whose_store_is_gone_waits_no_longer_than_the_deadline
     assert time.monotonic() - begin < 3
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "where"), READ_CASES)
-def test_a_restore_outlives_a_fault_that_passes(run: Run, s3_server: S3, kind: str, where: str) -> None:
+def test_a_restore_outlives_a_fault_that_passes(
+    run: Run, s3_server: S3, kind: str, where: str
+) -> None:
     with s3_server.failing(Fault(kind, OBJECTS[where], "GET")):
         run.check(run.newest)
         assert kind in {done for _, _, done in s3_server.seen()}
 
 
 @pytest.mark.parametrize(("kind", "where"), READ_CASES)
-def test_a_restore_under_a_fault_that_lasts_says_that_the_store_fails(run: Run, s3_server: S3, kind: str, where: str) -> None:
+def test_a_restore_under_a_fault_that_lasts_says_that_the_store_fails(
+    run: Run, s3_server: S3, kind: str, where: str
+) -> None:
     reader = deltacheck.open(run.address, storage=STORAGE)
-    with s3_server.failing(Fault(kind, OBJECTS[where], "GET", times=FOREVER)), pytest.raises(StorageFailed):
+    with (
+        s3_server.failing(Fault(kind, OBJECTS[where], "GET", times=FOREVER)),
+        pytest.raises(StorageFailed),
+    ):
         reader.restore()
     run.check(run.newest)
 
@@ -226,21 +277,34 @@ def test_a_listing_that_fails_is_never_an_empty_one(run: Run, s3_server: S3, kin
     root = open_root(run.address, storage=STORAGE)
     before = root.store.segment_ids()
     with s3_server.failing(Fault(kind, "", "LIST", times=FOREVER)):
-        for attempt in (reader.steps, reader.restore, reader.verify, lambda: collect.collect(root, grace_seconds=0)):
+        for attempt in (
+            reader.steps,
+            reader.restore,
+            reader.verify,
+            lambda: collect.collect(root, grace_seconds=0),
+        ):
             with pytest.raises(StorageFailed):
                 attempt()
     assert root.store.segment_ids() == before
 
 
 @pytest.mark.parametrize("where", ["data", "table", "manifest"])
-def test_a_changed_byte_is_damage_and_no_failure_of_the_store(run: Run, s3_server: S3, where: str) -> None:
-    with s3_server.failing(Fault("flipped", OBJECTS[where], "GET", times=FOREVER)), pytest.raises(Damaged):
+def test_a_changed_byte_is_damage_and_no_failure_of_the_store(
+    run: Run, s3_server: S3, where: str
+) -> None:
+    with (
+        s3_server.failing(Fault("flipped", OBJECTS[where], "GET", times=FOREVER)),
+        pytest.raises(Damaged),
+    ):
         deltacheck.open(run.address, storage=STORAGE).restore()
 
 
 def test_verify_does_not_take_a_store_that_fails_for_damage(run: Run, s3_server: S3) -> None:
     for where in ("data", "metadata", "table"):
-        with s3_server.failing(Fault("500", OBJECTS[where], "GET", times=FOREVER)), pytest.raises(StorageFailed):
+        with (
+            s3_server.failing(Fault("500", OBJECTS[where], "GET", times=FOREVER)),
+            pytest.raises(StorageFailed),
+        ):
             deltacheck.open(run.address, storage=STORAGE).verify(deep=True)
 
 
@@ -260,7 +324,7 @@ def test_a_missing_object_is_a_broken_chain(address: str) -> None:
         deltacheck.open(address, storage=STORAGE).restore()
 
 
-# --- a store that is not there ------------------------------------------------------------------------------------------------
+# --- a store that is not there --------------------------------------------------------------------
 
 
 def closed_port() -> str:
@@ -277,9 +341,13 @@ def test_a_dead_endpoint_is_an_error_soon(address: str, attempt: Any) -> None:
 
 
 @pytest.mark.parametrize("attempt", [Engine, deltacheck.open], ids=["Engine", "open"])
-def test_an_endpoint_that_never_answers_is_an_error_at_the_deadline(address: str, attempt: Any) -> None:
+def test_an_endpoint_that_never_answers_is_an_error_at_the_deadline(
+    address: str, attempt: Any
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        silent = ObjectStore(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", deadline_seconds=0.5)
+        silent = ObjectStore(
+            endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", deadline_seconds=0.5
+        )
         begin = time.monotonic()
         with pytest.raises(StorageFailed, match=r"no answer to a read within 0\.5 s"):
             attempt(address, storage=silent)
@@ -290,7 +358,10 @@ def test_a_restore_from_a_store_that_falls_silent_ends(run: Run, s3_server: S3) 
     reader = deltacheck.open(run.address, storage=IMPATIENT)
     reader.manifest()
     begin = time.monotonic()
-    with s3_server.failing(Fault("hang", OBJECTS["data"], "GET", times=FOREVER, seconds=4)), pytest.raises(StorageFailed):
+    with (
+        s3_server.failing(Fault("hang", OBJECTS["data"], "GET", times=FOREVER, seconds=4)),
+        pytest.raises(StorageFailed),
+    ):
         reader.restore()
     assert time.monotonic() - begin < 6
 
@@ -309,7 +380,7 @@ def test_a_prefix_that_holds_something_else_is_not_written(address: str) -> None
         Engine(address, storage=STORAGE)
 
 
-# --- conditional writes and one writer ------------------------------------------------------------------------------------------
+# --- conditional writes and one writer ------------------------------------------------------------
 
 
 def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: S3) -> None:
@@ -322,7 +393,9 @@ def test_a_store_without_conditional_writes_is_refused(address: str, s3_server: 
 
 @pytest.mark.parametrize("kind", ["lost", "500"])
 @pytest.mark.parametrize("skip", range(5))
-def test_the_self_test_outlives_a_fault_of_any_of_its_writes(address: str, s3_server: S3, kind: str, skip: int) -> None:
+def test_the_self_test_outlives_a_fault_of_any_of_its_writes(
+    address: str, s3_server: S3, kind: str, skip: int
+) -> None:
     folder = place.of(address, STORAGE)
     assert isinstance(folder, ObjectPath)
     with s3_server.failing(Fault(kind, "/probe-", skip=skip)):
@@ -331,7 +404,9 @@ def test_the_self_test_outlives_a_fault_of_any_of_its_writes(address: str, s3_se
 
 
 @pytest.mark.parametrize("kind", ["lost", "after 500", "500", "503", "dropped"])
-def test_of_writers_whose_replies_are_lost_one_wins_and_knows_it(address: str, s3_server: S3, kind: str) -> None:
+def test_of_writers_whose_replies_are_lost_one_wins_and_knows_it(
+    address: str, s3_server: S3, kind: str
+) -> None:
     folder = place.of(address, ObjectStore(retries=8, deadline_seconds=30))
     with s3_server.failing(Fault(kind, "/race", times=FOREVER, every=3)):
         results: list[int] = []
@@ -349,7 +424,9 @@ def test_of_writers_whose_replies_are_lost_one_wins_and_knows_it(address: str, s
     assert (folder / "race").read_bytes() == b"writer %d" % results[0]
 
 
-def lease_of(address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, machine: str) -> tuple[ObjectPath, Lease]:
+def lease_of(
+    address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> tuple[ObjectPath, Lease]:
     """A lease as another machine would hold it."""
     root = place.of(address, ObjectStore(retries=2, deadline_seconds=10, lease_seconds=seconds))
     assert isinstance(root, ObjectPath)
@@ -358,7 +435,9 @@ def lease_of(address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, mach
     return root, Lease(root)
 
 
-def test_a_writer_that_is_heard_of_keeps_the_root(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_is_heard_of_keeps_the_root(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, first = lease_of(address, 0.6, monkeypatch, "one")
     begin = time.monotonic()
     with pytest.raises(RootBusy, match=f"process .* on {re.escape(socket.gethostname())}"):
@@ -368,7 +447,9 @@ def test_a_writer_that_is_heard_of_keeps_the_root(address: str, monkeypatch: pyt
     lease_of(address, 0.6, monkeypatch, "two")[1].release()
 
 
-def test_a_writer_that_fell_silent_is_replaced_and_cannot_commit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fell_silent_is_replaced_and_cannot_commit(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_lease, "_renew", lambda *args: None)  # it hangs, or is cut off
     root, zombie = lease_of(address, 0.5, monkeypatch, "one")
     held = dict(object_lease._held)
@@ -391,7 +472,16 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
     run = Run(address)
     run.save()
     root = place.of(address, STORAGE)
-    said = arrays.group_json({layout.ATTRIBUTE: {"holder": "process 7 on elsewhere", "nonce": "x", "epoch": 9, "seconds": 60}})
+    said = arrays.group_json(
+        {
+            layout.ATTRIBUTE: {
+                "holder": "process 7 on elsewhere",
+                "nonce": "x",
+                "epoch": 9,
+                "seconds": 60,
+            }
+        }
+    )
     arrays.replace_file(root / layout.CONTROL, "zarr.json", said)
     lease = run.engine._lease._object
     assert lease is not None
@@ -404,8 +494,18 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
 
 def test_a_writer_of_this_machine_that_died_is_not_waited_for(address: str) -> None:
     root = place.of(address, STORAGE)
-    said = {"holder": "process 999999999", "process": 999999999, "machine": object_lease._machine(), "nonce": "x", "epoch": 4}
-    arrays.replace_file(root / layout.CONTROL, "zarr.json", arrays.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}))
+    said = {
+        "holder": "process 999999999",
+        "process": 999999999,
+        "machine": object_lease._machine(),
+        "nonce": "x",
+        "epoch": 4,
+    }
+    arrays.replace_file(
+        root / layout.CONTROL,
+        "zarr.json",
+        arrays.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}),
+    )
     begin = time.monotonic()
     lease = Lease(root)
     assert time.monotonic() - begin < 10
@@ -415,7 +515,9 @@ def test_a_writer_of_this_machine_that_died_is_not_waited_for(address: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["lost", "after 500", "dropped", "503"])
-def test_a_lease_is_kept_through_a_fault_of_its_renewal(address: str, s3_server: S3, kind: str) -> None:
+def test_a_lease_is_kept_through_a_fault_of_its_renewal(
+    address: str, s3_server: S3, kind: str
+) -> None:
     root = place.of(address, STORAGE)
     lease = Lease(root)._object
     assert lease is not None
@@ -427,7 +529,9 @@ def test_a_lease_is_kept_through_a_fault_of_its_renewal(address: str, s3_server:
     assert b'"released":true' in (root / layout.CONTROL / "zarr.json").read_bytes()
 
 
-def test_a_writer_that_cannot_renew_stops_committing_before_another_may_begin(address: str, s3_server: S3) -> None:
+def test_a_writer_that_cannot_renew_stops_committing_before_another_may_begin(
+    address: str, s3_server: S3
+) -> None:
     root = place.of(address, ObjectStore(retries=0, deadline_seconds=5, lease_seconds=0.4))
     lease = Lease(root)._object
     assert lease is not None
@@ -439,7 +543,7 @@ def test_a_writer_that_cannot_renew_stops_committing_before_another_may_begin(ad
     lease.release()
 
 
-# --- a listing that lags behind ---------------------------------------------------------------------------------------------------
+# --- a listing that lags behind -------------------------------------------------------------------
 
 
 def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server: S3) -> None:
@@ -447,7 +551,9 @@ def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server
     for _ in range(3):
         run.save()
     run.engine.close()
-    with s3_server.failing(Fault("stale", "", "LIST", times=FOREVER, hidden=r"c000000000[12]/|s000000000[12]-")):
+    with s3_server.failing(
+        Fault("stale", "", "LIST", times=FOREVER, hidden=r"c000000000[12]/|s000000000[12]-")
+    ):
         reader = deltacheck.open(address, storage=STORAGE)
         assert reader.steps() == [1, 2, 3]
         assert reader.restore()["step"] == 3
@@ -474,7 +580,9 @@ def test_a_step_that_was_read_once_is_not_lost_by_a_listing(
     run.engine.close()
 
 
-def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(address: str, s3_server: S3) -> None:
+def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
+    address: str, s3_server: S3
+) -> None:
     run = Run(address)
     run.save()
     engine = run.engine
@@ -496,7 +604,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(address: str, s
     assert deltacheck.open(address, storage=STORAGE).verify(deep=True) == []
 
 
-# --- the rest of what a root does ---------------------------------------------------------------------------------------------------
+# --- the rest of what a root does -----------------------------------------------------------------
 
 
 def test_segments_that_no_step_needs_go_at_the_second_collection(address: str) -> None:
@@ -515,7 +623,9 @@ def test_segments_that_no_step_needs_go_at_the_second_collection(address: str) -
 
 
 @pytest.mark.parametrize("stop", range(4))
-def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(address: str, s3_server: S3, stop: int) -> None:
+def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(
+    address: str, s3_server: S3, stop: int
+) -> None:
     run = Run(address)
     for _ in range(3):
         run.engine._saver.forget()
@@ -538,7 +648,9 @@ def test_a_collection_that_dies_at_any_request_leaves_every_step_readable(addres
     assert len(open_root(address, storage=STORAGE).store.segment_ids()) == (3 if stop == 0 else 2)
 
 
-def test_every_command_takes_an_address(address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_takes_an_address(
+    address: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(address)
     for _ in range(3):
         run.save()
@@ -589,7 +701,9 @@ def test_steps_are_tagged_pruned_followed_and_blamed_on_an_object_store(address:
     assert main(["branch", address, "4", "--to", f"{address}-other"]) == 5  # it links files
 
 
-def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(run: Run, s3_server: S3) -> None:
+def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(
+    run: Run, s3_server: S3
+) -> None:
     reader = deltacheck.open(run.address, storage=STORAGE)
     assert len(reader.steps()) > 1
     for where in ("data", "table", "manifest"):
@@ -598,7 +712,9 @@ def test_a_store_that_fails_is_no_reason_to_fall_back_to_an_older_step(run: Run,
             reader.restore(fallback=True)
 
 
-def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(address: str, s3_server: S3) -> None:
+def test_a_collection_ends_although_a_listing_goes_on_showing_what_it_deleted(
+    address: str, s3_server: S3
+) -> None:
     run = Run(address, keep_last=1, grace_seconds=0)
     for _ in range(2):
         run.engine._saver.forget()
@@ -654,7 +770,9 @@ def test_a_root_is_loaded_as_the_tensors_of_either_framework(address: str) -> No
     step = run.save()
     run.engine.close()
     assert torch.equal(ours.load(address, storage=STORAGE)["large"], run.saved[step]["large"])
-    assert np.array_equal(orbax.load(address, storage=STORAGE)["large"], run.saved[step]["large"].numpy())
+    assert np.array_equal(
+        orbax.load(address, storage=STORAGE)["large"], run.saved[step]["large"].numpy()
+    )
 
 
 def test_a_file_in_the_place_of_torch_save_is_local() -> None:
@@ -690,12 +808,21 @@ def test_plain_zarr_reads_what_lies_on_the_store(address: str, tmp_path: Any) ->
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-# --- addresses and what is asked of TensorStore -----------------------------------------------------------------------------------
+# --- addresses and what is asked of TensorStore ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["s3://", "s3:///x", "s3://bucket/a/../b", "s3://bucket/a//b", "s3://b", "ftp://bucket/a", "s3://bucket/a\nb", "gs://-x/y"],
+    [
+        "s3://",
+        "s3:///x",
+        "s3://bucket/a/../b",
+        "s3://bucket/a//b",
+        "s3://b",
+        "ftp://bucket/a",
+        "s3://bucket/a\nb",
+        "gs://-x/y",
+    ],
 )
 def test_an_address_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):
@@ -737,7 +864,12 @@ def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.Monkey
     for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID"):
         monkeypatch.delenv(name)
     plain = ObjectStore()
-    assert plain.spec("s3", "b") == {"driver": "s3", "bucket": "b", "path": "", "use_conditional_write": True}
+    assert plain.spec("s3", "b") == {
+        "driver": "s3",
+        "bucket": "b",
+        "path": "",
+        "use_conditional_write": True,
+    }
     assert plain.resources("s3")["aws_credentials"] == {"type": "default"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one/")
     assert plain.spec("s3", "b")["endpoint"] == "http://one"
@@ -754,7 +886,14 @@ def test_what_is_not_given_comes_from_the_environment(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"retries": -1}, {"concurrency": 0}, {"deadline_seconds": 0}, {"lease_seconds": -1.0}, {"credentials": "mine"}]
+    "wrong",
+    [
+        {"retries": -1},
+        {"concurrency": 0},
+        {"deadline_seconds": 0},
+        {"lease_seconds": -1.0},
+        {"credentials": "mine"},
+    ],
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,4 +1,6 @@
-"""The place contract over what can be had here: a local directory, TensorStore's memory, S3 on a local server."""
+"""The place contract over what can be had here: a local directory, TensorStore's memory, S3 on a
+local server.
+"""
 
 from __future__ import annotations
 
@@ -28,4 +30,7 @@ class TestMemory(PlaceContract):
 class TestS3(PlaceContract):
     @pytest.fixture
     def folder(self, s3: S3) -> Place:
-        return place.of(f"s3://bucket/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0, deadline_seconds=20))
+        return place.of(
+            f"s3://bucket/{secrets.token_hex(8)}",
+            ObjectStore(lease_seconds=1.0, deadline_seconds=20),
+        )

@@ -27,7 +27,12 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @given(
     st.lists(
-        st.one_of(texts, st.sampled_from(["", ".", "..", "a.b", "a/b", "A/b", "zarr.json", "__x", "é", "x" * 4096])),
+        st.one_of(
+            texts,
+            st.sampled_from(
+                ["", ".", "..", "a.b", "a/b", "A/b", "zarr.json", "__x", "é", "x" * 4096]
+            ),
+        ),
         unique=True,
         max_size=12,
     )
@@ -36,7 +41,9 @@ def test_array_names_are_safe_and_unique_even_without_case(paths: list[str]) -> 
     names = layout.array_names(paths)
     assert len({name.lower() for name in names.values()}) == len(paths)
     for name in names.values():
-        assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-%~")
+        assert set(name) <= set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-%~"
+        )
         assert 0 < len(name) < 255
         assert name.strip(".")
         assert not name.startswith((".", "__"))
@@ -45,7 +52,10 @@ def test_array_names_are_safe_and_unique_even_without_case(paths: list[str]) -> 
 
 def test_ordinary_paths_give_readable_names() -> None:
     names = layout.array_names(["params/layers/0/mlp.w1", "params/head"])
-    assert names == {"params/layers/0/mlp.w1": "params.layers.0.mlp.w1", "params/head": "params.head"}
+    assert names == {
+        "params/layers/0/mlp.w1": "params.layers.0.mlp.w1",
+        "params/head": "params.head",
+    }
 
 
 def test_hostile_leaf_names_are_only_data(tmp_path: Path) -> None:
@@ -68,8 +78,12 @@ def test_hostile_leaf_names_are_only_data(tmp_path: Path) -> None:
         "a.b",
         "%2F",
     ]
-    state: dict[Any, Any] = {name: torch.full((1,), float(number)) for number, name in enumerate(names)}
-    state |= {name + "-big": torch.full((300, 300), float(number)) for number, name in enumerate(names)}
+    state: dict[Any, Any] = {
+        name: torch.full((1,), float(number)) for number, name in enumerate(names)
+    }
+    state |= {
+        name + "-big": torch.full((300, 300), float(number)) for number, name in enumerate(names)
+    }
     state["a"] = {"b": torch.zeros(300, 300), 0: torch.ones(1), "0": torch.zeros(1)}
     with Engine(tmp_path / "root") as engine:
         engine.save(0, state)
@@ -80,9 +94,13 @@ def test_hostile_leaf_names_are_only_data(tmp_path: Path) -> None:
     assert deltacheck.open(tmp_path / "root").verify(deep=True) == []
 
 
-@pytest.mark.parametrize("length", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 1024, 70 << 20])
+@pytest.mark.parametrize(
+    "length", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 1024, 70 << 20]
+)
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
-def test_one_dimensional_arrays_are_cut_evenly_because_zarr_pads_the_last_chunk(length: int, dtype: str) -> None:
+def test_one_dimensional_arrays_are_cut_evenly_because_zarr_pads_the_last_chunk(
+    length: int, dtype: str
+) -> None:
     spec = arrays.ArraySpec.flat(length, dtype, "store", {})
     chunks = -(-length // spec.chunk[0])
     assert chunks * spec.chunk[0] - length < max(2, chunks)  # elements of padding
@@ -97,7 +115,12 @@ def test_exactly_one_of_many_writers_creates_a_file(tmp_path: Path) -> None:
         wins: list[int] = []
         start = threading.Barrier(6)
 
-        def race(number: int, folder: Path = folder, wins: list[int] = wins, start: threading.Barrier = start) -> None:
+        def race(
+            number: int,
+            folder: Path = folder,
+            wins: list[int] = wins,
+            start: threading.Barrier = start,
+        ) -> None:
             start.wait()
             if arrays.create_file(folder, "zarr.json", str(number).encode()):
                 wins.append(number)
@@ -163,7 +186,9 @@ def edits() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(edits()))
-def test_an_impossible_manifest_is_refused_even_with_a_right_checksum(root: Path, name: str) -> None:
+def test_an_impossible_manifest_is_refused_even_with_a_right_checksum(
+    root: Path, name: str
+) -> None:
     path = root / "checkpoints" / "c0000000001" / "zarr.json"
     group, manifest = body_of(path)
     edits()[name](manifest)
@@ -175,7 +200,16 @@ def test_an_impossible_manifest_is_refused_even_with_a_right_checksum(root: Path
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"attributes": {"deltacheck": []}}', b"[" * 100_000, b'{"a": 1, "a": 2}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"attributes": {"deltacheck": []}}',
+        b"[" * 100_000,
+        b'{"a": 1, "a": 2}',
+    ],
 )
 def test_a_manifest_that_is_no_document_is_damage(root: Path, content: bytes) -> None:
     (root / "checkpoints" / "c0000000001" / "zarr.json").write_bytes(content)
@@ -183,9 +217,15 @@ def test_a_manifest_that_is_no_document_is_damage(root: Path, content: bytes) ->
         deltacheck.open(root).restore()
 
 
-@pytest.mark.parametrize(("before", "after"), [('"step":1', '"step":2'), ('"contract":"exact"', '"contract":"bounded"')])
-def test_a_document_that_says_another_thing_in_the_same_form_is_damage(root: Path, before: str, after: str) -> None:
-    """One digit or letter: valid JSON of a possible manifest, which only its checksum can tell from the one that was committed."""
+@pytest.mark.parametrize(
+    ("before", "after"), [('"step":1', '"step":2'), ('"contract":"exact"', '"contract":"bounded"')]
+)
+def test_a_document_that_says_another_thing_in_the_same_form_is_damage(
+    root: Path, before: str, after: str
+) -> None:
+    """One digit or letter: valid JSON of a possible manifest, which only its checksum can tell from
+    the one that was committed.
+    """
     path = root / "checkpoints" / "c0000000001" / "zarr.json"
     text = path.read_text()
     assert before in text
@@ -228,7 +268,9 @@ def test_unknown_keys_are_ignored_and_unknown_features_refused(root: Path) -> No
         lambda t: t["parts"][0].update(rows=1 << 40),
     ],
 )
-def test_an_impossible_segment_table_is_refused_even_when_the_manifest_vouches_for_it(root: Path, edit: Any) -> None:
+def test_an_impossible_segment_table_is_refused_even_when_the_manifest_vouches_for_it(
+    root: Path, edit: Any
+) -> None:
     path = root / "checkpoints" / "c0000000001" / "zarr.json"
     group, manifest = body_of(path)
     table_path = root / "segments" / manifest["segments"][-1]["id"] / "zarr.json"
@@ -260,5 +302,7 @@ def test_a_manifest_of_a_later_version_hides_only_its_own_step(root: Path) -> No
     assert deltacheck.open(root).steps() == [0]
     deltacheck.open(root).restore(0)
     for asked in (1, None):
-        with pytest.raises(errors.UnsupportedFormat, match=r"version 2.*Steps that still restore: 0"):
+        with pytest.raises(
+            errors.UnsupportedFormat, match=r"version 2.*Steps that still restore: 0"
+        ):
             deltacheck.open(root).restore(asked)

@@ -1,6 +1,8 @@
-"""What the kernels may use of a multiprocessor, and what they use: `python -m tests.suites.cuda_budget`, wherever nvcc is.
+"""What the kernels may use of a multiprocessor, and what they use: `python -m
+tests.suites.cuda_budget`, wherever nvcc is.
 
-A kernel over its budget still works, at a fraction of the speed: fewer blocks fit a multiprocessor, or registers go to memory.
+A kernel over its budget still works, at a fraction of the speed: fewer blocks fit a multiprocessor,
+or registers go to memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[2] / "xla_ffi"
 ARCHITECTURES = (80, 90, 100)
 
-# Four blocks of 256 threads share the 65536 registers of a multiprocessor. 48 KiB is what a block may declare.
+# Four blocks of 256 threads share the 65536 registers of a multiprocessor. 48 KiB is what a block
+# may declare.
 MOST_REGISTERS = 64
 MOST_SHARED_BYTES = 48 << 10
 MOST_SPILL_BYTES = 80  # stored; on the ways of the widest words
@@ -40,7 +43,9 @@ class Use:
             ("bytes of spills", self.spill_bytes, MOST_SPILL_BYTES),
             ("bytes of shared memory", self.shared_bytes, MOST_SHARED_BYTES),
         )
-        over = ", ".join(f"{used} {what}, at most {most} are wanted" for what, used, most in pairs if used > most)
+        over = ", ".join(
+            f"{used} {what}, at most {most} are wanted" for what, used, most in pairs if used > most
+        )
         return over and f"{self.kernel} on {self.architecture}: {over}"
 
 
@@ -60,7 +65,12 @@ def uses_in(report: str) -> list[Use]:
     for part in report.split("Compiling entry function ")[1:]:
         mangled, architecture = re.findall(r"'([^']+)'", part)[:2]
         numbers = [
-            re.search(pattern, part) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+            re.search(pattern, part)
+            for pattern in (
+                r"Used (\d+) registers",
+                r"(\d+) bytes spill stores",
+                r"(\d+) bytes smem",
+            )
         ]
         registers, spills, shared = (int(match[1]) if match else 0 for match in numbers)
         uses.append(Use(kernel_name(mangled), architecture, registers, spills, shared))
@@ -68,7 +78,9 @@ def uses_in(report: str) -> list[Use]:
 
 
 def measured(sources: Sequence[Path]) -> list[Use]:
-    """Compiles for every architecture; raises CalledProcessError where that fails, warnings included."""
+    """Compiles for every architecture; raises CalledProcessError where that fails, warnings
+    included.
+    """
     uses = []
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:
@@ -84,9 +96,16 @@ def measured(sources: Sequence[Path]) -> list[Use]:
                 "-c",
                 str(source),
             ]
-            done = subprocess.run([*command, "-o", f"{folder}/{source.stem}.o"], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*command, "-o", f"{folder}/{source.stem}.o"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if done.returncode != 0:
-                raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+                raise subprocess.CalledProcessError(
+                    done.returncode, command, done.stdout, done.stderr
+                )
             uses += uses_in(done.stdout + done.stderr)
     return uses
 
@@ -98,8 +117,12 @@ def main() -> int:
         return 2
     uses = measured(sorted((SOURCES / "cuda").glob("*.cu")))
     print(f"{'kernel':20}{'':10}{'registers':>10}{'spilled':>10}{'shared':>10}")
-    for use in sorted(uses, key=lambda use: (use.kernel, int(use.architecture.removeprefix("sm_")))):
-        print(f"{use.kernel:20}{use.architecture:10}{use.registers:10}{use.spill_bytes:10}{use.shared_bytes:10}")
+    for use in sorted(
+        uses, key=lambda use: (use.kernel, int(use.architecture.removeprefix("sm_")))
+    ):
+        print(
+            f"{use.kernel:20}{use.architecture:10}{use.registers:10}{use.spill_bytes:10}{use.shared_bytes:10}"
+        )
     over = [use.excess() for use in uses if use.excess()]
     print("\n".join(over), file=sys.stderr, end="\n" if over else "")
     return int(bool(over))

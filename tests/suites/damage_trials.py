@@ -1,10 +1,14 @@
-"""S4: damage of every kind in every kind of file of every kind of root, many thousand times. Never a silent wrong restore.
+"""S4: damage of every kind in every kind of file of every kind of root, many thousand times. Never
+a
+silent wrong restore.
 
     python -m tests.suites.damage_trials [--trials 20000] [--seed N] [--repair | --every-bit [--stride N]]
 
-Four small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax manager's, one under a policy (derived leaves,
-contracts) and one with a gradient log. A trial damages one or two files, restores a step that they belong to, and puts them back. It
-ends in an error of ours that names step, file and the steps that still restore, or in the very state that was saved. Anything else fails it.
+Four small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax
+manager's, one under a policy (derived leaves, contracts) and one with a gradient log. A trial
+damages one or two files, restores a step that they belong to, and puts them back. It ends in an
+error of ours that names step, file and the steps that still restore, or in the very state that was
+saved. Anything else fails it.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ Door = Callable[[Path, int], Any]
 
 @dataclass
 class Subject:
-    """One root, what each of its steps must give through each door, and a second run of the same kind to mix it with."""
+    """One root, what each of its steps must give through each door, and a second run of the same
+    kind to mix it with.
+    """
 
     name: str
     root: Path
@@ -81,19 +87,27 @@ def kind_of(path: Path) -> str:
         inside = parts[2:]
         if inside == ("zarr.json",):
             return "segment table"
-        what = {layout.LEAVES: "keyframe", layout.PACKED: "packed keyframes", layout.DIGESTS: "digests"}.get(
-            inside[0], "stream"
-        )
+        what = {
+            layout.LEAVES: "keyframe",
+            layout.PACKED: "packed keyframes",
+            layout.DIGESTS: "digests",
+        }.get(inside[0], "stream")
         what = "index" if "index" in inside else what
         return (
-            what if inside[-1] != "zarr.json" else f"zarr.json of {'a group' if len(inside) < 3 and what == 'stream' else what}"
+            what
+            if inside[-1] != "zarr.json"
+            else f"zarr.json of {'a group' if len(inside) < 3 and what == 'stream' else what}"
         )
     if parts[0] == layout.CONTROL:
         return "control"
     if parts in (("zarr.json",), ("commit_success.txt",)):
         return "root's zarr.json" if parts[0] == "zarr.json" else "Orbax's own"
     if parts[-1] == "zarr.json":
-        return "manifest" if layout.is_checkpoint_id(parts[-2]) or parts[0].isdigit() else "zarr.json of a group"
+        return (
+            "manifest"
+            if layout.is_checkpoint_id(parts[-2]) or parts[0].isdigit()
+            else "zarr.json of a group"
+        )
     return "Orbax's own"
 
 
@@ -105,13 +119,15 @@ def step_of(path: Path, subject: Subject, rng: random.Random) -> int:
     for part in parts:
         if layout.is_segment_id(part):
             first = min(layout.seq_of(part), len(steps) - 1)
-            return steps[min(rng.randrange(first, len(steps)), rng.randrange(first, len(steps)))]  # short chains: quick
+            return steps[
+                min(rng.randrange(first, len(steps)), rng.randrange(first, len(steps)))
+            ]  # short chains: quick
         if layout.is_checkpoint_id(part):
             return steps[min(layout.seq_of(part), len(steps) - 1)]
     return int(parts[0]) if parts[0].isdigit() else rng.choice(steps)
 
 
-# --- faults: each gives the new content of some files, ``None`` for one that is gone ------------------------------------------------
+# --- faults: each gives the new content of some files, ``None`` for one that is gone --------------
 
 Fault = Callable[[Subject, str, Path, random.Random], dict[Path, "bytes | None"]]
 
@@ -125,7 +141,11 @@ def _bits(content: bytes, count: int, rng: random.Random) -> bytes:
 
 def _page(content: bytes, value: int, rng: random.Random) -> bytes:
     begin = rng.randrange(max(1, -(-len(content) // PAGE))) * PAGE
-    return content[:begin] + bytes([value]) * len(content[begin : begin + PAGE]) + content[begin + PAGE :]
+    return (
+        content[:begin]
+        + bytes([value]) * len(content[begin : begin + PAGE])
+        + content[begin + PAGE :]
+    )
 
 
 def flip(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
@@ -136,7 +156,9 @@ def flips(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[P
     return {path: _bits(subject.content[path], rng.randrange(2, 17), rng)}
 
 
-def truncate(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
+def truncate(
+    subject: Subject, kind: str, path: Path, rng: random.Random
+) -> dict[Path, bytes | None]:
     content = subject.content[path]
     return {path: content[: rng.randrange(max(1, len(content)))]}
 
@@ -145,11 +167,15 @@ def extend(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[
     return {path: subject.content[path] + rng.randbytes(rng.randrange(1, 64))}
 
 
-def zero_page(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
+def zero_page(
+    subject: Subject, kind: str, path: Path, rng: random.Random
+) -> dict[Path, bytes | None]:
     return {path: _page(subject.content[path], 0x00, rng)}
 
 
-def ones_page(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
+def ones_page(
+    subject: Subject, kind: str, path: Path, rng: random.Random
+) -> dict[Path, bytes | None]:
     return {path: _page(subject.content[path], 0xFF, rng)}
 
 
@@ -163,29 +189,51 @@ def swap(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Pa
 
 
 def stale(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
-    """An older object of the same kind, and of the same name where there is one, in the place of a newer."""
+    """An older object of the same kind, and of the same name where there is one, in the place of a
+    newer.
+    """
     alike = [p for p in subject.files[kind] if p != path and p.name == path.name]
     same_array = [p for p in alike if p.parts[-3:-1] == path.parts[-3:-1]]
     return {path: subject.content[rng.choice(same_array or alike or [path])]}
 
 
 def mix(subject: Subject, kind: str, path: Path, rng: random.Random) -> dict[Path, bytes | None]:
-    """A file of another run of the same kind, as two backups restored into one directory leave it."""
+    """A file of another run of the same kind, as two backups restored into one directory
+    leave it.
+    """
     relative = path.relative_to(subject.root)
     seq = next((part[:11] for part in relative.parts if layout.is_segment_id(part)), None)
-    there = [p for p in subject.other.rglob(path.name) if p.is_file() and kind_of(p.relative_to(subject.other)) == kind]
+    there = [
+        p
+        for p in subject.other.rglob(path.name)
+        if p.is_file() and kind_of(p.relative_to(subject.other)) == kind
+    ]
     same = [p for p in there if seq is None or any(part.startswith(seq) for part in p.parts)]
-    return {path: rng.choice(same or there).read_bytes()} if there else flip(subject, kind, path, rng)
+    return (
+        {path: rng.choice(same or there).read_bytes()} if there else flip(subject, kind, path, rng)
+    )
 
 
-FAULTS: list[Fault] = [flip, flips, truncate, extend, zero_page, ones_page, delete, swap, stale, mix]
+FAULTS: list[Fault] = [
+    flip,
+    flips,
+    truncate,
+    extend,
+    zero_page,
+    ones_page,
+    delete,
+    swap,
+    stale,
+    mix,
+]
 
-# --- one trial -----------------------------------------------------------------------------------------------------------------------
+# --- one trial ------------------------------------------------------------------------------------
 
 MENDED = ("whole", "healed", "lost")
 OUTCOMES = ("error", "harmless", *MENDED)
 _WAY_OUT = re.compile(
-    r"(?:Steps that still restore|Steps that it has|steps that restore then): ([0-9, .]+)|No other step restores|It has no committed step"
+    r"(?:Steps that still restore|Steps that it has|steps that restore then): ([0-9, .]+)|No other"
+    r" step restores|It has no committed step"
 )
 
 
@@ -223,7 +271,11 @@ def complain(text: str, error: Exception, subject: Subject, step: int) -> tuple[
         return None if str(subject.root) in text else ("unnamed", f"no file: {text}")
     if not isinstance(error, errors.Damaged | errors.StepNotFound) and "or has lost it" not in text:
         return "misnamed", f"{type(error).__name__}: {text}"
-    lacks = [] if re.search(rf"step {step}\b", text) or "; steps that restore then: " in text else ["step"]
+    lacks = (
+        []
+        if re.search(rf"step {step}\b", text) or "; steps that restore then: " in text
+        else ["step"]
+    )
     lacks += [] if str(subject.root) in text else ["file"]
     lacks += [] if _WAY_OUT.search(text) else ["way out"]
     return ("unnamed", f"no {', '.join(lacks)}: {text}") if lacks else None
@@ -257,14 +309,28 @@ def trial(subject: Subject, seed: int, tally: Tally) -> None:
     """One trial, which the seed decides."""
     rng = random.Random(seed)
     kinds = sorted(subject.files)
-    # Array metadata, control and Orbax's own files are not read by a restore: fewer trials show that they do no harm.
-    kind = rng.choices(kinds, [1 if "zarr.json of" in kind or kind in ("control", "Orbax's own") else 6 for kind in kinds])[0]
+    # Array metadata, control and Orbax's own files are not read by a restore: fewer trials show
+    # that they do no harm.
+    kind = rng.choices(
+        kinds,
+        [
+            1 if "zarr.json of" in kind or kind in ("control", "Orbax's own") else 6
+            for kind in kinds
+        ],
+    )[0]
     path, fault = rng.choice(subject.files[kind]), rng.choice(FAULTS)
     step = step_of(path, subject, rng)
     names = list(subject.doors)
     door = names[0] if rng.random() < 0.95 else rng.choice(names)
-    changes = {p: content for p, content in fault(subject, kind, path, rng).items() if content != subject.content[p]}
-    about = f"--seed {seed} --trials 1 --only {subject.name}: {fault.__name__} of {path.relative_to(subject.root)}, step {step} by {door}"
+    changes = {
+        p: content
+        for p, content in fault(subject, kind, path, rng).items()
+        if content != subject.content[p]
+    }
+    about = (
+        f"--seed {seed} --trials 1 --only {subject.name}: {fault.__name__} of"
+        f" {path.relative_to(subject.root)}, step {step} by {door}"
+    )
     with damaged(subject, changes):
         outcome, text = judge(subject, door, step)
         tally.enter(about, kind, fault.__name__, outcome, text)
@@ -273,16 +339,23 @@ def trial(subject: Subject, seed: int, tally: Tally) -> None:
             outcome, text = judge(subject, names[0], kept)
             tally.promises += 1
             if outcome != "harmless":
-                tally.failures.append(f"{about}: promised that step {kept} still restores: {outcome} {text}")
+                tally.failures.append(
+                    f"{about}: promised that step {kept} still restores: {outcome} {text}"
+                )
 
 
 def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
-    """Damage a copy of the root, repair it: each step then restores as it was saved, or is named as lost; lossy, no other is left."""
+    """Damage a copy of the root, repair it: each step then restores as it was saved, or is named as
+    lost; lossy, no other is left.
+    """
     rng = random.Random(seed)
     kinds = [kind for kind in sorted(subject.files) if kind not in ("control", "Orbax's own")]
     kind = rng.choice(kinds)
     path, fault, lossy = rng.choice(subject.files[kind]), rng.choice(FAULTS), rng.random() < 0.5
-    about = f"--repair --seed {seed} --trials 1 --only {subject.name}: {fault.__name__} of {path.relative_to(subject.root)}, lossy={lossy}"
+    about = (
+        f"--repair --seed {seed} --trials 1 --only {subject.name}: {fault.__name__} of"
+        f" {path.relative_to(subject.root)}, lossy={lossy}"
+    )
     root = folder / "mended"
     shutil.copytree(subject.root, root)
     try:
@@ -324,10 +397,18 @@ def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
 
 
 def every_bit(subject: Subject, tally: Tally, stride: int) -> None:
-    """Flip every bit (each ``stride``-th) of every byte of metadata: documents, tables, indexes and digests."""
+    """Flip every bit (each ``stride``-th) of every byte of metadata: documents, tables, indexes and
+    digests.
+    """
     door = next(iter(subject.doors))
     for kind, paths in sorted(subject.files.items()):
-        if "zarr.json" not in kind and kind not in ("manifest", "segment table", "index", "digests", "control"):
+        if "zarr.json" not in kind and kind not in (
+            "manifest",
+            "segment table",
+            "index",
+            "digests",
+            "control",
+        ):
             continue
         for path in paths:
             content = subject.content[path]
@@ -341,7 +422,7 @@ def every_bit(subject: Subject, tally: Tally, stride: int) -> None:
             path.write_bytes(content)
 
 
-# --- the roots -----------------------------------------------------------------------------------------------------------------------
+# --- the roots ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -369,7 +450,11 @@ def _torch_states(seed: int) -> list[dict[str, Any]]:
             {
                 "model": {"w": weight, "b": bias.clone()},
                 "replica": weight.clone(),
-                "optimizer": {"master": master.clone(), "m": moment.clone(), "rng": torch.arange(16, dtype=torch.uint8)},
+                "optimizer": {
+                    "master": master.clone(),
+                    "m": moment.clone(),
+                    "rng": torch.arange(16, dtype=torch.uint8),
+                },
                 "step": step,
             }
         )
@@ -384,7 +469,9 @@ def _numpy(root: Path, step: int) -> Any:
 
 
 def _truth(root: Path, steps: list[int]) -> dict[int, Any]:
-    """What the NumPy door gives of an undamaged root, which is held against the live states by another door."""
+    """What the NumPy door gives of an undamaged root, which is held against the live states by
+    another door.
+    """
     return {step: _numpy(root, step) for step in steps}
 
 
@@ -406,7 +493,11 @@ def engine_subject(folder: Path) -> Subject:
         "engine",
         root,
         other,
-        {"open": (_numpy, _truth(root, [*saved])), "load": (torch_backend.load, saved), "Engine": (by_engine, saved)},
+        {
+            "open": (_numpy, _truth(root, [*saved])),
+            "load": (torch_backend.load, saved),
+            "Engine": (by_engine, saved),
+        },
     )
 
 
@@ -441,7 +532,11 @@ def manager_subject(folder: Path) -> Subject:
         "manager",
         root,
         folder / "other",
-        {"open": (_numpy, saved["root"]), "handler": (by_handler, saved["root"]), "load": (by_load, saved["root"])},
+        {
+            "open": (_numpy, saved["root"]),
+            "handler": (by_handler, saved["root"]),
+            "load": (by_load, saved["root"]),
+        },
     )
 
 
@@ -471,7 +566,12 @@ def policy_subject(folder: Path) -> Subject:
     steps = deltacheck.open(root).steps()
     assert deltacheck.open(root).manifest().contracts
     saved = {step: torch_backend.load(root, step) for step in steps}
-    return Subject("policy", root, other, {"open": (_numpy, _truth(root, steps)), "load": (torch_backend.load, saved)})
+    return Subject(
+        "policy",
+        root,
+        other,
+        {"open": (_numpy, _truth(root, steps)), "load": (torch_backend.load, saved)},
+    )
 
 
 def log_subject(folder: Path) -> Subject:
@@ -488,7 +588,11 @@ def log_subject(folder: Path) -> Subject:
                 model(torch.randn(4, 64)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step,
+                }
                 log.save(step, state).result()
                 saved[name][step] = copy.deepcopy(state)
     root = folder / "root"
@@ -512,7 +616,12 @@ def log_subject(folder: Path) -> Subject:
     return Subject("gradient log", root, folder / "other", doors)
 
 
-SUBJECTS = {"engine": engine_subject, "manager": manager_subject, "policy": policy_subject, "gradient log": log_subject}
+SUBJECTS = {
+    "engine": engine_subject,
+    "manager": manager_subject,
+    "policy": policy_subject,
+    "gradient log": log_subject,
+}
 
 
 @contextmanager
@@ -533,11 +642,22 @@ def built(*names: str) -> Iterator[list[Subject]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=None, help="of the first trial; each later one has the next")
-    parser.add_argument("--only", action="append", choices=sorted(SUBJECTS), help="this root; may be repeated")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first trial; each later one has the next"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=sorted(SUBJECTS), help="this root; may be repeated"
+    )
     parser.add_argument("--repair", action="store_true", help="repair each damaged root instead")
-    parser.add_argument("--every-bit", action="store_true", help="flip every single bit of all metadata instead")
-    parser.add_argument("--stride", type=int, default=1, help="of --every-bit: each so many bits; 1 is the whole, hours")
+    parser.add_argument(
+        "--every-bit", action="store_true", help="flip every single bit of all metadata instead"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        default=1,
+        help="of --every-bit: each so many bits; 1 is the whole, hours",
+    )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     torch.set_num_threads(1)
@@ -570,12 +690,23 @@ def show(tally: Tally, seed: int, seconds: float, before: float) -> None:
         for name in sorted({name for name, _ in counts}):
             print(f"{name:<32}" + "".join(f"{counts[name, outcome]:>10}" for outcome in seen))
     silent = sum(count for (_, outcome), count in tally.outcomes.items() if outcome == "SILENT")
-    bound = "" if silent else f": below {3 / max(1, tally.trials):.1e} with 95 % confidence, for these kinds of damage"
+    bound = (
+        ""
+        if silent
+        else (
+            f": below {3 / max(1, tally.trials):.1e} with 95 % confidence, for these kinds of"
+            " damage"
+        )
+    )
     each = 1e3 * seconds / max(1, tally.trials)
     print(
-        f"\n{tally.trials} trials from seed {seed} in {seconds:.0f} s of processor time ({each:.1f} ms each; roots {before:.0f} s)"
+        f"\n{tally.trials} trials from seed {seed} in {seconds:.0f} s of processor time ({each:.1f}"
+        f" ms each; roots {before:.0f} s)"
     )
-    print(f"{silent} silent{bound}; {len(tally.failures)} failures; {tally.promises} promised steps restored")
+    print(
+        f"{silent} silent{bound}; {len(tally.failures)} failures; {tally.promises} promised steps"
+        " restored"
+    )
     for failure in tally.failures[:20]:
         print(failure)
 

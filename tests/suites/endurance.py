@@ -1,7 +1,10 @@
-"""A training that saves without end: nothing leaks, nothing grows, and no kill loses a step that was acknowledged.
+"""A training that saves without end: nothing leaks, nothing grows, and no kill loses a step that
+was
+acknowledged.
 
-Half of the time one process saves and is left alone: its open files, threads and memory are counted. In the other half processes save and
-are killed at random, each after some 200 saves. Chains, collections and restores go on in both. Prints what it found; exits with 1 on a failure.
+Half of the time one process saves and is left alone: its open files, threads and memory are
+counted. In the other half processes save and are killed at random, each after some 200 saves.
+Chains, collections and restores go on in both. Prints what it found; exits with 1 on a failure.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def grown(counts: list[Count]) -> list[str]:
         before, after = (max(getattr(count, what) for count in part) for part in (early, late))
         if after > before:
             found.append(f"open {what}: {before} before, {after} after")
-    most = max(MOST_GROWTH_BYTES, MOST_GROWTH_BYTES_PER_HOUR * (late[-1].seconds - late[0].seconds) / 3600)
+    most = max(
+        MOST_GROWTH_BYTES, MOST_GROWTH_BYTES_PER_HOUR * (late[-1].seconds - late[0].seconds) / 3600
+    )
     if slope(late) * (late[-1].seconds - late[0].seconds) > most:
         found.append(f"memory grows by {slope(late) * 3600 / (1 << 20):.1f} MiB an hour")
     before, after = (max(count.disk for count in part) for part in (early, late))
@@ -70,7 +75,9 @@ def slope(counts: list[Count]) -> float:
     """Bytes of memory a second, by least squares."""
     mean = sum(count.seconds for count in counts) / len(counts)
     spread = sum((count.seconds - mean) ** 2 for count in counts)
-    return sum((count.seconds - mean) * count.memory for count in counts) / spread if spread else 0.0
+    return (
+        sum((count.seconds - mean) * count.memory for count in counts) / spread if spread else 0.0
+    )
 
 
 def endure(root: Path, seconds: float, seed: int, saves_per_kill: int = SAVES_PER_KILL) -> Found:
@@ -83,7 +90,9 @@ def endure(root: Path, seconds: float, seed: int, saves_per_kill: int = SAVES_PE
 
 
 def _live(root: Path, found: Found, until: float, saves: int | None, rng: random.Random) -> None:
-    """One process. ``saves``: kill it after so many, or when the time is over; ``None``: let it end by itself then."""
+    """One process. ``saves``: kill it after so many, or when the time is over; ``None``: let it end
+    by itself then.
+    """
     import deltacheck
 
     steady = saves is None
@@ -96,7 +105,9 @@ def _live(root: Path, found: Found, until: float, saves: int | None, rng: random
         *(["--until", str(until)] if steady else []),
     ]
     newest, done = -1, 0
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         for line in child.stdout:
@@ -116,7 +127,16 @@ def _live(root: Path, found: Found, until: float, saves: int | None, rng: random
                 child.kill()
                 found.kills += 1
                 saves = None
-                newest = max([newest, *(int(rest.split()[1]) for rest in child.stdout if rest.startswith("saved "))])
+                newest = max(
+                    [
+                        newest,
+                        *(
+                            int(rest.split()[1])
+                            for rest in child.stdout
+                            if rest.startswith("saved ")
+                        ),
+                    ]
+                )
                 break
         errors = child.stderr.read()
     if steady and child.returncode:
@@ -131,7 +151,9 @@ def _live(root: Path, found: Found, until: float, saves: int | None, rng: random
 
 
 def child(root: Path, until: float) -> None:
-    """Train and save: ``saved STEP``, ``count ...`` and ``restored STEP`` on stdout, anything else is a failure."""
+    """Train and save: ``saved STEP``, ``count ...`` and ``restored STEP`` on stdout, anything else
+    is a failure.
+    """
     import torch
 
     import deltacheck
@@ -140,10 +162,14 @@ def child(root: Path, until: float) -> None:
     from deltacheck.store.files.arrays import bytes_on_disk
 
     torch.set_num_threads(1)
-    with Engine(root, policy=Policy.exact(max_chain_depth=5), keep_last=4, grace_seconds=0) as engine:
+    with Engine(
+        root, policy=Policy.exact(max_chain_depth=5), keep_last=4, grace_seconds=0
+    ) as engine:
         first = max(engine.steps(), default=-1) + 1
         state: dict[str, Any] = (
-            engine.restore() if first else {"w": torch.randn(120, 1000), "m": torch.zeros(120, 1000), "step": 0}
+            engine.restore()
+            if first
+            else {"w": torch.randn(120, 1000), "m": torch.zeros(120, 1000), "step": 0}
         )
         begin = time.monotonic()
         for step in range(first, sys.maxsize):
@@ -155,16 +181,32 @@ def child(root: Path, until: float) -> None:
             if step % RESTORE_EVERY == 0:
                 handle.wait()
                 found = deltacheck.open(root).restore(step)
-                same = all((found[name].view("i4") == state[name].numpy().view("i4")).all() for name in ("w", "m"))
+                same = all(
+                    (found[name].view("i4") == state[name].numpy().view("i4")).all()
+                    for name in ("w", "m")
+                )
                 print(
-                    f"restored {step}" if same and found["step"] == step else f"step {step} is restored as something else",
+                    (
+                        f"restored {step}"
+                        if same and found["step"] == step
+                        else f"step {step} is restored as something else"
+                    ),
                     flush=True,
                 )
             if step % COUNT_EVERY == 0:
                 handle.wait()
-                files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-                memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-                print(f"count {time.monotonic() - begin:.3f} {files} {threads} {memory} {bytes_on_disk(root)}", flush=True)
+                files, threads = (
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir("/proc/self/task")),
+                )
+                memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
+                print(
+                    f"count {time.monotonic() - begin:.3f} {files} {threads} {memory}"
+                    f" {bytes_on_disk(root)}",
+                    flush=True,
+                )
             handle.wait()
             print(f"saved {step}", flush=True)
             if time.monotonic() > until:
@@ -185,14 +227,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="deltacheck-endurance-") as folder:
         found = endure(Path(folder) / "root", asked.seconds, asked.seed, asked.saves_per_kill)
     print(*found.failures, sep="\n", end="\n" if found.failures else "")
-    print(f"S13, endurance, seed {asked.seed}: {found.saves} saves, {found.kills} kills, {found.restores} restores compared")
+    print(
+        f"S13, endurance, seed {asked.seed}: {found.saves} saves, {found.kills} kills,"
+        f" {found.restores} restores compared"
+    )
     if len(found.counts) >= 8:
         late = found.counts[len(found.counts) // 2 :]
         last = late[-1]
         print(
-            f"  steady part: {last.seconds:.0f} s, {last.files} files open, {last.threads} threads, {last.memory / (1 << 20):.0f} MiB "
-            f"resident, {slope(late) * 3600 / (1 << 20):+.2f} MiB an hour in its later half, at most "
-            f"{max(count.disk for count in found.counts) / (1 << 20):.1f} MiB on disk"
+            f"  steady part: {last.seconds:.0f} s, {last.files} files open, {last.threads} threads,"
+            f" {last.memory / (1 << 20):.0f} MiB resident, {slope(late) * 3600 / (1 << 20):+.2f}"
+            " MiB an hour in its later half, at most"
+            f" {max(count.disk for count in found.counts) / (1 << 20):.1f} MiB on disk"
         )
     print(f"  all {found.saves} tried {len(found.failures)} failed")
     return bool(found.failures)

@@ -1,8 +1,10 @@
-"""Random saves, restores, collections and restarts on an object store that fails at random; what is acknowledged must be there.
+"""Random saves, restores, collections and restarts on an object store that fails at random; what is
+acknowledged must be there.
 
     python -m tests.suites.object_soak --faults 5000 --seed 1
 
-Prints the seed, what was done and what a failure's replay is; ends with 1 at the first wrong outcome.
+Prints the seed, what was done and what a failure's replay is; ends with 1 at the first wrong
+outcome.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Soak:
         self.saved: dict[int, dict[str, Any]] = {}
         self.acknowledged: set[int] = set()
         self.kept: dict[int, int] = {}  # step -> sequence number, of those that may be deleted
-        self.engine: Engine | None = Engine(self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30)
+        self.engine: Engine | None = Engine(
+            self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30
+        )
 
     def close(self) -> None:
         if self.engine is not None:
@@ -59,7 +63,9 @@ class Soak:
 
     def turn(self) -> None:
         """One act under faults, then, without any, a look at everything."""
-        act = self.random.choices((self.save, self.restore, self.reopen, self.collect, self.delete), (10, 3, 1, 2, 2))[0]
+        act = self.random.choices(
+            (self.save, self.restore, self.reopen, self.collect, self.delete), (10, 3, 1, 2, 2)
+        )[0]
         try:
             with self.s3.failing(*self.faults()):
                 try:
@@ -83,7 +89,17 @@ class Soak:
             times = pick.choice((1, 2, 5, FOREVER))
             hidden = f"(c|s)0*{pick.randrange(max(1, self.step))}[-/]"
             key = "" if method == "LIST" else pick.choice(KEYS)
-            found.append(Fault(kind, key, method, times, pick.randrange(12), hidden, every=pick.choice((1, 1, 2, 3))))
+            found.append(
+                Fault(
+                    kind,
+                    key,
+                    method,
+                    times,
+                    pick.randrange(12),
+                    hidden,
+                    every=pick.choice((1, 1, 2, 3)),
+                )
+            )
         return found
 
     def save(self) -> None:
@@ -94,7 +110,9 @@ class Soak:
         self.state["step"] = self.step
         self.state["w"][0, 0] += 1
         self.state["large"][self.random.randrange(300), 0] += 0.25
-        self.saved[self.step] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()}
+        self.saved[self.step] = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.state.items()
+        }
         self.engine.save(self.step, self.state).result(120)
         self.acknowledged.add(self.step)
 
@@ -107,7 +125,9 @@ class Soak:
         self.compare(restored["step"], restored)
         if step is None:
             newest = max(self.acknowledged, default=0)
-            assert restored["step"] >= newest, f"restored {restored['step']} as the newest, {newest} was acknowledged"
+            assert restored["step"] >= newest, (
+                f"restored {restored['step']} as the newest, {newest} was acknowledged"
+            )
 
     def reopen(self) -> None:
         if self.engine is not None:
@@ -116,11 +136,15 @@ class Soak:
         self.open()
 
     def open(self) -> None:
-        self.engine = Engine(self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30)
+        self.engine = Engine(
+            self.address, storage=STORAGE, policy=Policy.exact(4), io_timeout_seconds=30
+        )
 
     def collect(self) -> None:
         protected = set() if self.engine is None else self.engine._saver.protected_segments()
-        collect.collect(open_root(self.address, storage=STORAGE), grace_seconds=0, protected=protected)
+        collect.collect(
+            open_root(self.address, storage=STORAGE), grace_seconds=0, protected=protected
+        )
 
     def delete(self) -> None:
         root = open_root(self.address, storage=STORAGE)
@@ -131,16 +155,22 @@ class Soak:
             collect.delete_checkpoint(root, ref.seq)
 
     def look(self) -> None:
-        """Every acknowledged step is listed, and every listed one restores to what was saved as it."""
+        """Every acknowledged step is listed, and every listed one restores to what was saved
+        as it.
+        """
         reader = deltacheck.open(self.address, storage=STORAGE)
         steps = reader.steps()
-        assert self.acknowledged <= set(steps), f"acknowledged and gone: {sorted(self.acknowledged - set(steps))}"
+        assert self.acknowledged <= set(steps), (
+            f"acknowledged and gone: {sorted(self.acknowledged - set(steps))}"
+        )
         for step in {*steps[-1:], *self.random.sample(steps, min(1, len(steps)))}:
             self.compare(step, reader.restore(step))
 
     def compare(self, step: int, restored: dict[str, Any]) -> None:
         for name, value in self.saved[step].items():
-            assert np.array_equal(np.asarray(restored[name]), np.asarray(value)), f"step {step}, leaf {name}"
+            assert np.array_equal(np.asarray(restored[name]), np.asarray(value)), (
+                f"step {step}, leaf {name}"
+            )
 
 
 def soak(s3: S3, seed: int, faults: int) -> Soak:
@@ -175,7 +205,8 @@ def main() -> int:
     try:
         while faulted < given.faults:
             print(
-                f"seed {seed}, commit {commit}; replay: python -m tests.suites.object_soak --seed {seed} --faults {given.per_root}",
+                f"seed {seed}, commit {commit}; replay: python -m tests.suites.object_soak --seed"
+                f" {seed} --faults {given.per_root}",
                 flush=True,
             )
             run = soak(server, seed, min(given.per_root, given.faults - faulted))
@@ -186,7 +217,8 @@ def main() -> int:
         server.close()
     acts = sum(done.values())
     print(
-        f"{faulted} faulted requests in {acts} acts, {time.monotonic() - begin:.0f} s: no wrong outcome (at most {3 / acts:.2g} of acts)"
+        f"{faulted} faulted requests in {acts} acts, {time.monotonic() - begin:.0f} s: no wrong"
+        f" outcome (at most {3 / acts:.2g} of acts)"
     )
     for name, count in sorted(done.items()):
         print(f"  {count:6d} {name}")

@@ -1,10 +1,12 @@
-"""Bugs planted on purpose: each must make tests fail that pass without it. This is the test of the tests.
+"""Bugs planted on purpose: each must make tests fail that pass without it. This is the test of the
+tests.
 
     python -m tests.suites.planted                 # all of them: exit status 1 where one is not caught
     python -m tests.suites.planted lease-ignored   # one
     DELTACHECK_PLANT=lease-ignored python -m pytest tests/restore/test_refusals.py   # by hand; programs that tests start are told, too
 
-A bug is a change of one function's source. Where the text to change is no longer there, that is an error: the registry must keep up with the code.
+A bug is a change of one function's source. Where the text to change is no longer there, that is an
+error: the registry must keep up with the code.
 """
 
 from __future__ import annotations
@@ -87,36 +89,74 @@ BUGS = (
     ),
     Bug(
         "orbax-renames-not-synced",
-        (Edit("deltacheck.backends.orbax.manager_root.durable", "options.temporary_path_class = _durable(chosen)", "pass"),),
-        ("backends/orbax/test_orbax.py::test_a_step_is_synced_before_the_rename_that_makes_it_exist_and_after_it",),
+        (
+            Edit(
+                "deltacheck.backends.orbax.manager_root.durable",
+                "options.temporary_path_class = _durable(chosen)",
+                "pass",
+            ),
+        ),
+        (
+            "backends/orbax/test_orbax.py::test_a_step_is_synced_before_the_rename_that_makes_it_exist_and_after_it",
+        ),
     ),
     Bug(
         "commit-before-data",
         (Edit(_SEGMENT, "for pending in self._pending:", "for pending in ():"),),
-        ("restore/test_refusals.py::test_a_full_disk_fails_that_save_alone_whichever_write_it_hits",),
+        (
+            "restore/test_refusals.py::test_a_full_disk_fails_that_save_alone_whichever_write_it_hits",
+        ),
         quick=True,
     ),
     Bug(
         "timeout-ignored",
-        (Edit(_SEGMENT, "except TimeoutError:\n", "except TimeoutError:\n                continue\n"),),
-        ("restore/test_refusals.py::test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed",),
+        (
+            Edit(
+                _SEGMENT,
+                "except TimeoutError:\n",
+                "except TimeoutError:\n                continue\n",
+            ),
+        ),
+        (
+            "restore/test_refusals.py::test_a_hanging_disk_fails_the_save_when_the_deadline_has_passed",
+        ),
     ),
     Bug(
         "error-swallowed",
-        (Edit("deltacheck.save.saver", "work.handle._fail(failure)", "work.handle._advance('committed')"),),
+        (
+            Edit(
+                "deltacheck.save.saver",
+                "work.handle._fail(failure)",
+                "work.handle._advance('committed')",
+            ),
+        ),
         ("restore/test_refusals.py::test_a_failure_at_the_end_of_the_with_block_is_raised_there",),
         quick=True,
     ),
     Bug(
         "lease-ignored",
-        (Edit("deltacheck.store.lock.lease", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),),
+        (
+            Edit(
+                "deltacheck.store.lock.lease",
+                "fcntl.LOCK_EX | fcntl.LOCK_NB",
+                "fcntl.LOCK_SH | fcntl.LOCK_NB",
+            ),
+        ),
         ("restore/test_refusals.py::test_a_second_writer_is_refused_with_the_holders_name",),
         quick=True,
     ),
     Bug(
         "sequence-number-reused",
-        (Edit("deltacheck.store.root", "return max(taken, default=-1) + 1", "return max(taken, default=0)"),),
-        ("backends/torch/test_engine.py::test_a_new_process_continues_the_chain_of_the_step_that_it_restored",),
+        (
+            Edit(
+                "deltacheck.store.root",
+                "return max(taken, default=-1) + 1",
+                "return max(taken, default=0)",
+            ),
+        ),
+        (
+            "backends/torch/test_engine.py::test_a_new_process_continues_the_chain_of_the_step_that_it_restored",
+        ),
     ),
     Bug(
         "collection-takes-saves-under-way",
@@ -131,28 +171,50 @@ BUGS = (
     ),
     Bug(
         "collection-passes-over-what-it-cannot-read",
-        (Edit("deltacheck.store.collect", "            raise error\n        for path", "            pass\n        for path"),),
+        (
+            Edit(
+                "deltacheck.store.collect",
+                "            raise error\n        for path",
+                "            pass\n        for path",
+            ),
+        ),
         ("store/test_collect.py::test_nothing_is_collected_while_a_manifest_cannot_be_read",),
     ),
     Bug(
         "segments-gone-before-their-step",
-        (Edit("deltacheck.store.collect", '(folder / "zarr.json").unlink(missing_ok=True)', "return"),),
+        (
+            Edit(
+                "deltacheck.store.collect",
+                '(folder / "zarr.json").unlink(missing_ok=True)',
+                "return",
+            ),
+        ),
         ("store/test_collect.py::test_exactly_the_needed_segments_stay",),
     ),
     Bug(
         "collection-takes-what-a-reader-has-pinned",
-        (Edit("deltacheck.store.lock.pins", "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass"),),
+        (
+            Edit(
+                "deltacheck.store.lock.pins",
+                "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+                "pass",
+            ),
+        ),
         ("maintain/test_retention.py::test_what_a_reader_has_open_stays_until_it_has_read",),
     ),
     Bug(
         "memory-let-go-before-it-is-copied",
         (Edit("deltacheck.maintain.memory_tier", "frozenset(due | set(", "frozenset(set("),),
-        ("maintain/test_memory_tier.py::test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one",),
+        (
+            "maintain/test_memory_tier.py::test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one",
+        ),
     ),
     Bug(
         "memory-of-another-run-taken",
         (Edit("deltacheck.maintain.memory_tier", "if bond.root != root:", "if False:"),),
-        ("maintain/test_memory_tier.py::test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is",),
+        (
+            "maintain/test_memory_tier.py::test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is",
+        ),
     ),
     Bug(
         "half-a-copy-taken-for-a-segment",
@@ -167,13 +229,24 @@ BUGS = (
     ),
     Bug(
         "fence-ignored",
-        (Edit("deltacheck.store.root", "for entry in reversed(_scan(root / layout.CHECKPOINTS)):", "for entry in ():"),),
-        ("store/test_fence.py::test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit",),
+        (
+            Edit(
+                "deltacheck.store.root",
+                "for entry in reversed(_scan(root / layout.CHECKPOINTS)):",
+                "for entry in ():",
+            ),
+        ),
+        (
+            "store/test_fence.py::test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit",
+        ),
     ),
     Bug(
         "index-unchecked",
         (Edit("deltacheck.codec.reference", "if count and steps[-1] >= room:", "if False:"),),
-        ("codec/test_codec_contract.py", "codec/test_codec_native.py::test_a_refusal_reads_the_same_as_the_references"),
+        (
+            "codec/test_codec_contract.py",
+            "codec/test_codec_native.py::test_a_refusal_reads_the_same_as_the_references",
+        ),
     ),
     Bug(
         "content-not-compared-with-its-digest",
@@ -184,12 +257,22 @@ BUGS = (
     Bug(
         "base-not-compared",
         (Edit("deltacheck.restore.chain", "if entry.base != before.digest:", "if False:"),),
-        ("restore/test_damage.py::test_a_delta_to_another_base_is_refused_before_anything_is_read",),
+        (
+            "restore/test_damage.py::test_a_delta_to_another_base_is_refused_before_anything_is_read",
+        ),
     ),
     Bug(
         "checksum-not-compared",
-        (Edit("deltacheck.store.manifest", "if not (is_canonical", "if False and not (is_canonical"),),
-        ("store/test_store.py::test_a_document_that_says_another_thing_in_the_same_form_is_damage",),
+        (
+            Edit(
+                "deltacheck.store.manifest",
+                "if not (is_canonical",
+                "if False and not (is_canonical",
+            ),
+        ),
+        (
+            "store/test_store.py::test_a_document_that_says_another_thing_in_the_same_form_is_damage",
+        ),
     ),
     Bug(
         "numbers-compared-and-not-bits",
@@ -197,10 +280,9 @@ BUGS = (
             Edit(
                 "deltacheck.codec.native",
                 "rows, streams = _native.encode(",
-                "if shadow is not None and word_bytes == 4:\n"
-                "            same = now.view('f4') == shadow.view('f4')\n"
-                "            now = np.where(same, shadow.view('f4'), now.view('f4')).view(np.uint8)\n"
-                "        rows, streams = _native.encode(",
+                "if shadow is not None and word_bytes == 4:\n            same = now.view('f4') =="
+                " shadow.view('f4')\n            now = np.where(same, shadow.view('f4'),"
+                " now.view('f4')).view(np.uint8)\n        rows, streams = _native.encode(",
             ),
         ),
         ("backends/torch/test_engine.py::test_a_zero_that_changes_its_sign_is_a_change",),
@@ -216,20 +298,28 @@ def named(name: str) -> Bug:
     raise SystemExit(f"there is no bug {name!r}; there are {', '.join(bug.name for bug in BUGS)}")
 
 
-# --- planting -----------------------------------------------------------------------------------------------------------------
+# --- planting -------------------------------------------------------------------------------------
 
 
 def places(edit: Edit) -> list[FunctionType]:
     """The functions that contain the text to change."""
-    return [function for function in _functions(importlib.import_module(edit.module)) if edit.old in _source(function)]
+    return [
+        function
+        for function in _functions(importlib.import_module(edit.module))
+        if edit.old in _source(function)
+    ]
 
 
 def plant(bug: Bug) -> None:
-    """Change the functions of this process. Raises ``LookupError`` where a text is in no function of its module."""
+    """Change the functions of this process. Raises ``LookupError`` where a text is in no function
+    of its module.
+    """
     for edit in bug.edits:
         found = places(edit)
         if not found:
-            raise LookupError(f"{bug.name}: no function of {edit.module} contains {edit.old!r} any more")
+            raise LookupError(
+                f"{bug.name}: no function of {edit.module} contains {edit.old!r} any more"
+            )
         for function in found:
             source = _source(function).replace(edit.old, edit.new)
             function.__code__ = _compiled(source, function)
@@ -252,7 +342,11 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
     """The functions and methods that a module defines, whatever wraps them."""
     holders = [
         module,
-        *(value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__),
+        *(
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        ),
     ]
     for holder in holders:
         for value in vars(holder).values():
@@ -264,23 +358,38 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 def _compiled(source: str, function: FunctionType) -> CodeType:
     text = textwrap.dedent(source)
-    text = text[text.index("\ndef ") + 1 :] if not text.startswith("def ") else text  # without its decorators
-    whole = compile(text, f"<planted {function.__qualname__}>", "exec", flags=__future__.annotations.compiler_flag)
-    return next(code for code in whole.co_consts if isinstance(code, CodeType) and code.co_name == function.__name__)
+    text = (
+        text[text.index("\ndef ") + 1 :] if not text.startswith("def ") else text
+    )  # without its decorators
+    whole = compile(
+        text,
+        f"<planted {function.__qualname__}>",
+        "exec",
+        flags=__future__.annotations.compiler_flag,
+    )
+    return next(
+        code
+        for code in whole.co_consts
+        if isinstance(code, CodeType) and code.co_name == function.__name__
+    )
 
 
 def plant_by_environment() -> None:
-    """What ``DELTACHECK_PLANT`` names, if anything. Called by ``conftest.py``, and by programs that tests start."""
+    """What ``DELTACHECK_PLANT`` names, if anything. Called by ``conftest.py``, and by programs that
+    tests start.
+    """
     name = os.environ.get(PLANT)
     if name:
         plant(named(name))
 
 
-# --- running ------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def failing(bug: Bug) -> tuple[str, ...]:
-    """The tests that fail with the bug, until the first; empty where none does. ``RuntimeError`` where they cannot be run.
+    """The tests that fail with the bug, until the first; empty where none does. ``RuntimeError``
+    where
+    they cannot be run.
 
     Runs in a forked child, so that the frameworks are imported once for all.
     """
@@ -297,7 +406,10 @@ def failing(bug: Bug) -> tuple[str, ...]:
         status, *lines = told.read().splitlines() or ["nothing"]
     os.waitpid(child, 0)
     if status not in ("0", "1"):
-        raise RuntimeError(f"NOT RUN: pytest ended with {status} on {', '.join(bug.tests)}: {' / '.join(lines[-3:])}")
+        raise RuntimeError(
+            f"NOT RUN: pytest ended with {status} on {', '.join(bug.tests)}:"
+            f" {' / '.join(lines[-3:])}"
+        )
     return tuple(
         line.partition(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ")
         for line in lines
@@ -310,17 +422,32 @@ def _run(bug: Bug) -> str:
 
     told = io.StringIO()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    arguments = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "pytest_timeout", f"--timeout={_SECONDS}"]
+    arguments = [
+        "-x",
+        "-q",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "pytest_timeout",
+        f"--timeout={_SECONDS}",
+    ]
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         try:
-            status: object = int(pytest.main([*arguments, *(str(TESTS / test) for test in bug.tests)]))
+            status: object = int(
+                pytest.main([*arguments, *(str(TESTS / test) for test in bug.tests)])
+            )
         except BaseException as error:  # noqa: BLE001 - the parent has to know
             status = f"{type(error).__name__}: {error}"
     return f"{status}\n{told.getvalue()}"
 
 
 def main(names: list[str]) -> int:
-    wanted = [bug for bug in BUGS if bug.quick] if names == ["--quick"] else [named(name) for name in names] or list(BUGS)
+    wanted = (
+        [bug for bug in BUGS if bug.quick]
+        if names == ["--quick"]
+        else [named(name) for name in names] or list(BUGS)
+    )
     for module in (
         "torch",
         "hypothesis",
@@ -336,7 +463,11 @@ def main(names: list[str]) -> int:
         begin = time.monotonic()
         try:
             caught = failing(bug)
-            how = f"caught by {', '.join(caught)}" if caught else f"NOT CAUGHT by {', '.join(bug.tests)}"
+            how = (
+                f"caught by {', '.join(caught)}"
+                if caught
+                else f"NOT CAUGHT by {', '.join(bug.tests)}"
+            )
         except RuntimeError as error:
             caught, how = (), str(error)
         missed += not caught

@@ -1,7 +1,9 @@
-"""The long forms of the random suites, within a time that is given in minutes: one table of trials, failures and bounds.
+"""The long forms of the random suites, within a time that is given in minutes: one table of trials,
+failures and bounds.
 
-Each suite is a program of its own, run again and again with other seeds until its share of the time is over. A suite whose files are
-not here is left out, and named. With no failure in n trials the rate is below 3/n with 95 % confidence.
+Each suite is a program of its own, run again and again with other seeds until its share of the time
+is over. A suite whose files are not here is left out, and named. With no failure in n trials the
+rate is below 3/n with 95 % confidence.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """``command(size, seed)``: of one round; ``size`` is trials, or seconds where ``by_seconds``. ``counts``: finds "trials", and "failed"
-    where that is told, in what it prints; all matches are added up. ``first``: size of the first round, from which the others follow.
-    ``needs``: files without which it is left out.
+    """``command(size, seed)``: of one round; ``size`` is trials, or seconds where ``by_seconds``.
+    ``counts``: finds "trials", and "failed" where that is told, in what it prints; all matches are
+    added up. ``first``: size of the first round, from which the others follow. ``needs``: files
+    without which it is left out.
     """
 
     name: str
@@ -51,9 +54,17 @@ def pytest(*names: str) -> list[str | Path]:
 TALLY = r"\ball +(?P<trials>\d+) tried +(?P<failed>\d+) failed"
 PASSED = r"(?:(?P<failed>\d+) failed, )?(?P<trials>\d+) passed"
 FUZZED = r"(?:executed_units: +(?=\d+$)|^(?=\d+ inputs))(?P<trials>\d+)"
-# Where a suite has several parts of so many seconds each, or compiles first, its size is a part of its share.
+# Where a suite has several parts of so many seconds each, or compiles first, its size is a part of
+# its share.
 SUITES = (
-    Suite("S1", "process crash", program("faults/crash.py", size="--points"), TALLY, 60, needs=("faults/crash.py",)),
+    Suite(
+        "S1",
+        "process crash",
+        program("faults/crash.py", size="--points"),
+        TALLY,
+        60,
+        needs=("faults/crash.py",),
+    ),
     Suite(
         "S2",
         "power loss, modelled",
@@ -70,7 +81,14 @@ SUITES = (
         10,
         needs=("faults/image.py",),
     ),
-    Suite("S3", "I/O errors", program("faults/io_errors.py", size="--points"), TALLY, 60, needs=("faults/io_errors.py",)),
+    Suite(
+        "S3",
+        "I/O errors",
+        program("faults/io_errors.py", size="--points"),
+        TALLY,
+        60,
+        needs=("faults/io_errors.py",),
+    ),
     Suite(
         "S4",
         "damage",
@@ -82,7 +100,14 @@ SUITES = (
     Suite(
         "S5",
         "fuzz",
-        lambda n, s: [PYTHON, "-m", "tests.suites.sanitized", "fuzz", "--seconds", str(max(1, n // 5))],
+        lambda n, s: [
+            PYTHON,
+            "-m",
+            "tests.suites.sanitized",
+            "fuzz",
+            "--seconds",
+            str(max(1, n // 5)),
+        ],
         FUZZED,
         40,
         by_seconds=True,
@@ -107,13 +132,34 @@ SUITES = (
     Suite(
         "S8",
         "threads of the encoder",
-        lambda n, s: [PYTHON, "-m", "tests.suites.sanitized", "threads", "--seconds", str(max(1, n // 3))],
+        lambda n, s: [
+            PYTHON,
+            "-m",
+            "tests.suites.sanitized",
+            "threads",
+            "--seconds",
+            str(max(1, n // 3)),
+        ],
         r"(?P<trials>\d+) calls, (?P<failed>\d+) wrong",
         30,
         by_seconds=True,
     ),
-    Suite("S10", "exits", lambda n, s: pytest("save/test_exits"), PASSED, 1, environment=(("EXIT_CASES", "all"),)),
-    Suite("S13", "endurance", program("suites/endurance.py", size="--seconds"), TALLY, 60, by_seconds=True),
+    Suite(
+        "S10",
+        "exits",
+        lambda n, s: pytest("save/test_exits"),
+        PASSED,
+        1,
+        environment=(("EXIT_CASES", "all"),),
+    ),
+    Suite(
+        "S13",
+        "endurance",
+        program("suites/endurance.py", size="--seconds"),
+        TALLY,
+        60,
+        by_seconds=True,
+    ),
 )
 
 
@@ -127,15 +173,24 @@ class Outcome:
 
     def row(self) -> str:
         bound = f"{3 / self.trials:.1e}" if self.trials and not self.failed else "-"
-        told = f"{self.trials:>12,} {self.failed:>7}" if self.trials or self.failed else f"{'-':>12} {self.failed:>7}"
-        return f"{self.suite.name:<4} {self.suite.what:<26} {told} {bound:>9} {self.seconds:>8.0f} {self.rounds:>7}"
+        told = (
+            f"{self.trials:>12,} {self.failed:>7}"
+            if self.trials or self.failed
+            else f"{'-':>12} {self.failed:>7}"
+        )
+        return (
+            f"{self.suite.name:<4} {self.suite.what:<26} {told} {bound:>9} {self.seconds:>8.0f}"
+            f" {self.rounds:>7}"
+        )
 
 
 HEAD = f"{'':<4} {'suite':<26} {'trials':>12} {'failed':>7} {'3/n':>9} {'seconds':>8} {'rounds':>7}"
 
 
 def soak(suite: Suite, seconds: float, rng: random.Random) -> Outcome:
-    """Run rounds of a suite until its time is over; at least one, and none after one that failed."""
+    """Run rounds of a suite until its time is over; at least one, and none after one that
+    failed.
+    """
     outcome, size = Outcome(suite), suite.first
     if suite.by_seconds:
         size = max(1, round(seconds))
@@ -151,7 +206,11 @@ def soak(suite: Suite, seconds: float, rng: random.Random) -> Outcome:
         )
         took = time.monotonic() - begin
         output = done.stdout + done.stderr
-        found = [match.groupdict() for match in re.finditer(suite.counts, output, re.MULTILINE)] if suite.counts else []
+        found = (
+            [match.groupdict() for match in re.finditer(suite.counts, output, re.MULTILINE)]
+            if suite.counts
+            else []
+        )
         trials = sum(int(match["trials"]) for match in found)
         outcome.rounds += 1
         outcome.trials += trials
@@ -163,7 +222,11 @@ def soak(suite: Suite, seconds: float, rng: random.Random) -> Outcome:
             output += "\nno figures were found in this output"
             outcome.failed = 1
         if outcome.failed:
-            print(f"{suite.name} {suite.what}, seed {seed}, ended with {done.returncode}:\n{output[-8000:]}", flush=True)
+            print(
+                f"{suite.name} {suite.what}, seed {seed}, ended with"
+                f" {done.returncode}:\n{output[-8000:]}",
+                flush=True,
+            )
         left = seconds - outcome.seconds
         if suite.by_seconds or not trials or left < took / 4:
             break
@@ -172,21 +235,31 @@ def soak(suite: Suite, seconds: float, rng: random.Random) -> Outcome:
 
 
 def main(suites: Sequence[Suite] = SUITES) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="for all of them together")
     parser.add_argument("--suites", nargs="*", default=[], help="only these, such as S1 S13")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     asked = parser.parse_args()
     chosen = [suite for suite in suites if not asked.suites or suite.name in asked.suites]
-    missing = [suite for suite in chosen if not all((TESTS / need).exists() for need in suite.needs)]
+    missing = [
+        suite for suite in chosen if not all((TESTS / need).exists() for need in suite.needs)
+    ]
     chosen = [suite for suite in chosen if suite not in missing]
     for suite in missing:
         print(f"{suite.name} {suite.what}: left out, {', '.join(suite.needs)} is not here")
     rng, end, outcomes = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes, []
     for number, suite in enumerate(chosen):
-        outcomes.append(soak(suite, max(1.0, (end - time.monotonic()) / (len(chosen) - number)), rng))
+        outcomes.append(
+            soak(suite, max(1.0, (end - time.monotonic()) / (len(chosen) - number)), rng)
+        )
         print(outcomes[-1].row(), flush=True)
-    print(f"\nseed {asked.seed}, {asked.minutes:g} minutes\n{HEAD}", *[outcome.row() for outcome in outcomes], sep="\n")
+    print(
+        f"\nseed {asked.seed}, {asked.minutes:g} minutes\n{HEAD}",
+        *[outcome.row() for outcome in outcomes],
+        sep="\n",
+    )
     return any(outcome.failed for outcome in outcomes)
 
 

@@ -1,5 +1,6 @@
-// Many threads encode and apply at once, with other numbers of threads and other kernels from call to call, while
-// children are forked: for a sanitizer that watches threads. Every result is compared with what one thread gives.
+// Many threads encode and apply at once, with other numbers of threads and other kernels from call
+// to call, while children are forked: for a sanitizer that watches threads. Every result is
+// compared with what one thread gives.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,8 +35,10 @@ Sample sample() {
   for (uint64_t i = 0; i < kChunks * kChunkWords * kWordBytes; ++i) {
     random = random * 6364136223846793005u + 1442695040888963407u;
     made.base.push_back(static_cast<uint8_t>(random >> 56));
-    const uint64_t one_in = i / kWordBytes / kChunkWords % 4;  // equal, all, half and few words changed, chunk by chunk
-    const bool change = one_in == 1 || (one_in == 2 && random >> 40 & 1) || (one_in == 3 && (random >> 40) % 500 == 0);
+    const uint64_t one_in =
+        i / kWordBytes / kChunkWords % 4;  // equal, all, half and few words changed, chunk by chunk
+    const bool change = one_in == 1 || (one_in == 2 && random >> 40 & 1) ||
+                        (one_in == 3 && (random >> 40) % 500 == 0);
     made.current.push_back(static_cast<uint8_t>(made.base.back() + change));
   }
   for (uint64_t chunk = 0; chunk <= kChunks; ++chunk) made.bounds.push_back(chunk * kChunkWords);
@@ -43,7 +46,8 @@ Sample sample() {
 }
 
 std::string bytes_of(const Encoded& encoded) {
-  std::string all(reinterpret_cast<const char*>(encoded.rows.data()), encoded.rows.size() * sizeof(Row));
+  std::string all(reinterpret_cast<const char*>(encoded.rows.data()),
+                  encoded.rows.size() * sizeof(Row));
   for (const Bytes& stream : encoded.streams)
     if (stream.size > 0) all.append(reinterpret_cast<const char*>(stream.data.get()), stream.size);
   return all;
@@ -88,7 +92,8 @@ int main(int count, char** arguments) {
   }
   int children = 0, failed = 0;
   const auto began = std::chrono::steady_clock::now();
-  while (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() < seconds) {
+  while (std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() <
+         seconds) {
     if (!forks) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       continue;
@@ -108,6 +113,7 @@ int main(int count, char** arguments) {
   }
   stop = true;
   for (std::thread& caller : callers) caller.join();
-  std::printf("%d calls, %d wrong; %d children, %d failed\n", calls.load(), wrong.load(), children, failed);
+  std::printf("%d calls, %d wrong; %d children, %d failed\n", calls.load(), wrong.load(), children,
+              failed);
   return wrong != 0 || failed != 0;
 }

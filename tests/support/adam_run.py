@@ -1,4 +1,6 @@
-"""A training state as torch has it, made and updated in NumPy: real Adam arithmetic on gradients that the test chooses."""
+"""A training state as torch has it, made and updated in NumPy: real Adam arithmetic on gradients
+that the test chooses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class AdamRun:
-    """``parameters`` matrices of ``shape`` and one vector, bfloat16 weights with float32 masters, AdamW without decay."""
+    """``parameters`` matrices of ``shape`` and one vector, bfloat16 weights with float32 masters,
+    AdamW without decay.
+    """
 
     def __init__(
         self,
@@ -28,7 +32,9 @@ class AdamRun:
         self.masters = [self.random.normal(0, 0.02, s).astype(np.float32) for s in shapes]
         self.first = [np.zeros(s, np.float32) for s in shapes]
         self.second = [np.zeros(s, np.float32) for s in shapes]
-        self.scale = [np.exp(self.random.normal(0, 1, s)) * 1e-3 for s in shapes]  # of each element's gradients
+        self.scale = [
+            np.exp(self.random.normal(0, 1, s)) * 1e-3 for s in shapes
+        ]  # of each element's gradients
 
     def advance(self, steps: int = 1, size: float = 1.0) -> None:
         """Steps with noise for gradients; ``size``: of the noise."""
@@ -44,7 +50,9 @@ class AdamRun:
                 master -= np.float32(self.rate) * hat.astype(np.float32)
 
     def gradient(self, number: int, size: float) -> np.ndarray[Any, Any]:
-        return (size * self.scale[number] * self.random.normal(0.1, 1, self.masters[number].shape)).astype(np.float32)
+        return (
+            size * self.scale[number] * self.random.normal(0.1, 1, self.masters[number].shape)
+        ).astype(np.float32)
 
     def state(self) -> dict[str, Any]:
         """The state now, in memory of its own."""
@@ -57,7 +65,12 @@ class AdamRun:
             }
             for n in range(len(self.masters))
         }
-        group = {"lr": self.rate, "betas": self.betas, "eps": 1e-8, "params": list(range(len(self.masters)))}
+        group = {
+            "lr": self.rate,
+            "betas": self.betas,
+            "eps": 1e-8,
+            "params": list(range(len(self.masters))),
+        }
         return {
             "model": {f"w{n}": master.astype(BFLOAT16) for n, master in enumerate(self.masters)},
             "optimizer": {"state": kept, "param_groups": [group]},

@@ -1,4 +1,6 @@
-"""Runs for the tests of `deltacheck eval`, small enough for many processes: a linear model, momentum by hand, batches drawn from a generator."""
+"""Runs for the tests of `deltacheck eval`, small enough for many processes: a linear model,
+momentum by hand, batches drawn from a generator.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ class Linear:
         return float(wrong.square().mean())
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.weights, "momentum": self.momentum, "generator": self.generator.get_state(), "note": "linear"}
+        return {
+            "weights": self.weights,
+            "momentum": self.momentum,
+            "generator": self.generator.get_state(),
+            "note": "linear",
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         self.weights, self.momentum = state["weights"], state["momentum"]
@@ -49,7 +56,9 @@ def make(seed: int) -> Linear:
 
 
 def planted(seed: int) -> Linear:
-    """Forgetful, in a process whose engine restores one bit of another leaf wrongly, as a defect of ours would."""
+    """Forgetful, in a process whose engine restores one bit of another leaf wrongly, as a defect of
+    ours would.
+    """
     whole = Engine.restore
 
     def restore(self: Engine, *arguments: Any, **options: Any) -> Any:

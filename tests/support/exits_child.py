@@ -1,7 +1,10 @@
-"""Processes that end in every way with a save under way. Imports the frameworks once; each case is a fork of this one.
+"""Processes that end in every way with a save under way. Imports the frameworks once; each case is
+a
+fork of this one.
 
-Called with a JSON file of cases (see ``Case``); prints one JSON line a case when it has ended: its exit status as ``waitpid`` has it
-(negative: a signal), seconds, and whether it had to be killed. What a case prints goes to ``<folder>/out``.
+Called with a JSON file of cases (see ``Case``); prints one JSON line a case when it has ended: its
+exit status as ``waitpid`` has it (negative: a signal), seconds, and whether it had to be killed.
+What a case prints goes to ``<folder>/out``.
 """
 
 from __future__ import annotations
@@ -61,12 +64,16 @@ def fork_all(cases: list[Case]) -> Case | None:
             ended, status = os.waitpid(child, 0 if hung else os.WNOHANG)
             if ended:
                 del running[child]
-                about = {"status": os.waitstatus_to_exitcode(status), "seconds": seconds, "hung": hung}
+                about = {
+                    "status": os.waitstatus_to_exitcode(status),
+                    "seconds": seconds,
+                    "hung": hung,
+                }
                 print(json.dumps({"folder": case["folder"], **about}), flush=True)
     return None
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 class Hanging:
@@ -109,14 +116,16 @@ def break_storage(fault: str) -> None:
             Durability.sync_tree = stuck  # type: ignore[method-assign]
 
 
-# --- ways to end ------------------------------------------------------------------------------------------------------------------
+# --- ways to end ----------------------------------------------------------------------------------
 
 
 def save(case: Case) -> Any:
     """Commit step 0, break the storage, and begin to save step 1."""
     hangs = case["fault"] in ("hang", "stuck")
     options: dict[str, Any] = {"exit_timeout_seconds": 0.4 if hangs else 60.0}
-    if hangs and case["ending"] != "none":  # the save's own deadline is what ends it, not that of the exit
+    if (
+        hangs and case["ending"] != "none"
+    ):  # the save's own deadline is what ends it, not that of the exit
         options["io_timeout_seconds"] = 1.5
     root = Path(case["folder"]) / "root"
     if ORBAX:
@@ -142,7 +151,9 @@ def save(case: Case) -> Any:
         late = work.Work.capture
 
         def capture_late(self: Any, sources: Any) -> None:
-            time.sleep(0.0 if threading.current_thread() is threading.main_thread() else 0.5)  # until after the fork
+            time.sleep(
+                0.0 if threading.current_thread() is threading.main_thread() else 0.5
+            )  # until after the fork
             late(self, sources)
 
         work.Work.capture = capture_late  # type: ignore[method-assign]
@@ -185,11 +196,15 @@ def end(case: Case) -> None:
     match kind:
         case "sigterm, finish" | "sigterm inside save" | "sigterm twice":
             deltacheck.finish_on_signal(
-                grace_seconds=0.4 if case["fault"] in ("hang", "stuck") and kind != "sigterm twice" else 20
+                grace_seconds=0.4
+                if case["fault"] in ("hang", "stuck") and kind != "sigterm twice"
+                else 20
             )
         case "sigterm, finish, handler":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-            deltacheck.finish_on_signal(grace_seconds=0.4 if case["fault"] in ("hang", "stuck") else 20)
+            deltacheck.finish_on_signal(
+                grace_seconds=0.4 if case["fault"] in ("hang", "stuck") else 20
+            )
         case "thread fails":
             return in_thread(case, False, fail)
         case "thread exits":
@@ -234,7 +249,9 @@ def end(case: Case) -> None:
         case "forked child":
             child = os.fork()
             if child:
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child was disturbed by its parent's save"
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
+                    "the child was disturbed by its parent's save"
+                )
             else:
                 globals()["kept"].before_update()  # must not wait for saves of the parent
                 sys.exit(0)
@@ -247,7 +264,9 @@ def out_of_memory(case: Case) -> None:
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
     state = {"x": torch.ones(200, 200), "big": torch.zeros(60, 1 << 20)}
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), resource.RLIM_INFINITY)
+    )
     error = engine.save(1, state).exception(60)
     assert isinstance(error, errors.SaveFailed), error
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -260,7 +279,9 @@ def out_of_memory(case: Case) -> None:
 
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where we run in the background of a shell, it is ignored
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # where we run in the background of a shell, it is ignored
 gc.collect()
 gc.freeze()  # else each child would copy, and collect, all that the frameworks are made of
 todo = fork_all(json.loads(Path(sys.argv[1]).read_text()))

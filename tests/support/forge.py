@@ -1,4 +1,6 @@
-"""Documents that a forger, or a bug, would write: changed at will, with every checksum and digest on the way to them right again.
+"""Documents that a forger, or a bug, would write: changed at will, with every checksum and digest
+on
+the way to them right again.
 
 So what is tested with them is what stands behind the checksums.
 """
@@ -48,7 +50,9 @@ def forge_manifest(path: Path, edit: Edit) -> None:
 
 
 def forge_table(manifest: Path, number: int, edit: Edit, store: Path | None = None) -> None:
-    """Change the table of a manifest's segment, and let the manifest vouch for it. ``store``: where the segments lie."""
+    """Change the table of a manifest's segment, and let the manifest vouch for it. ``store``: where
+    the segments lie.
+    """
     group = json.loads(manifest.read_bytes())
     ref = body_of(group)["segments"][number]
     path = (store or manifest.parents[2]) / "segments" / ref["id"] / "zarr.json"

@@ -1,4 +1,6 @@
-"""Many short trainings with one import of a slow package: each in a fork of a process that has imported it and started no thread."""
+"""Many short trainings with one import of a slow package: each in a fork of a process that has
+imported it and started no thread.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ import torch
 
 
 def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> None:
-    """Run each scenario in a folder and a process of its own, and print what they gave as one JSON line: name -> value or error."""
+    """Run each scenario in a folder and a process of its own, and print what they gave as one JSON
+    line: name -> value or error.
+    """
     told: dict[str, object] = {}
     for name, scenario in scenarios.items():
         (folder / name).mkdir()
@@ -27,7 +31,9 @@ def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> 
 
 
 def forked(do: Callable[[], object]) -> Any:
-    """What a function gives in a fork, as JSON has it; ``{"killed": signal}`` or ``{"error": text}`` where it does not come so far."""
+    """What a function gives in a fork, as JSON has it; ``{"killed": signal}`` or ``{"error":
+    text}`` where it does not come so far.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
@@ -72,7 +78,9 @@ def digest(state: object) -> str:
             for item in value:
                 add(item)
         elif isinstance(value, torch.Tensor):
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         else:
             found.update(repr(value).encode())
 

@@ -1,4 +1,6 @@
-"""Trainings with Lightning for tests/backends/torch/test_lightning.py: python -m tests.support.lightning_child FOLDER."""
+"""Trainings with Lightning for tests/backends/torch/test_lightning.py: python -m
+tests.support.lightning_child FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ class Net(pl.LightningModule):  # type: ignore[misc]
     def __init__(self, width: int = 8, extra: Any = None, kill_in: int = -1) -> None:
         super().__init__()
         self.save_hyperparameters("width", "extra")
-        self.layers = torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(width, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
         self.kill_in = kill_in
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         if self.current_epoch == self.kill_in and number == 1:
-            while not Path(self.trainer.default_root_dir, "last.ckpt").exists():  # of an epoch before; it appears by itself
+            while not Path(
+                self.trainer.default_root_dir, "last.ckpt"
+            ).exists():  # of an epoch before; it appears by itself
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         loss = self.layers(batch).square().mean()
@@ -58,10 +64,14 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return torch.utils.data.DataLoader(list(lines), batch_size=4, shuffle=True)
 
 
-def fit(folder: Path, *, resume: bool = False, files: dict[str, Any] | None = None, **net: Any) -> dict[str, Any]:
+def fit(
+    folder: Path, *, resume: bool = False, files: dict[str, Any] | None = None, **net: Any
+) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     module = Net(**net)
-    kept = ModelCheckpoint(folder, filename="{epoch}", **({"save_top_k": -1, "save_last": True} | (files or {})))
+    kept = ModelCheckpoint(
+        folder, filename="{epoch}", **({"save_top_k": -1, "save_last": True} | (files or {}))
+    )
     trainer = pl.Trainer(
         max_epochs=EPOCHS, accelerator="cpu", logger=False, callbacks=[kept], plugins=[DeltaCheckIO(rng=True)],
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -88,7 +98,9 @@ def killed_and_resumed(folder: Path) -> Any:
 
 def removed(folder: Path) -> Any:
     """Lightning keeps the best two; the others and their steps are gone."""
-    return fit(folder, files={"save_top_k": 2, "monitor": "loss", "mode": "max", "save_last": False})
+    return fit(
+        folder, files={"save_top_k": 2, "monitor": "loss", "mode": "max", "save_last": False}
+    )
 
 
 def content(folder: Path) -> Any:
@@ -119,7 +131,9 @@ def foreign(folder: Path) -> Any:
 
 
 def failing(folder: Path) -> Any:
-    """A save that fails behind the training is raised by the next call, and the file that was there stays."""
+    """A save that fails behind the training is raised by the next call, and the file that was there
+    stays.
+    """
     io = DeltaCheckIO()
     io.save_checkpoint({"global_step": 1, "w": torch.ones(4)}, folder / "a.ckpt")
     io._settle()
@@ -143,9 +157,20 @@ def failing(folder: Path) -> Any:
 def examples(folder: Path) -> Any:
     if not importlib.util.find_spec("lightning"):
         return None
-    return [forked(lambda epochs=epochs: example("lightning_trainer.py", folder, "--epochs", epochs)) for epochs in (1, 2)]  # type: ignore[misc]
+    return [
+        forked(lambda epochs=epochs: example("lightning_trainer.py", folder, "--epochs", epochs))
+        for epochs in (1, 2)
+    ]  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    names = ("examples", "killed_and_resumed", "removed", "content", "refused", "foreign", "failing")
+    names = (
+        "examples",
+        "killed_and_resumed",
+        "removed",
+        "content",
+        "refused",
+        "foreign",
+        "failing",
+    )
     run_all({name: globals()[name] for name in names}, Path(sys.argv[1]))

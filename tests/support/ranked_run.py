@@ -1,4 +1,6 @@
-"""A run of several ranks that are threads of this process, with NumPy states: what tests of steps that several ranks wrote save."""
+"""A run of several ranks that are threads of this process, with NumPy states: what tests of steps
+that several ranks wrote save.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,24 @@ from deltacheck.store.root import Root, Store, Written, commit
 from deltacheck.testing.ranks import Threads
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
-# The boxes that a rank has of a leaf, by path, shape, rank and number of ranks; none: the rank does not know of the leaf.
+# The boxes that a rank has of a leaf, by path, shape, rank and number of ranks; none: the rank does
+# not know of the leaf.
 Layout: TypeAlias = Callable[[str, Sequence[int], int, int], Sequence[Box]]
 
 
 def rows(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
-    """Along the first axis in equal parts, as FSDP2 cuts: the last ones are smaller, or empty. Leaves of one axis on every rank whole."""
+    """Along the first axis in equal parts, as FSDP2 cuts: the last ones are smaller, or empty.
+    Leaves of one axis on every rank whole.
+    """
     if len(shape) < 2:
         return [sharding.whole(shape)]
     part = -(-shape[0] // size)
-    return [(slice(min(rank * part, shape[0]), min((rank + 1) * part, shape[0])), *sharding.whole(shape[1:]))]
+    return [
+        (
+            slice(min(rank * part, shape[0]), min((rank + 1) * part, shape[0])),
+            *sharding.whole(shape[1:]),
+        )
+    ]
 
 
 def cells(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
@@ -65,7 +75,9 @@ def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:  # noqa: BLE001 - it is what is asked for
             found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -74,7 +86,9 @@ def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
 
 
 class RankedRun:
-    """``size`` ranks that save one root. ``layout``: which boxes of which leaf each has. ``options``: of every ``Saver``."""
+    """``size`` ranks that save one root. ``layout``: which boxes of which leaf each has.
+    ``options``: of every ``Saver``.
+    """
 
     def __init__(
         self,
@@ -92,18 +106,26 @@ class RankedRun:
         self.joints = [Joint(one) for one in ranks]
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
-        self.savers = [Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores]
-        self.commit: Callable[[Manifest], Written] = lambda manifest: commit(root, manifest, durability)
+        self.savers = [
+            Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores
+        ]
+        self.commit: Callable[[Manifest], Written] = lambda manifest: commit(
+            root, manifest, durability
+        )
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> list[Any]:
         """Save a state of nested dicts of arrays: per rank its report, or what was raised there."""
         return at_once(self.size, lambda rank: self.save_on(rank, step, state, metrics))
 
-    def save_on(self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> Any:
+    def save_on(
+        self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None
+    ) -> Any:
         """One rank's part of a save, until it is committed."""
         return self.begin_on(rank, step, state, metrics).result(60)
 
-    def begin_on(self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> Any:
+    def begin_on(
+        self, rank: int, step: int, state: Any, metrics: Mapping[str, float] | None = None
+    ) -> Any:
         joint, saver = self.joints[rank], self.savers[rank]
         flat = tree.flatten(state, describe_numpy)
         held = self.held(rank, flat)
@@ -113,21 +135,41 @@ class RankedRun:
         sources = {}
         for path, (cuts, numbers) in begun.tiles.items():
             array, leaf = np.asarray(flat.arrays[path]), flat.leaves[path]
-            boxes = [sharding.whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
+            boxes = (
+                [sharding.whole(leaf.shape)]
+                if cuts is None
+                else [tiles.box(cuts, number) for number in numbers]
+            )
             for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
                 spec = LeafSpec.of(name, tuple(s.stop - s.start for s in box), leaf.dtype)
                 sources[name] = LeafSource(spec, partial(numpy_bytes, array[box]))
         attempt = Attempt(joint)
         saver.number_from(begun.seq)
         commit = partial(attempt.commit, self.commit)
-        return saver.save(step, begun.tree, dict(sorted(sources.items())), commit, metrics=metrics, abandon=attempt.abandon)
+        return saver.save(
+            step,
+            begun.tree,
+            dict(sorted(sources.items())),
+            commit,
+            metrics=metrics,
+            abandon=attempt.abandon,
+        )
 
     def held(self, rank: int, flat: tree.Flat) -> dict[str, Held]:
-        found = {path: tuple(self.layout(path, leaf.shape, rank, self.size)) for path, leaf in flat.leaves.items()}
-        return {path: Held(flat.leaves[path].dtype, flat.leaves[path].shape, boxes) for path, boxes in found.items() if boxes}
+        found = {
+            path: tuple(self.layout(path, leaf.shape, rank, self.size))
+            for path, leaf in flat.leaves.items()
+        }
+        return {
+            path: Held(flat.leaves[path].dtype, flat.leaves[path].shape, boxes)
+            for path, boxes in found.items()
+            if boxes
+        }
 
     def resume(self, state: Any) -> list[list[str]]:
-        """Go on from the newest step, each rank with what it needs of it; ``state``: as of the next save. Per rank the chains that go on."""
+        """Go on from the newest step, each rank with what it needs of it; ``state``: as of the next
+        save. Per rank the chains that go on.
+        """
         return [
             one if not isinstance(one, BaseException) else _raise(one)
             for one in at_once(self.size, partial(self._resume, state))
@@ -141,7 +183,9 @@ class RankedRun:
         chains = restore.stored_chains(restore.resolve(self.root, manifest, paths).values())
         stored: dict[str, Any] = {}
         restore.load(restore.resolve(self.root, manifest, paths), stored=stored)
-        self.savers[rank].adopt({n: chains[n] for n in names}, {n: stored[n] for n in names}, manifest)
+        self.savers[rank].adopt(
+            {n: chains[n] for n in names}, {n: stored[n] for n in names}, manifest
+        )
         return names
 
     def close(self) -> None:
@@ -193,7 +237,9 @@ def model_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1, rows: slice = slice(None)) -> None:
+def nudge(
+    state: dict[str, Any], share: float = 0.02, seed: int = 1, rows: slice = slice(None)
+) -> None:
     """Change a share of the elements of the large leaves, in some of their rows, in place."""
     random = np.random.default_rng(seed)
     for leaf in (state["model"]["big"], state["optimizer"]["exp_avg"]):

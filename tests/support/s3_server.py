@@ -1,7 +1,9 @@
-"""A local S3 server that fails on request: moto behind a layer that injects faults. ``python tests/support/s3_server.py`` prints its port.
+"""A local S3 server that fails on request: moto behind a layer that injects faults. ``python
+tests/support/s3_server.py`` prints its port.
 
-A process of its own, so that neither its warnings nor its load are the tests'. It ends when its standard input is closed, however the
-process that started it ends. Faults and the log of requests are set and read at ``/_faults``.
+A process of its own, so that neither its warnings nor its load are the tests'. It ends when its
+standard input is closed, however the process that started it ends. Faults and the log of requests
+are set and read at ``/_faults``.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from typing import Any
 CONTROL = "/_faults"
 FOREVER = 1 << 30
 
-# What a fault does. A number: that status instead of the request's effect. "after NUMBER": the effect, then that status. "lost": the effect,
-# and no reply. "dropped": neither. "truncated": the first half of the reply. "hang": nothing for `seconds`, then dropped. "stale":
-# a listing without the keys that match `hidden`. "unconditional": the request without its conditions. "flipped": the reply's
-# last byte is not the stored one. "ignored": said to be done, and not done.
+# What a fault does. A number: that status instead of the request's effect. "after NUMBER": the
+# effect, then that status. "lost": the effect, and no reply. "dropped": neither. "truncated": the
+# first half of the reply. "hang": nothing for `seconds`, then dropped. "stale": a listing without
+# the keys that match `hidden`. "unconditional": the request without its conditions. "flipped": the
+# reply's last byte is not the stored one. "ignored": said to be done, and not done.
 KINDS = (
     "500",
     "503",
@@ -45,7 +48,9 @@ KINDS = (
 
 @dataclass
 class Fault:
-    """Requests by ``method`` whose path matches ``key`` fail as ``kind`` says, ``times`` of them, after the first ``skip``."""
+    """Requests by ``method`` whose path matches ``key`` fail as ``kind`` says, ``times`` of them,
+    after the first ``skip``.
+    """
 
     kind: str
     key: str = ""
@@ -61,7 +66,9 @@ class S3:
     """The server as its tests see it."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
@@ -75,7 +82,9 @@ class S3:
         }
 
     def make_bucket(self, name: str) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=30).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=30
+        ).close()
 
     @contextlib.contextmanager
     def failing(self, *faults: Fault) -> Iterator[None]:
@@ -87,12 +96,16 @@ class S3:
             self._control([])
 
     def seen(self) -> list[tuple[str, str, str]]:
-        """Method, path and what was done (``"ok"`` or the kind of a fault) of every request since the faults were last set."""
+        """Method, path and what was done (``"ok"`` or the kind of a fault) of every request since
+        the faults were last set.
+        """
         with urllib.request.urlopen(self.endpoint + CONTROL, timeout=30) as reply:
             return [tuple(entry) for entry in json.load(reply)]
 
     def _control(self, faults: list[dict[str, Any]]) -> None:
-        request = urllib.request.Request(self.endpoint + CONTROL, json.dumps(faults).encode(), method="POST")
+        request = urllib.request.Request(
+            self.endpoint + CONTROL, json.dumps(faults).encode(), method="POST"
+        )
         urllib.request.urlopen(request, timeout=30).close()
 
     def close(self) -> None:
@@ -142,7 +155,12 @@ class _Faulty:
         if fault.kind.startswith("after"):
             return _error(start_response, fault.kind.removeprefix("after "))
         if fault.kind == "stale":
-            body = re.sub(rb"<Contents>.*?</Contents>", lambda m: _without(m.group(), fault.hidden), body, flags=re.DOTALL)
+            body = re.sub(
+                rb"<Contents>.*?</Contents>",
+                lambda m: _without(m.group(), fault.hidden),
+                body,
+                flags=re.DOTALL,
+            )
         if fault.kind == "flipped" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
@@ -154,7 +172,9 @@ class _Faulty:
 
     def _answer(self, environ: dict[str, Any]) -> tuple[str, list[tuple[str, str]], bytes]:
         kept: list[Any] = []
-        found = self._app(environ, lambda status, headers, info=None: kept.extend((status, headers)))
+        found = self._app(
+            environ, lambda status, headers, info=None: kept.extend((status, headers))
+        )
         body = b"".join(found)
         return kept[0], kept[1], body
 
@@ -175,10 +195,17 @@ class _Faulty:
     def _control(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         with self._lock:
             if environ["REQUEST_METHOD"] == "POST":
-                self._faults = [Fault(**one) for one in json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))]
+                self._faults = [
+                    Fault(**one)
+                    for one in json.loads(
+                        environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+                    )
+                ]
                 self._seen = []
             body = json.dumps(self._seen).encode()
-        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        start_response(
+            "200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        )
         return [body]
 
 
@@ -190,7 +217,10 @@ def _without(entry: bytes, hidden: str) -> bytes:
 def _error(start_response: Any, status: str) -> Iterable[bytes]:
     code = {"500": "InternalError", "503": "SlowDown", "429": "TooManyRequests"}[status]
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>injected</Message></Error>'.encode()
-    start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+    start_response(
+        f"{status} {code}",
+        [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],
+    )
     return [body]
 
 

@@ -40,7 +40,9 @@ def bits(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> bytes:
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     """Where two trees differ: in type, structure, dtype, shape, or in a single bit."""
     if isinstance(a, torch.Tensor | np.ndarray | np.generic):
-        if type(a) is not type(b) and not (isinstance(a, torch.nn.Parameter) and isinstance(b, torch.Tensor)):
+        if type(a) is not type(b) and not (
+            isinstance(a, torch.nn.Parameter) and isinstance(b, torch.Tensor)
+        ):
             yield f"{path}: {type(a).__name__} against {type(b).__name__}"
         elif (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
             yield f"{path}: {a.dtype}{tuple(a.shape)} against {b.dtype}{tuple(b.shape)}"
@@ -68,13 +70,24 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def training_state(width: int = 64, seed: int = 0) -> dict[str, Any]:
-    """A small state with the shapes of a real one: a leaf of several chunks, small leaves, optimizer state, scalars."""
+    """A small state with the shapes of a real one: a leaf of several chunks, small leaves,
+    optimizer state, scalars.
+    """
     generator = torch.Generator().manual_seed(seed)
     big = torch.randn(700, 1000, generator=generator)
     return {
-        "model": {"embed.weight": big.to(torch.bfloat16), "head.bias": torch.randn(width, generator=generator)},
+        "model": {
+            "embed.weight": big.to(torch.bfloat16),
+            "head.bias": torch.randn(width, generator=generator),
+        },
         "optimizer": {
-            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(700, 1000, generator=generator), "master": big}},
+            "state": {
+                0: {
+                    "step": torch.tensor(1.0),
+                    "exp_avg": torch.randn(700, 1000, generator=generator),
+                    "master": big,
+                }
+            },
             "param_groups": [{"lr": 1e-5, "betas": (0.9, 0.999), "params": [0]}],
         },
         "rng": torch.get_rng_state(),

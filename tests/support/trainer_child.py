@@ -1,4 +1,6 @@
-"""Trainings with transformers and accelerate for tests/backends/torch/test_trainer.py: python -m tests.support.trainer_child FOLDER."""
+"""Trainings with transformers and accelerate for tests/backends/torch/test_trainer.py: python -m
+tests.support.trainer_child FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import torch
 from accelerate import Accelerator
@@ -49,28 +56,44 @@ class Kill(TrainerCallback):  # type: ignore[misc]
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.2))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.2)
+    )
 
 
 def lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False))
+    return get_peft_model(
+        model(),
+        LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False),
+    )
 
 
-def trainer(folder: Path, *callbacks: TrainerCallback, make: Any = model, **options: Any) -> Trainer:
-    options = {"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2} | options
+def trainer(
+    folder: Path, *callbacks: TrainerCallback, make: Any = model, **options: Any
+) -> Trainer:
+    options = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+    } | options
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
         **options,
     )  # fmt: skip
-    return Trainer(make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks))
+    return Trainer(
+        make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks)
+    )
 
 
 def outcome(one: Trainer) -> dict[str, object]:
     """Everything that a resumed run must have as the whole one has it, and where it went on."""
     return {
-        "state": digest([one.model.state_dict(), one.optimizer.state_dict(), one.lr_scheduler.state_dict()]),
+        "state": digest(
+            [one.model.state_dict(), one.optimizer.state_dict(), one.lr_scheduler.state_dict()]
+        ),
         "random": digest(torch.get_rng_state()),
         "losses": [entry["loss"] for entry in one.state.log_history if "loss" in entry],
         "began_at": one._initial_global_step,
@@ -79,7 +102,11 @@ def outcome(one: Trainer) -> dict[str, object]:
 
 
 def train(
-    folder: Path, *more: TrainerCallback, resume: Any = None, start: Callable[..., Trainer] = trainer, **options: Any
+    folder: Path,
+    *more: TrainerCallback,
+    resume: Any = None,
+    start: Callable[..., Trainer] = trainer,
+    **options: Any,
 ) -> dict[str, object]:
     one = start(folder, DeltaCheckCallback(), *more, **options)
     one.train(resume)
@@ -164,7 +191,9 @@ def best(folder: Path) -> Any:
     one.train()
     step = one.state.best_global_step
     saved = deltacheck.open(folder / "deltacheck").restore(step)["model"]
-    equal = all(bool((saved[name] == value.numpy()).all()) for name, value in one.model.state_dict().items())
+    equal = all(
+        bool((saved[name] == value.numpy()).all()) for name, value in one.model.state_dict().items()
+    )
     return {"best": step, "equal": equal}
 
 
@@ -181,11 +210,15 @@ def accelerated(folder: Path) -> Any:
         order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
         accelerator = Accelerator(cpu=True, dataloader_config=order)
         torch.manual_seed(0)
-        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
         optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         loader = torch.utils.data.DataLoader(list(torch.randn(20, 8)), batch_size=4, shuffle=True)
-        layers, optimizer, loader, schedule = accelerator.prepare(layers, optimizer, loader, schedule)
+        layers, optimizer, loader, schedule = accelerator.prepare(
+            layers, optimizer, loader, schedule
+        )
         with Engine(root) as engine:
             step = engine.steps()[-1] if engine.steps() else 0
             if step:
@@ -212,7 +245,12 @@ def accelerated(folder: Path) -> Any:
 
 
 def examples(folder: Path) -> Any:
-    runs = [("hf_trainer.py", 6, "--every", 3), ("hf_trainer.py", 8), ("accelerate_loop.py", 5), ("accelerate_loop.py", 12)]
+    runs = [
+        ("hf_trainer.py", 6, "--every", 3),
+        ("hf_trainer.py", 8),
+        ("accelerate_loop.py", 5),
+        ("accelerate_loop.py", 12),
+    ]
     if "peft" in SCENARIOS:
         runs += [("hf_trainer.py", 6, "--every", 3, "--lora"), ("hf_trainer.py", 8, "--lora")]
 
@@ -236,7 +274,10 @@ SCENARIOS: dict[str, Any] = {
     "accelerated": accelerated,
 }
 if importlib.util.find_spec("peft"):
-    SCENARIOS |= {"peft": partial(killed_and_resumed, partial(trainer, make=lora)), "peft_leaves": peft_leaves}
+    SCENARIOS |= {
+        "peft": partial(killed_and_resumed, partial(trainer, make=lora)),
+        "peft_leaves": peft_leaves,
+    }
 
 if __name__ == "__main__":
     run_all(SCENARIOS, Path(sys.argv[1]))

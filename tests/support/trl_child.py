@@ -1,4 +1,6 @@
-"""Trainings with TRL for tests/backends/torch/test_trl.py: python -m tests.support.trl_child FOLDER."""
+"""Trainings with TRL for tests/backends/torch/test_trl.py: python -m tests.support.trl_child
+FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OPTIONS = {
 
 def words() -> PreTrainedTokenizerFast:
     """The numbers below 32, so that nothing is fetched."""
-    tokens = Tokenizer(models.WordLevel({str(number): number for number in range(32)}, unk_token="0"))
+    tokens = Tokenizer(
+        models.WordLevel({str(number): number for number in range(32)}, unk_token="0")
+    )
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="0", eos_token="1")
 
@@ -44,7 +48,9 @@ def counting(first: int, length: int) -> str:
 
 
 def supervised(folder: Path, *callbacks: TrainerCallback, **trainer: Any) -> Trainer:
-    texts = [{"text": counting(first, 3 + first % 5)} for first in range(20)]  # of several lengths: batches are padded
+    texts = [
+        {"text": counting(first, 3 + first % 5)} for first in range(20)
+    ]  # of several lengths: batches are padded
     config = SFTConfig(str(folder), **OPTIONS)
     return SFTTrainer(
         trainer_child.model(), config, train_dataset=Dataset.from_list(texts), processing_class=words(),
@@ -54,7 +60,11 @@ def supervised(folder: Path, *callbacks: TrainerCallback, **trainer: Any) -> Tra
 
 def preferred(folder: Path, *callbacks: TrainerCallback) -> Trainer:
     pairs = [
-        {"prompt": counting(first, 3), "chosen": " " + counting(first + 3, 2), "rejected": " " + counting(first, 2)}
+        {
+            "prompt": counting(first, 3),
+            "chosen": " " + counting(first + 3, 2),
+            "rejected": " " + counting(first, 2),
+        }
         for first in range(20)
     ]
     config = DPOConfig(str(folder), **OPTIONS)
@@ -76,7 +86,12 @@ def rewarded(folder: Path, *callbacks: TrainerCallback) -> Trainer:
     )  # fmt: skip
 
 
-adapted = partial(supervised, peft_config=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False))
+adapted = partial(
+    supervised,
+    peft_config=LoraConfig(
+        r=2, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False
+    ),
+)
 
 
 def by_itself(folder: Path) -> Any:
@@ -92,11 +107,16 @@ def by_itself(folder: Path) -> Any:
 
 def adapter_leaves(folder: Path) -> Any:
     found = killed_and_resumed(adapted, folder)
-    return found | {"leaves": list(deltacheck.open(folder / "parts" / "deltacheck").manifest().specs)}
+    return found | {
+        "leaves": list(deltacheck.open(folder / "parts" / "deltacheck").manifest().specs)
+    }
 
 
 def examples(folder: Path) -> Any:
-    return [forked(lambda steps=steps: example("hf_sft_lora.py", folder / "run", "--steps", steps)) for steps in (6, 8)]
+    return [
+        forked(lambda steps=steps: example("hf_sft_lora.py", folder / "run", "--steps", steps))
+        for steps in (6, 8)
+    ]
 
 
 SCENARIOS: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""A writer that takes no lease, as where the file system has no locks. Prints what became of each save: sequence number and value, or 'fenced'."""
+"""A writer that takes no lease, as where the file system has no locks. Prints what became of each
+save: sequence number and value, or 'fenced'.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def main(root: str, writer: int, rounds: int) -> None:
         try:
             if engine is None:
                 engine = Engine(root)
-                state = engine.restore() if engine.steps() else {"a": torch.zeros(50), "b": torch.zeros(50)}
+                state = (
+                    engine.restore()
+                    if engine.steps()
+                    else {"a": torch.zeros(50), "b": torch.zeros(50)}
+                )
             for leaf in state.values():
                 leaf.fill_(value)
             report = engine.save(number, state).result(60)

@@ -23,7 +23,12 @@ def vectors():
     current[[0, 255, 511, 520]] += np.array([1, 65535, 200, 128], np.uint16)
     yield "gaps of 0, 254, 255 and values of 1, -1, 200, 128", current, base, [0, 600]
     yield "an unchanged chunk between two changed ones", current, base, [0, 10, 200, 600]
-    yield "bytes", np.array([5, 0, 255, 7, 7, 7], np.uint8), np.array([5, 255, 0, 7, 135, 6], np.uint8), [0, 6]
+    yield (
+        "bytes",
+        np.array([5, 0, 255, 7, 7, 7], np.uint8),
+        np.array([5, 255, 0, 7, 135, 6], np.uint8),
+        [0, 6],
+    )
     sign = np.array([0x7FC00001, 0x80000000, 0x00000001, 0x3F800000], np.uint32)
     yield (
         "a NaN payload, minus zero and a subnormal against zeros",
@@ -32,13 +37,23 @@ def vectors():
         [0, 4],
     )
     wide = np.full(12, 1 << 40, np.uint64)
-    yield "eight-byte words that move far", wide + np.arange(12, dtype=np.uint64) ** 9 * 7, wide, [0, 12]
+    yield (
+        "eight-byte words that move far",
+        wide + np.arange(12, dtype=np.uint64) ** 9 * 7,
+        wide,
+        [0, 12],
+    )
     random = np.random.default_rng(1)
     half = np.zeros(64, np.uint16)
     moved = half.copy()
     moved[random.random(64) < 0.5] += 3
     yield "half of the words changed", moved, half, [0, 64]
-    yield "every word changed a little", np.arange(48, dtype=np.uint32) % 3 + 1, np.zeros(48, np.uint32), [0, 48]
+    yield (
+        "every word changed a little",
+        np.arange(48, dtype=np.uint32) % 3 + 1,
+        np.zeros(48, np.uint32),
+        [0, 48],
+    )
     noise = random.integers(0, 1 << 32, 24, np.uint32)
     smooth = (np.arange(24) % 4 + (127 << 23)).astype(np.uint32)
     yield "new values that are simpler than the difference", smooth, noise, [0, 24]
@@ -65,11 +80,15 @@ def main() -> None:
                 "base": before,
                 "current": now.tobytes().hex(),
                 "rows": encoded.rows.tolist(),
-                "streams": {stream: content.tobytes().hex() for stream, content in encoded.streams.items()},
+                "streams": {
+                    stream: content.tobytes().hex() for stream, content in encoded.streams.items()
+                },
             }
         )
     entries = [
-        "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items()) + "\n}"
+        "{\n"
+        + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items())
+        + "\n}"
         for entry in made
     ]
     (Path(__file__).parent / "encoder.json").write_text("[\n" + ",\n".join(entries) + "\n]\n")

@@ -1,7 +1,8 @@
-// Decodes rows, format.md section 4: one block of threads a row, one warp a tile where there are positions.
+// Decodes rows, format.md section 4: one block of threads a row, one warp a tile where there are
+// positions.
 //
-// Streams lie at any address, so they are read byte by byte; neighbouring threads read neighbouring bytes. Chunks are
-// aligned to their words.
+// Streams lie at any address, so they are read byte by byte; neighbouring threads read neighbouring
+// bytes. Chunks are aligned to their words.
 
 #include <cstdint>
 
@@ -19,7 +20,8 @@ constexpr uint32_t kUnroll = 4;  // words that a thread has under way
 
 struct Shared {
   BlockScratch scratch;
-  uint32_t values[kBlockThreads], gaps[kBlockThreads], wide[kBlockThreads];  // where each tile's part begins
+  uint32_t values[kBlockThreads], gaps[kBlockThreads],
+      wide[kBlockThreads];  // where each tile's part begins
 };
 
 // One row's parts of the streams.
@@ -37,7 +39,8 @@ template <int W>
 __device__ inline typename Word<W>::type little_endian(const uint8_t* from) {
   typename Word<W>::type word = 0;
   for (int byte = 0; byte < W; ++byte) {
-    word = static_cast<typename Word<W>::type>(word | static_cast<typename Word<W>::type>(from[byte]) << (8 * byte));
+    word = static_cast<typename Word<W>::type>(
+        word | static_cast<typename Word<W>::type>(from[byte]) << (8 * byte));
   }
   return word;
 }
@@ -53,8 +56,8 @@ __device__ inline void add_to(typename Word<W>::type* word, typename Word<W>::ty
 
 // One tile, by a warp. `values`, `wide`: what the tile owns.
 template <int W>
-__device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* gaps, uint32_t gap_bytes,
-                                  const uint8_t* values, const uint8_t* wide) {
+__device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* gaps,
+                                  uint32_t gap_bytes, const uint8_t* values, const uint8_t* wide) {
   using U = typename Word<W>::type;
   uint32_t words_before = 0, changed_before = 0, wide_before = 0;
   for (uint32_t start = 0; start < gap_bytes; start += kBytesOfWarp) {
@@ -65,7 +68,8 @@ __device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* 
       bytes[k] = inside ? gaps[first + k] : kEscape;
       sums += (inside ? bytes[k] << 16 : 0) + (bytes[k] != kEscape);
     }
-    const uint32_t up_to = warp_inclusive_sum(sums), all = __shfl_sync(kAllLanes, up_to, kWarpThreads - 1);
+    const uint32_t up_to = warp_inclusive_sum(sums),
+                   all = __shfl_sync(kAllLanes, up_to, kWarpThreads - 1);
     const uint32_t below = up_to - sums;
     const uint32_t rank = changed_before + (below & 0xffff);
     uint32_t position = words_before + (below >> 16) + (below & 0xffff);
@@ -95,8 +99,9 @@ __device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* 
 }
 
 template <int W>
-__device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t* bits, uint32_t bytes_of_bits,
-                                    const uint8_t* values, const uint8_t* wide) {
+__device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t* bits,
+                                    uint32_t bytes_of_bits, const uint8_t* values,
+                                    const uint8_t* wide) {
   using U = typename Word<W>::type;
   const uint32_t below = (1u << lane_of_thread()) - 1;
   uint32_t changed_before = 0, wide_before = 0;
@@ -106,7 +111,8 @@ __device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t
     for (uint32_t k = 0; k < kBytesOfLane; ++k) {
       if (first + k < bytes_of_bits) mask |= static_cast<uint32_t>(bits[first + k]) << (8 * k);
     }
-    const uint32_t count = __popc(mask), up_to = warp_inclusive_sum(count), rank = changed_before + up_to - count;
+    const uint32_t count = __popc(mask), up_to = warp_inclusive_sum(count),
+                   rank = changed_before + up_to - count;
     changed_before += __shfl_sync(kAllLanes, up_to, kWarpThreads - 1);
     // Each lane's bits in turn, so that the warp goes through the words side by side.
     for (uint32_t turn = 0; turn < kWarpThreads; ++turn) {
@@ -129,7 +135,8 @@ __device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t
 
 // Sparse or bitmap.
 template <int W>
-__device__ inline void apply_positions(const Row& row, const Parts& parts, typename Word<W>::type* base, uint64_t words,
+__device__ inline void apply_positions(const Row& row, const Parts& parts,
+                                       typename Word<W>::type* base, uint64_t words,
                                        Shared& shared) {
   const uint8_t* tiles = parts.at(kTiles);
   const uint8_t* gaps = parts.at(kGaps);
@@ -138,11 +145,12 @@ __device__ inline void apply_positions(const Row& row, const Parts& parts, typen
   const uint8_t* wide = parts.at(kWide);
   const uint64_t tile_count = tiles_of(words, W);
   for (uint64_t first = 0; first < tile_count; first += kBlockThreads) {
-    const uint32_t batch =
-        static_cast<uint32_t>(tile_count - first < kBlockThreads ? tile_count - first : kBlockThreads);
+    const uint32_t batch = static_cast<uint32_t>(
+        tile_count - first < kBlockThreads ? tile_count - first : kBlockThreads);
     const uint64_t tile = first + threadIdx.x;
     const bool inside = threadIdx.x < batch;
-    const uint32_t changed = inside ? entry_of(tiles, tile, 0) : 0, gap_bytes = inside ? entry_of(tiles, tile, 1) : 0,
+    const uint32_t changed = inside ? entry_of(tiles, tile, 0) : 0,
+                   gap_bytes = inside ? entry_of(tiles, tile, 1) : 0,
                    wide_count = inside ? entry_of(tiles, tile, 2) : 0;
     uint32_t all_changed, all_gaps, all_wide;
     // Begins with a barrier: the warps are done with the tiles before.
@@ -161,7 +169,8 @@ __device__ inline void apply_positions(const Row& row, const Parts& parts, typen
       } else {
         const uint64_t rest = words - (first + i) * kTileWords<W>;
         const uint32_t size = static_cast<uint32_t>(rest < kTileWords<W> ? rest : kTileWords<W>);
-        apply_bitmap<W>(start, bits + (first + i) * (kTileWords<W> / 8), (size + 7) / 8, mine, mine_wide);
+        apply_bitmap<W>(start, bits + (first + i) * (kTileWords<W> / 8), (size + 7) / 8, mine,
+                        mine_wide);
       }
     }
     values += all_changed;
@@ -172,7 +181,8 @@ __device__ inline void apply_positions(const Row& row, const Parts& parts, typen
 
 // diff or planes.
 template <int W, bool kDifference>
-__device__ inline void apply_planes(const Parts& parts, typename Word<W>::type* base, uint64_t words) {
+__device__ inline void apply_planes(const Parts& parts, typename Word<W>::type* base,
+                                    uint64_t words) {
   using U = typename Word<W>::type;
   const uint8_t* planes[W];
 #pragma unroll
@@ -185,18 +195,21 @@ __device__ inline void apply_planes(const Parts& parts, typename Word<W>::type* 
       word[j] = 0;
       if (i >= words) continue;
 #pragma unroll
-      for (int k = 0; k < W; ++k) word[j] = static_cast<U>(word[j] | static_cast<U>(planes[k][i]) << (8 * k));
+      for (int k = 0; k < W; ++k)
+        word[j] = static_cast<U>(word[j] | static_cast<U>(planes[k][i]) << (8 * k));
     }
 #pragma unroll
     for (uint32_t j = 0; j < kUnroll; ++j) {
       const uint64_t i = first + j * kBlockThreads;
       if (i >= words) continue;
-      base[i] = kDifference ? static_cast<U>(base[i] + unzigzag<W>(word[j])) : rotated_right<W>(word[j]);
+      base[i] =
+          kDifference ? static_cast<U>(base[i] + unzigzag<W>(word[j])) : rotated_right<W>(word[j]);
     }
   }
 }
 
-// `to` is written in aligned words of 4 bytes; where `from` is not aligned alike, each is put together from two.
+// `to` is written in aligned words of 4 bytes; where `from` is not aligned alike, each is put
+// together from two.
 __device__ inline void copy(uint8_t* to, const uint8_t* from, uint64_t bytes) {
   uint64_t head = (4 - reinterpret_cast<uintptr_t>(to) % 4) % 4;
   head = head < bytes ? head : bytes;
@@ -224,7 +237,8 @@ __device__ inline void copy(uint8_t* to, const uint8_t* from, uint64_t bytes) {
 }
 
 template <int W>
-__device__ inline void apply_row(const Row& row, const Parts& parts, uint8_t* base, uint64_t words, Shared& shared) {
+__device__ inline void apply_row(const Row& row, const Parts& parts, uint8_t* base, uint64_t words,
+                                 Shared& shared) {
   typename Word<W>::type* const aligned = reinterpret_cast<typename Word<W>::type*>(base);
   if (row.method == kDiff)
     apply_planes<W, true>(parts, aligned, words);

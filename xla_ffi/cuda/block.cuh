@@ -1,7 +1,8 @@
-// What the threads of a block work out together. Every thread of the block must call; all of them get the result.
+// What the threads of a block work out together. Every thread of the block must call; all of them
+// get the result.
 //
-// A call begins with a barrier, so `scratch` may be shared by any number of calls, and what the caller wrote to shared
-// memory before one is seen by all after it.
+// A call begins with a barrier, so `scratch` may be shared by any number of calls, and what the
+// caller wrote to shared memory before one is seen by all after it.
 
 #pragma once
 
@@ -36,7 +37,8 @@ __device__ inline T warp_inclusive_sum(T value) {
 
 template <typename T>
 __device__ inline T warp_sum(T value) {
-  for (uint32_t with = kWarpThreads / 2; with > 0; with /= 2) value += __shfl_xor_sync(kAllLanes, value, with);
+  for (uint32_t with = kWarpThreads / 2; with > 0; with /= 2)
+    value += __shfl_xor_sync(kAllLanes, value, with);
   return value;
 }
 

@@ -1,9 +1,11 @@
-// XXH3, 128 bits, seed 0, default secret (Collet, xxHash 0.8, doc/xxhash_spec.md): one warp for each chunk.
+// XXH3, 128 bits, seed 0, default secret (Collet, xxHash 0.8, doc/xxhash_spec.md): one warp for
+// each chunk.
 //
-// A block of 1 KiB has 16 stripes of 8 words; what they add to the 8 accumulators can be summed in any order, and only
-// then is scrambled. So lane i takes word i % 8 of the stripes i / 8, i / 8 + 4, .., and a block is 4 loads in a row of
-// every lane, several blocks ahead of the sums. All loads are aligned: where the chunk is not, each word is put
-// together from two, and the bytes of an aligned word of 8 that lie before the chunk may be read, none after it.
+// A block of 1 KiB has 16 stripes of 8 words; what they add to the 8 accumulators can be summed in
+// any order, and only then is scrambled. So lane i takes word i % 8 of the stripes i / 8, i / 8 +
+// 4, .., and a block is 4 loads in a row of every lane, several blocks ahead of the sums. All loads
+// are aligned: where the chunk is not, each word is put together from two, and the bytes of an
+// aligned word of 8 that lie before the chunk may be read, none after it.
 
 #include <cstdint>
 
@@ -14,21 +16,24 @@ namespace deltacheck {
 namespace device {
 namespace {
 
-constexpr uint32_t kThreads = 64;   // few: a warp works alone, and a few hundred chunks should meet all processors
+constexpr uint32_t kThreads =
+    64;  // few: a warp works alone, and a few hundred chunks should meet all processors
 constexpr uint32_t kResident = 16;  // blocks that a processor should hold: 64 registers a thread
 constexpr uint32_t kStripeBytes = 64, kBlockBytes = 1024, kRows = 4, kAccumulators = 8;
 constexpr uint32_t kSecretBytes = 192;
 
 constexpr uint32_t kShort1 = 0x9e3779b1, kShort2 = 0x85ebca77, kShort3 = 0xc2b2ae3d;
-constexpr uint64_t kPrime1 = 0x9e3779b185ebca87, kPrime2 = 0xc2b2ae3d27d4eb4f, kPrime3 = 0x165667b19e3779f9,
-                   kPrime4 = 0x85ebca77c2b2ae63, kPrime5 = 0x27d4eb2f165667c5, kMix1 = 0x165667919e3779f9,
+constexpr uint64_t kPrime1 = 0x9e3779b185ebca87, kPrime2 = 0xc2b2ae3d27d4eb4f,
+                   kPrime3 = 0x165667b19e3779f9, kPrime4 = 0x85ebca77c2b2ae63,
+                   kPrime5 = 0x27d4eb2f165667c5, kMix1 = 0x165667919e3779f9,
                    kMix2 = 0x9fb21c651e98df25;
 
 __device__ const uint64_t kSecret[kSecretBytes / 8] = {
-    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
-    0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
-    0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
-    0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
+    0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
+    0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
+    0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
     0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
 
 struct Hash {
@@ -56,10 +61,13 @@ __device__ inline uint32_t read32(const uint8_t* from) {
   return word;
 }
 
-__device__ inline uint32_t swapped(uint32_t x) { return x << 24 | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u) | x >> 24; }
+__device__ inline uint32_t swapped(uint32_t x) {
+  return x << 24 | (x & 0xff00u) << 8 | (x >> 8 & 0xff00u) | x >> 24;
+}
 
 __device__ inline uint64_t swapped(uint64_t x) {
-  return static_cast<uint64_t>(swapped(static_cast<uint32_t>(x))) << 32 | swapped(static_cast<uint32_t>(x >> 32));
+  return static_cast<uint64_t>(swapped(static_cast<uint32_t>(x))) << 32 |
+         swapped(static_cast<uint32_t>(x >> 32));
 }
 
 __device__ inline Hash multiplied(uint64_t a, uint64_t b) { return {a * b, __umul64hi(a, b)}; }
@@ -77,15 +85,18 @@ __device__ inline uint64_t avalanche_of_xxh64(uint64_t hash) {
   return hash ^ hash >> 32;
 }
 
-// --- up to 240 bytes: by one thread --------------------------------------------------------------------------------
+// --- up to 240 bytes: by one thread
+// --------------------------------------------------------------------------------
 
 __device__ inline Hash hash_to_16(const uint8_t* input, uint32_t length) {
   if (length == 0) {
-    return {avalanche_of_xxh64(secret(64) ^ secret(72)), avalanche_of_xxh64(secret(80) ^ secret(88))};
+    return {avalanche_of_xxh64(secret(64) ^ secret(72)),
+            avalanche_of_xxh64(secret(80) ^ secret(88))};
   }
   if (length < 4) {
-    const uint32_t low = static_cast<uint32_t>(input[0]) << 16 | static_cast<uint32_t>(input[length / 2]) << 24 |
-                         input[length - 1] | length << 8;
+    const uint32_t low = static_cast<uint32_t>(input[0]) << 16 |
+                         static_cast<uint32_t>(input[length / 2]) << 24 | input[length - 1] |
+                         length << 8;
     const uint32_t turned = swapped(low), high = turned << 13 | turned >> 19;
     const uint64_t keys = kSecret[0], more_keys = kSecret[1];
     return {avalanche_of_xxh64(low ^ static_cast<uint32_t>(keys) ^ keys >> 32),
@@ -93,7 +104,8 @@ __device__ inline Hash hash_to_16(const uint8_t* input, uint32_t length) {
   }
   if (length <= 8) {
     const uint64_t word = read32(input) + (static_cast<uint64_t>(read32(input + length - 4)) << 32);
-    Hash hash = multiplied(word ^ secret(16) ^ secret(24), kPrime1 + (static_cast<uint64_t>(length) << 2));
+    Hash hash =
+        multiplied(word ^ secret(16) ^ secret(24), kPrime1 + (static_cast<uint64_t>(length) << 2));
     hash.high += hash.low << 1;
     hash.low ^= hash.high >> 3;
     hash.low = (hash.low ^ hash.low >> 35) * kMix2;
@@ -132,16 +144,19 @@ __device__ inline Hash hash_to_240(const uint8_t* input, uint32_t length) {
   } else {
     for (uint32_t at = 0; at < 128; at += 32) mix(input + at, input + at + 16, at, &hash);
     hash = {avalanche(hash.low), avalanche(hash.high)};
-    for (uint32_t at = 128; at + 32 <= length; at += 32) mix(input + at, input + at + 16, at - 128 + 3, &hash);
+    for (uint32_t at = 128; at + 32 <= length; at += 32)
+      mix(input + at, input + at + 16, at - 128 + 3, &hash);
     mix(input + length - 16, input + length - 32, kLeastSecretBytes - 17 - 16, &hash);
   }
-  return {avalanche(hash.low + hash.high), 0 - avalanche(hash.low * kPrime1 + hash.high * kPrime4 + length * kPrime2)};
+  return {avalanche(hash.low + hash.high),
+          0 - avalanche(hash.low * kPrime1 + hash.high * kPrime4 + length * kPrime2)};
 }
 
-// --- more: by a warp -----------------------------------------------------------------------------------------------
+// --- more: by a warp
+// -----------------------------------------------------------------------------------------------
 
-// What a lane has of the words of a block: kRows rows of 32 words; where the chunk is not aligned, of the aligned words
-// that hold them, and the first lane also the word after them.
+// What a lane has of the words of a block: kRows rows of 32 words; where the chunk is not aligned,
+// of the aligned words that hold them, and the first lane also the word after them.
 template <bool kAligned>
 struct Loaded {
   uint64_t rows[kRows], next;
@@ -156,13 +171,14 @@ struct Loaded {
     if (kAligned) return rows[row];
     // The last lane takes the first word of the next row.
     const uint64_t first = row + 1 < kRows ? rows[row + 1] : next;
-    const uint64_t after =
-        __shfl_sync(kAllLanes, lane_of_thread() == 0 ? first : rows[row], (lane_of_thread() + 1) % kWarpThreads);
+    const uint64_t after = __shfl_sync(kAllLanes, lane_of_thread() == 0 ? first : rows[row],
+                                       (lane_of_thread() + 1) % kWarpThreads);
     return rows[row] >> shift | after << (64 - shift);
   }
 };
 
-// The sums of one lane until they go to the accumulators: `own` to that of its words, `other` to its neighbour's.
+// The sums of one lane until they go to the accumulators: `own` to that of its words, `other` to
+// its neighbour's.
 struct Sums {
   uint64_t own = 0, other = 0;
 
@@ -184,10 +200,11 @@ __device__ inline uint64_t scrambled(uint64_t accumulator, uint64_t key) {
   return (accumulator ^ accumulator >> 47 ^ key) * kShort1;
 }
 
-// `blocks` whole blocks. REQUIRES: not aligned: the last aligned word that holds a byte of them ends inside the chunk.
+// `blocks` whole blocks. REQUIRES: not aligned: the last aligned word that holds a byte of them
+// ends inside the chunk.
 template <bool kAligned, uint32_t kAhead>
-__device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, const uint64_t* keys, uint64_t scramble,
-                                       uint64_t accumulator) {
+__device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, const uint64_t* keys,
+                                       uint64_t scramble, uint64_t accumulator) {
   const uint32_t shift = kAligned ? 0 : reinterpret_cast<uintptr_t>(input) % 8 * 8;
   const uint8_t* from = input - shift / 8;
   const uint8_t* const end = from + uint64_t{blocks} * kBlockBytes;
@@ -227,7 +244,8 @@ __device__ inline uint64_t first_accumulator(uint32_t i) {
 }
 
 __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
-  const uint32_t lane = lane_of_thread(), mine = lane % kAccumulators, stripe = lane / kAccumulators;
+  const uint32_t lane = lane_of_thread(), mine = lane % kAccumulators,
+                 stripe = lane / kAccumulators;
   uint64_t keys[kRows];
   for (uint32_t row = 0; row < kRows; ++row) keys[row] = secret(8 * (stripe + 4 * row + mine));
   const uint64_t scramble = secret(kSecretBytes - kStripeBytes + 8 * mine);
@@ -255,13 +273,15 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
       continue;
     }
     if (stripe == 0) {  // the last 64 bytes, whether or not they were in a stripe
-      sums.add(read64(input + length - kStripeBytes + 8 * lane), secret(kSecretBytes - kStripeBytes - 7 + 8 * mine));
+      sums.add(read64(input + length - kStripeBytes + 8 * lane),
+               secret(kSecretBytes - kStripeBytes - 7 + 8 * mine));
     }
     accumulator += sums.together();
     break;
   }
   return {merged(accumulator, secret(11 + 8 * mine), length * kPrime1),
-          merged(accumulator, secret(kSecretBytes - kStripeBytes - 11 + 8 * mine), ~(length * kPrime2))};
+          merged(accumulator, secret(kSecretBytes - kStripeBytes - 11 + 8 * mine),
+                 ~(length * kPrime2))};
 }
 
 // By a whole warp.
@@ -278,7 +298,9 @@ __device__ inline void write_digest(const uint8_t* input, uint64_t length, uint6
   }
 }
 
-__device__ inline uint32_t warp_of_grid() { return blockIdx.x * (kThreads / kWarpThreads) + warp_of_thread(); }
+__device__ inline uint32_t warp_of_grid() {
+  return blockIdx.x * (kThreads / kWarpThreads) + warp_of_thread();
+}
 
 uint32_t blocks_for(uint32_t chunks) {
   constexpr uint32_t kWarps = kThreads / kWarpThreads;
@@ -304,8 +326,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 
 }  // namespace
 
-cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count, uint32_t most,
-                            uint64_t* digests, cudaStream_t stream) {
+cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count,
+                            uint32_t most, uint64_t* digests, cudaStream_t stream) {
   if (most == 0) return cudaSuccess;
   DELTACHECK_LAUNCH(digest_rows, blocks_for(most), kThreads, stream, table, rows, count, digests);
   return cudaGetLastError();

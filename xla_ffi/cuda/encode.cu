@@ -1,12 +1,13 @@
-// The encoder of device.h. One block works on one chunk from its first tile to its last, so no block ever waits for
-// another, and the bytes do not depend on how they are scheduled. What they need to know of each other, the places of
-// their streams, is settled between two kernels:
+// The encoder of device.h. One block works on one chunk from its first tile to its last, so no
+// block ever waits for another, and the bytes do not depend on how they are scheduled. What they
+// need to know of each other, the places of their streams, is settled between two kernels:
 //
 //   lay_out        where in scratch each chunk has its slot
 //   choose_method  4.4 of docs/reference/format.md, from the sample
 //   compact        sparse and bitmap chunks: their streams into their slots, their bases
 //   place          where each chunk's part of each stream goes; the rows
-//   store          slots, and all other chunks straight from memory, into the payload; the other bases
+//   store          slots, and all other chunks straight from memory, into the payload; the other
+//   bases
 
 #include <type_traits>
 
@@ -71,10 +72,11 @@ union ForAnyWord {
   __device__ operator Of<8>&() { return eight; }
 };
 
-// --- one tile: which words have changed -----------------------------------------------------------------------------
+// --- one tile: which words have changed
+// -----------------------------------------------------------------------------
 
-// A thread compares kUnits units of a tile. Neighbours compare neighbouring units: unit `thread`, then
-// `kBlockThreads + thread`, and so on.
+// A thread compares kUnits units of a tile. Neighbours compare neighbouring units: unit `thread`,
+// then `kBlockThreads + thread`, and so on.
 constexpr uint32_t kUnitBytes = sizeof(uint4);
 constexpr uint32_t kUnits = kTileBytes / (kUnitBytes * kBlockThreads);
 template <int W>
@@ -104,11 +106,13 @@ struct Tile {
 
 template <int W>
 __device__ inline uint32_t differing_words(const uint4& current, const uint4& base) {
-  const uint32_t differing[4] = {current.x ^ base.x, current.y ^ base.y, current.z ^ base.z, current.w ^ base.w};
+  const uint32_t differing[4] = {current.x ^ base.x, current.y ^ base.y, current.z ^ base.z,
+                                 current.w ^ base.w};
   uint32_t bits = 0;
   for (uint32_t i = 0; i < kUnitWords<W>; ++i) {
-    const uint32_t word = W == 8 ? differing[2 * i % 4] | differing[(2 * i + 1) % 4]
-                                 : static_cast<typename Word<W>::type>(differing[i * W / 4] >> (i * W % 4 * 8));
+    const uint32_t word =
+        W == 8 ? differing[2 * i % 4] | differing[(2 * i + 1) % 4]
+               : static_cast<typename Word<W>::type>(differing[i * W / 4] >> (i * W % 4 * 8));
     bits |= static_cast<uint32_t>(word != 0) << i;
   }
   return bits;
@@ -118,12 +122,14 @@ __device__ inline uint32_t differing_words(const uint4& current, const uint4& ba
 template <int W>
 __device__ inline PerUnit changed_words(const Tile<W>& tile) {
   PerUnit changed = 0;
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
+  const uintptr_t addresses =
+      reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
   if (tile.words == kTileWords<W> && addresses % kUnitBytes == 0) {
     uint4 current[kUnits], base[kUnits];  // all on their way at once
 #pragma unroll
     for (uint32_t unit = 0; unit < kUnits; ++unit) {
-      current[unit] = reinterpret_cast<const uint4*>(tile.current)[unit * kBlockThreads + threadIdx.x];
+      current[unit] =
+          reinterpret_cast<const uint4*>(tile.current)[unit * kBlockThreads + threadIdx.x];
       base[unit] = reinterpret_cast<const uint4*>(tile.base)[unit * kBlockThreads + threadIdx.x];
     }
 #pragma unroll
@@ -141,7 +147,8 @@ __device__ inline PerUnit changed_words(const Tile<W>& tile) {
 
 // The places of the changed words, ascending; returns how many there are.
 template <int W>
-__device__ inline uint32_t list_positions(PerUnit changed, uint16_t* positions, BlockScratch& scratch) {
+__device__ inline uint32_t list_positions(PerUnit changed, uint16_t* positions,
+                                          BlockScratch& scratch) {
   PerUnit counts = 0, totals;
   for (uint32_t unit = 0; unit < kUnits; ++unit)
     counts |= static_cast<PerUnit>(__popc(of_unit(changed, unit))) << (16 * unit);
@@ -177,16 +184,19 @@ __device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
   }
 }
 
-// --- scans over all chunks, by one block ----------------------------------------------------------------------------
+// --- scans over all chunks, by one block
+// ----------------------------------------------------------------------------
 
-// Calls use(chunk, the sum of size(chunk) of the chunks before it) for each chunk; returns the sum of all.
+// Calls use(chunk, the sum of size(chunk) of the chunks before it) for each chunk; returns the sum
+// of all.
 template <typename Size, typename Use>
 __device__ inline uint64_t scan_chunks(uint32_t chunks, Size size, Use use, BlockScratch& scratch) {
   uint64_t before = 0;
   for (uint64_t start = 0; start < chunks; start += kBlockThreads) {
     const uint64_t chunk = start + threadIdx.x;
     uint64_t total;
-    const uint64_t sum = block_exclusive_sum(chunk < chunks ? size(chunk) : uint64_t{0}, scratch, &total);
+    const uint64_t sum =
+        block_exclusive_sum(chunk < chunks ? size(chunk) : uint64_t{0}, scratch, &total);
     if (chunk < chunks) use(chunk, before + sum);
     before += total;
   }
@@ -213,12 +223,15 @@ __global__ void __launch_bounds__(kBlockThreads) place(Job job) {
       const Chunk& of = arguments.table[chunk];
       return stream_bytes(entries[chunk].row, stream, of.words, static_cast<int>(of.word_bytes));
     };
-    const uint64_t total =
-        scan_chunks(arguments.chunks, size, [&](uint64_t chunk, uint64_t offset) { offsets[chunk] = offset; }, scratch);
+    const uint64_t total = scan_chunks(
+        arguments.chunks, size, [&](uint64_t chunk, uint64_t offset) { offsets[chunk] = offset; },
+        scratch);
     if (threadIdx.x == 0) arguments.head[kHeadStreams + stream] = total;
     return;
   }
-  const auto has_row = [&](uint64_t chunk) -> uint64_t { return entries[chunk].row.method != kUnchanged; };
+  const auto has_row = [&](uint64_t chunk) -> uint64_t {
+    return entries[chunk].row.method != kUnchanged;
+  };
   const auto put = [&](uint64_t chunk, uint64_t at) {
     if (!has_row(chunk)) return;
     arguments.rows[at] = entries[chunk].row;
@@ -231,10 +244,11 @@ __global__ void __launch_bounds__(kBlockThreads) place(Job job) {
   }
 }
 
-// --- 4.4: how the method is chosen ----------------------------------------------------------------------------------
+// --- 4.4: how the method is chosen
+// ----------------------------------------------------------------------------------
 
-// Most bytes of most histograms are 0, and additions to one counter wait for each other: entry 0 is left out, it
-// follows from the others.
+// Most bytes of most histograms are 0, and additions to one counter wait for each other: entry 0 is
+// left out, it follows from the others.
 using Histogram = uint32_t[256];
 static_assert(kBlockThreads == 256, "a thread for each entry");
 
@@ -283,7 +297,8 @@ struct Costs {
 };
 
 template <int W>
-__device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_words, ChooseShared<W>& shared) {
+__device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_words,
+                                         ChooseShared<W>& shared) {
   for (int k = 0; k < W; ++k) shared.planes[k][threadIdx.x] = 0;
   shared.wide[threadIdx.x] = shared.bits[threadIdx.x] = shared.gaps[threadIdx.x] = 0;
   uint64_t changed = 0, bitmap_length = 0;
@@ -310,8 +325,8 @@ __device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_wor
   }
   if (changed == 0) return {};
   const uint64_t wide_count = block_sum(uint64_t{wide_here}, shared.scratch);
-  // Until here `wide` has the low bytes of wide differences. A narrow difference is its low byte; it has that byte
-  // alone in `values`, and nothing in `wide`.
+  // Until here `wide` has the low bytes of wide differences. A narrow difference is its low byte;
+  // it has that byte alone in `values`, and nothing in `wide`.
   const uint32_t byte = threadIdx.x;
   shared.values[(byte + 255) % 256] =
       byte != 0 ? shared.planes[0][byte] - shared.wide[byte] : static_cast<uint32_t>(wide_count);
@@ -339,7 +354,8 @@ __device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_wor
   return costs;
 }
 
-// Whether value planes cost less than `bound` on the sample, of which no more is read than it takes to know.
+// Whether value planes cost less than `bound` on the sample, of which no more is read than it takes
+// to know.
 template <int W>
 __device__ inline bool planes_cost_less(const Chunk& chunk, uint64_t sample_words, uint64_t bound,
                                         ChooseShared<W>& shared) {
@@ -399,10 +415,12 @@ __global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
   if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
 }
 
-// --- sparse and bitmap ----------------------------------------------------------------------------------------------
+// --- sparse and bitmap
+// ----------------------------------------------------------------------------------------------
 
-// A slot holds, from its start, the tiles' entries, the bitmap if there is one, and then for each tile its values and
-// its gaps; and from its end down, for each tile its wide differences, so that they are aligned.
+// A slot holds, from its start, the tiles' entries, the bitmap if there is one, and then for each
+// tile its values and its gaps; and from its end down, for each tile its wide differences, so that
+// they are aligned.
 template <int W>
 struct Slot {
   using U = typename Word<W>::type;
@@ -430,12 +448,14 @@ struct Owned {
   uint32_t words, gap_bytes, wide;
 };
 
-// The changed words of one tile, whose positions are listed: their values and their gaps, their wide differences before
-// `wide_end`; base becomes current. Nothing is written but the base where `values` is null, nor what would make the
-// chunk larger than `room` bytes; and no gaps where `bitmap`. Each warp has a part of the words.
+// The changed words of one tile, whose positions are listed: their values and their gaps, their
+// wide differences before `wide_end`; base becomes current. Nothing is written but the base where
+// `values` is null, nor what would make the chunk larger than `room` bytes; and no gaps where
+// `bitmap`. Each warp has a part of the words.
 template <int W>
-__device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool bitmap, uint8_t* values,
-                                      typename Word<W>::type* wide_end, uint64_t room, CompactShared<W>& shared) {
+__device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool bitmap,
+                                      uint8_t* values, typename Word<W>::type* wide_end,
+                                      uint64_t room, CompactShared<W>& shared) {
   using U = typename Word<W>::type;
   const uint32_t each = (words + kBlockThreads - 1) / kBlockThreads * kWarpThreads;
   const uint32_t begin = warp_of_thread() * each < words ? warp_of_thread() * each : words;
@@ -456,11 +476,15 @@ __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool 
   }
   uint64_t totals;
   const uint64_t before = block_exclusive_sum(uint64_t{wide} << 32 | more, shared.scratch, &totals);
-  const uint32_t all_more = static_cast<uint32_t>(totals), all_wide = static_cast<uint32_t>(totals >> 32);
+  const uint32_t all_more = static_cast<uint32_t>(totals),
+                 all_wide = static_cast<uint32_t>(totals >> 32);
   const Owned owned{words, bitmap ? 0 : words + all_more, all_wide};
-  if (values == nullptr || totals == 0 || owned.words + owned.gap_bytes + uint64_t{all_wide} * W >= room) return owned;
+  if (values == nullptr || totals == 0 ||
+      owned.words + owned.gap_bytes + uint64_t{all_wide} * W >= room)
+    return owned;
   const uint64_t before_warp = __shfl_sync(kAllLanes, before, 0);
-  uint32_t more_at = static_cast<uint32_t>(before_warp), wide_at = static_cast<uint32_t>(before_warp >> 32);
+  uint32_t more_at = static_cast<uint32_t>(before_warp),
+           wide_at = static_cast<uint32_t>(before_warp >> 32);
   for (uint32_t start = begin; start < end; start += kWarpThreads) {
     const uint32_t k = start + lane_of_thread();
     if (all_more != 0) {
@@ -475,22 +499,27 @@ __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool 
     }
     if (W > 1 && all_wide != 0) {
       const bool is_wide = k < end && shared.z[k] > 255;
-      const uint32_t lanes = __ballot_sync(kAllLanes, is_wide), below = lanes & ((1u << lane_of_thread()) - 1);
-      if (is_wide) (wide_end - all_wide)[wide_at + static_cast<uint32_t>(__popc(below))] = shared.z[k];
+      const uint32_t lanes = __ballot_sync(kAllLanes, is_wide),
+                     below = lanes & ((1u << lane_of_thread()) - 1);
+      if (is_wide)
+        (wide_end - all_wide)[wide_at + static_cast<uint32_t>(__popc(below))] = shared.z[k];
       wide_at += static_cast<uint32_t>(__popc(lanes));
     }
   }
   return owned;
 }
 
-// Fills the row's counts, brings base to current. The method becomes raw where the streams are not smaller than the
-// chunk; the slot then holds nothing useful.
+// Fills the row's counts, brings base to current. The method becomes raw where the streams are not
+// smaller than the chunk; the slot then holds nothing useful.
 template <int W>
-__device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, CompactShared<W>& shared, Row* row) {
+__device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
+                                     CompactShared<W>& shared, Row* row) {
   const bool bitmap = row->method == kBitmap;
   const Slot<W> slot(slot_start, chunk, bitmap);
-  const uint64_t limit = uint64_t{chunk.words} * W;  // the streams must stay below it, hence inside the slot
-  uint64_t used = static_cast<uint64_t>(slot.records - slot_start), changed = 0, gap_bytes = 0, wide = 0;
+  const uint64_t limit =
+      uint64_t{chunk.words} * W;  // the streams must stay below it, hence inside the slot
+  uint64_t used = static_cast<uint64_t>(slot.records - slot_start), changed = 0, gap_bytes = 0,
+           wide = 0;
   bool fits = true;
   for (uint64_t index = 0; index < tiles_of(chunk.words, W); ++index) {
     const Tile<W> tile(chunk, index);
@@ -504,7 +533,8 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, Co
       const uint32_t words = list_positions<W>(bits, shared.positions, shared.scratch);
       fits = fits && used + words * (bitmap ? 1u : 2u) < limit;  // the least that it takes
       uint8_t* const values = fits ? slot.records + changed + gap_bytes : nullptr;
-      owned = store_changes<W>(tile, words, bitmap, values, slot.wide_end - wide, limit - used, shared);
+      owned =
+          store_changes<W>(tile, words, bitmap, values, slot.wide_end - wide, limit - used, shared);
     }
     changed += owned.words;
     gap_bytes += owned.gap_bytes;
@@ -523,7 +553,8 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start, Co
   else if (!fits)
     row->method = kRaw;
   else
-    row->gap_bytes = static_cast<uint32_t>(gap_bytes), row->wide_count = static_cast<uint32_t>(wide);
+    row->gap_bytes = static_cast<uint32_t>(gap_bytes),
+    row->wide_count = static_cast<uint32_t>(wide);
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
@@ -541,9 +572,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   if (threadIdx.x == 0) entry.row = row;
 }
 
-// --- the payload ----------------------------------------------------------------------------------------------------
+// --- the payload
+// ----------------------------------------------------------------------------------------------------
 
-__device__ inline uint64_t payload_needed(const EncodeArguments& arguments, int streams = kStreams) {
+__device__ inline uint64_t payload_needed(const EncodeArguments& arguments,
+                                          int streams = kStreams) {
   uint64_t bytes = 0;
   for (int stream = 0; stream < streams; ++stream) bytes += arguments.head[kHeadStreams + stream];
   return bytes;
@@ -556,29 +589,33 @@ __device__ inline uint8_t* place_of(const Job& job, int stream) {
 }
 
 // `thread` of `threads` copies its part.
-__device__ inline void copy_bytes(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, uint64_t bytes,
-                                  uint32_t thread, uint32_t threads) {
+__device__ inline void copy_bytes(uint8_t* __restrict__ to, const uint8_t* __restrict__ from,
+                                  uint64_t bytes, uint32_t thread, uint32_t threads) {
 #pragma unroll 4
   for (uint64_t i = thread; i < bytes; i += threads) to[i] = from[i];
 }
 
 // A chunk that compact has put into its slot. A warp copies what one tile owns.
 template <int W>
-__device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entry& entry, BlockScratch& scratch,
-                                  uint64_t* before_tile) {
+__device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entry& entry,
+                                  BlockScratch& scratch, uint64_t* before_tile) {
   // Three sums of 21 bits each fit a word as long as no more tiles are summed up than this.
   constexpr uint32_t kTogether = 64, kSumBits = 21;
   static_assert(kTogether * kTileBytes < 1 << kSumBits && kTogether <= kBlockThreads);
   const bool bitmap = entry.row.method == kBitmap;
   const Slot<W> slot(job.slots + entry.slot, chunk, bitmap);
   const uint64_t tiles = tiles_of(chunk.words, W);
-  copy_bytes(place_of(job, kTiles), job.slots + entry.slot, kTileEntryBytes * tiles, threadIdx.x, kBlockThreads);
-  if (bitmap) copy_bytes(place_of(job, kBits), slot.bits, (uint64_t{chunk.words} + 7) / 8, threadIdx.x, kBlockThreads);
+  copy_bytes(place_of(job, kTiles), job.slots + entry.slot, kTileEntryBytes * tiles, threadIdx.x,
+             kBlockThreads);
+  if (bitmap)
+    copy_bytes(place_of(job, kBits), slot.bits, (uint64_t{chunk.words} + 7) / 8, threadIdx.x,
+               kBlockThreads);
   uint8_t *const gaps = place_of(job, kGaps), *const values = place_of(job, kValues),
                  *const wide = place_of(job, kWide);
   uint64_t words_before = 0, gaps_before = 0, wide_before = 0;
   for (uint64_t start = 0; start < tiles; start += kTogether) {
-    const uint32_t some = static_cast<uint32_t>(tiles - start < kTogether ? tiles - start : kTogether);
+    const uint32_t some =
+        static_cast<uint32_t>(tiles - start < kTogether ? tiles - start : kTogether);
     uint64_t owned = 0, totals;
     for (int column = 0; column < 3 && threadIdx.x < some; ++column)
       owned |= uint64_t{slot.entries[3 * (start + threadIdx.x) + column]} << (kSumBits * column);
@@ -599,7 +636,8 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
       };
       copy(values + words_at, record, entry_of_tile[0]);
       copy(gaps + gaps_at, record + entry_of_tile[0], entry_of_tile[1]);
-      copy(wide + wide_at * W, slot.wide_end - wide_at - entry_of_tile[2], uint64_t{entry_of_tile[2]} * W);
+      copy(wide + wide_at * W, slot.wide_end - wide_at - entry_of_tile[2],
+           uint64_t{entry_of_tile[2]} * W);
     }
     words_before += column_of(totals, 0);
     gaps_before += column_of(totals, 1);
@@ -607,10 +645,11 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
   }
 }
 
-// A chunk under diff, planes or raw, from memory; base becomes current. Returns how many of this thread's words had
-// changed. Nothing is written but the base where `overflow`.
+// A chunk under diff, planes or raw, from memory; base becomes current. Returns how many of this
+// thread's words had changed. Nothing is written but the base where `overflow`.
 template <int W>
-__device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint32_t method, bool overflow) {
+__device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint32_t method,
+                                       bool overflow) {
   using U = typename Word<W>::type;
   const U* const current = reinterpret_cast<const U*>(chunk.current);
   U* const base = reinterpret_cast<U*>(chunk.base);
@@ -674,15 +713,17 @@ __global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
     return;
   }
   uint32_t changed = 0;
-  with_word(chunk.word_bytes,
-            [&](auto bytes) { changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow); });
+  with_word(chunk.word_bytes, [&](auto bytes) {
+    changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow);
+  });
   changed = block_sum(changed, shared.scratch);
   // Without a base, and where compact has seen to it, all is known and nothing was found here.
   if (threadIdx.x == 0) job.arguments.rows[entry.place].changed += changed;
 }
 
 size_t bytes_before_slots(uint32_t chunks) {
-  return rounded_up(uint64_t{chunks} * sizeof(Entry)) + rounded_up(uint64_t{chunks} * kStreams * sizeof(uint64_t));
+  return rounded_up(uint64_t{chunks} * sizeof(Entry)) +
+         rounded_up(uint64_t{chunks} * kStreams * sizeof(uint64_t));
 }
 
 }  // namespace
@@ -706,8 +747,8 @@ cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream) {
   if (chunks > 0) DELTACHECK_LAUNCH(store, chunks, kBlockThreads, stream, job);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || arguments.digests == nullptr || chunks == 0) return error;
-  return enqueue_digests(arguments.table, arguments.rows, arguments.head + kHeadRows, chunks, arguments.digests,
-                         stream);
+  return enqueue_digests(arguments.table, arguments.rows, arguments.head + kHeadRows, chunks,
+                         arguments.digests, stream);
 }
 
 }  // namespace device

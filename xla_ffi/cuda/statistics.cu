@@ -1,5 +1,5 @@
-// What changed, as values: one block of threads a chunk, one warp a tile, a lane of the definition (encoder/elements.h)
-// a thread. The bits are those of the host.
+// What changed, as values: one block of threads a chunk, one warp a tile, a lane of the definition
+// (encoder/elements.h) a thread. The bits are those of the host.
 
 #include <cmath>
 #include <cstdint>
@@ -29,8 +29,8 @@ struct Seen {
 };
 
 template <Elements kElements>
-__device__ inline void add_tile(const void* current, const void* base, uint64_t start, uint32_t words, Seen* seen,
-                                double* sums) {
+__device__ inline void add_tile(const void* current, const void* base, uint64_t start,
+                                uint32_t words, Seen* seen, double* sums) {
   using U = typename Word<Element<kElements>::kWordBytes>::type;
   const U* const c = static_cast<const U*>(current) + start;
   const U* const b = static_cast<const U*>(base) + start;
@@ -43,7 +43,8 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
       const bool finite = is_finite<kElements>(now);
       seen->nonfinite += !finite;
       if (!finite || !is_finite<kElements>(before)) continue;
-      const Number<kElements> value = value_of<kElements>(before), d = value_of<kElements>(now) - value;
+      const Number<kElements> value = value_of<kElements>(before),
+                              d = value_of<kElements>(now) - value;
       sums[kOfDifferences] += square(d);
       sums[kOfBases] += square(value);
       const double size = fabs(static_cast<double>(d));
@@ -54,7 +55,8 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
 
 // In halves, for lane 0.
 __device__ inline double added_in_halves(double sum) {
-  for (uint32_t half = kLanes / 2; half > 0; half /= 2) sum += __shfl_down_sync(kAllLanes, sum, half);
+  for (uint32_t half = kLanes / 2; half > 0; half /= 2)
+    sum += __shfl_down_sync(kAllLanes, sum, half);
   return sum;
 }
 
@@ -65,10 +67,12 @@ __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Share
   double total = 0;  // of the first kSums threads
   const uint64_t tile_count = tiles_of(chunk.words, Element<kElements>::kWordBytes);
   for (uint64_t span = 0; span < tile_count; span += kSpanTiles) {
-    const uint32_t tiles = static_cast<uint32_t>(tile_count - span < kSpanTiles ? tile_count - span : kSpanTiles);
+    const uint32_t tiles =
+        static_cast<uint32_t>(tile_count - span < kSpanTiles ? tile_count - span : kSpanTiles);
     for (uint32_t tile = warp_of_thread(); tile < tiles; tile += kBlockWarps) {
       const uint64_t start = (span + tile) * kTile;
-      const uint32_t words = static_cast<uint32_t>(chunk.words - start < kTile ? chunk.words - start : kTile);
+      const uint32_t words =
+          static_cast<uint32_t>(chunk.words - start < kTile ? chunk.words - start : kTile);
       double sums[kSums];
       add_tile<kElements>(chunk.current, chunk.base, start, words, &seen, sums);
       if constexpr (Element<kElements>::kNumbers) {
@@ -127,14 +131,15 @@ __global__ void __launch_bounds__(kBlockThreads, kResident)
   }
 }
 
-__global__ void separate_chunks(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values,
-                                bool wide) {
+__global__ void separate_chunks(const Statistics* statistics, uint32_t chunks, uint32_t* counts,
+                                void* values, bool wide) {
   const uint32_t chunk = blockIdx.x * blockDim.x + threadIdx.x;
   if (chunk >= chunks) return;
   const Statistics& found = statistics[chunk];
   counts[2 * chunk] = static_cast<uint32_t>(found.changed);
   counts[2 * chunk + 1] = static_cast<uint32_t>(found.nonfinite);
-  const double numbers[3] = {found.squared_difference, found.squared_base, found.largest_difference};
+  const double numbers[3] = {found.squared_difference, found.squared_base,
+                             found.largest_difference};
   for (uint32_t i = 0; i < 3; ++i) {
     if (wide)
       static_cast<double*>(values)[3 * chunk + i] = numbers[i];
@@ -145,16 +150,17 @@ __global__ void separate_chunks(const Statistics* statistics, uint32_t chunks, u
 
 }  // namespace
 
-cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values, bool wide,
-                     cudaStream_t stream) {
+cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values,
+                     bool wide, cudaStream_t stream) {
   if (chunks == 0) return cudaSuccess;
   const uint32_t blocks = (chunks + kBlockThreads - 1) / kBlockThreads;
-  DELTACHECK_LAUNCH(separate_chunks, blocks, kBlockThreads, stream, statistics, chunks, counts, values, wide);
+  DELTACHECK_LAUNCH(separate_chunks, blocks, kBlockThreads, stream, statistics, chunks, counts,
+                    values, wide);
   return cudaGetLastError();
 }
 
-cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks, Statistics* results,
-                       cudaStream_t stream) {
+cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks,
+                       Statistics* results, cudaStream_t stream) {
   if (chunks == 0) return cudaSuccess;
   DELTACHECK_LAUNCH(measure_chunks, chunks, kBlockThreads, stream, table, elements, results);
   return cudaGetLastError();

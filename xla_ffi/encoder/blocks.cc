@@ -17,13 +17,13 @@ namespace {
 
 constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
 constexpr size_t kMostBlocks = 64;                // kept at a time: they take address space, too
-// From here on a block comes from the system and goes back to it. What malloc is given back it may keep for ever, and
-// for one of its threads alone.
+// From here on a block comes from the system and goes back to it. What malloc is given back it may
+// keep for ever, and for one of its threads alone.
 constexpr size_t kLeastMapped = size_t{1} << 20;
 constexpr size_t kLead = 16;  // before the header of a mapped block
 
-// Stands in front of every block. Its size brings the bytes of large blocks, which begin kLead bytes after a page, to a
-// line of the cache.
+// Stands in front of every block. Its size brings the bytes of large blocks, which begin kLead
+// bytes after a page, to a line of the cache.
 struct alignas(16) Header {
   size_t room;
   size_t filled;         // most that it can have held: the system has made no memory behind it
@@ -63,12 +63,14 @@ void release(Header* block) {
   std::free(block);
 }
 
-// The block with room for `size`, less than it has, maybe elsewhere; null where that failed, and it stays as it is.
+// The block with room for `size`, less than it has, maybe elsewhere; null where that failed, and it
+// stays as it is.
 Header* shrink(Header* block, size_t size) {
 #ifdef __linux__
   if (block->mapped != 0) {
     const size_t bytes = kLead + sizeof(Header) + size;
-    if (mremap(reinterpret_cast<uint8_t*>(block) - kLead, block->mapped, bytes, 0) == MAP_FAILED) return nullptr;
+    if (mremap(reinterpret_cast<uint8_t*>(block) - kLead, block->mapped, bytes, 0) == MAP_FAILED)
+      return nullptr;
     block->mapped = bytes;
     block->room = size;
     return block;
@@ -114,7 +116,8 @@ bool keep(Header* block) {
     std::unique_lock lock(kept().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     auto& blocks = kept().blocks;
-    for (; kept().bytes + block->filled > kKeptBytes || blocks.size() == kMostBlocks; blocks.pop_front()) {
+    for (; kept().bytes + block->filled > kKeptBytes || blocks.size() == kMostBlocks;
+         blocks.pop_front()) {
       kept().bytes -= blocks.front()->filled;
       old.push_back(blocks.front());
     }

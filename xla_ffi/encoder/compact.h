@@ -1,7 +1,8 @@
 // One tile in one pass: which words differ, where they stand, their differences, and the new base.
 //
-// Memory is what this waits for, so nothing here branches on whether words differ: near 1 % no branch can be foreseen,
-// and a wrong guess costs more than packing words that are all equal. Internal linkage throughout, see format.h.
+// Memory is what this waits for, so nothing here branches on whether words differ: near 1 % no
+// branch can be foreseen, and a wrong guess costs more than packing words that are all equal.
+// Internal linkage throughout, see format.h.
 
 #pragma once
 
@@ -15,9 +16,9 @@
 namespace deltacheck {
 namespace {
 
-// Each version below: the changed words of one tile, and their number. Their bits are left at `Scratch::masks`, unused
-// bits of the last 64 being 0, their places and differences at `positions` and `z`. With `kUpdate` base becomes
-// current. REQUIRES: words > 0.
+// Each version below: the changed words of one tile, and their number. Their bits are left at
+// `Scratch::masks`, unused bits of the last 64 being 0, their places and differences at `positions`
+// and `z`. With `kUpdate` base becomes current. REQUIRES: words > 0.
 
 #if defined(__AVX512BW__)
 
@@ -54,15 +55,17 @@ inline void store_words(uint8_t* to, uint64_t chosen, __m512i words) {
   if constexpr (W == 8) _mm512_mask_storeu_epi64(to, static_cast<__mmask8>(chosen), words);
 }
 
-// Packs the chosen ones of 64 bytes of words, and their places, and moves on. Words of 1 and 2 bytes go with their
-// places into 32 bits, place above: no narrower words can be packed on every processor of this level.
+// Packs the chosen ones of 64 bytes of words, and their places, and moves on. Words of 1 and 2
+// bytes go with their places into 32 bits, place above: no narrower words can be packed on every
+// processor of this level.
 template <int W>
-inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pairs, uint8_t** packed,
-                      uint16_t** places) {
+inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pairs,
+                      uint8_t** packed, uint16_t** places) {
   const __m512i ascending = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i here = _mm512_add_epi32(ascending, _mm512_set1_epi32(static_cast<int>(first)));
   const auto pack_pairs = [&](int part, __m512i word) {
-    const __m512i place = _mm512_slli_epi32(_mm512_add_epi32(here, _mm512_set1_epi32(16 * part)), 16);
+    const __m512i place =
+        _mm512_slli_epi32(_mm512_add_epi32(here, _mm512_set1_epi32(16 * part)), 16);
     const __mmask16 some = static_cast<__mmask16>(chosen >> (16 * part));
     _mm512_storeu_si512(*pairs, _mm512_maskz_compress_epi32(some, _mm512_or_si512(place, word)));
     *pairs += __builtin_popcount(some);
@@ -81,7 +84,8 @@ inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pai
   }
   const __mmask16 some = static_cast<__mmask16>(chosen);
   if constexpr (W == 4) _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi32(some, z));
-  if constexpr (W == 8) _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi64(static_cast<__mmask8>(chosen), z));
+  if constexpr (W == 8)
+    _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi64(static_cast<__mmask8>(chosen), z));
   const __m256i place = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(some, here));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(*places), place);
   const uint32_t count = static_cast<uint32_t>(__builtin_popcount(some));
@@ -128,7 +132,8 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
   return count;
 }
 
-// The differences above 255, W bytes each; returns how many these are. 64 bytes after them may be overwritten.
+// The differences above 255, W bytes each; returns how many these are. 64 bytes after them may be
+// overwritten.
 template <int W>
 inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
   static_assert(W > 1);
@@ -141,18 +146,22 @@ inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
       const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(line));
       const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(line, 1));
       const uint32_t chosen = there & _mm512_cmpgt_epu16_mask(line, _mm512_set1_epi16(255));
-      const __mmask16 one = static_cast<__mmask16>(chosen), other = static_cast<__mmask16>(chosen >> 16);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(one, low)));
+      const __mmask16 one = static_cast<__mmask16>(chosen),
+                      other = static_cast<__mmask16>(chosen >> 16);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
+                          _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(one, low)));
       at += 2 * __builtin_popcount(one);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
                           _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(other, high)));
       at += 2 * __builtin_popcount(other);
     } else if constexpr (W == 4) {
-      const __mmask16 chosen = static_cast<__mmask16>(there & _mm512_cmpgt_epu32_mask(line, _mm512_set1_epi32(255)));
+      const __mmask16 chosen =
+          static_cast<__mmask16>(there & _mm512_cmpgt_epu32_mask(line, _mm512_set1_epi32(255)));
       _mm512_storeu_si512(at, _mm512_maskz_compress_epi32(chosen, line));
       at += 4 * __builtin_popcount(chosen);
     } else {
-      const __mmask8 chosen = static_cast<__mmask8>(there & _mm512_cmpgt_epu64_mask(line, _mm512_set1_epi64(255)));
+      const __mmask8 chosen =
+          static_cast<__mmask8>(there & _mm512_cmpgt_epu64_mask(line, _mm512_set1_epi64(255)));
       _mm512_storeu_si512(at, _mm512_maskz_compress_epi64(chosen, line));
       at += 8 * __builtin_popcount(chosen);
     }
@@ -189,7 +198,8 @@ inline void pack8(const uint8_t* z, __m128i places, uint8_t* to) {
     const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(z));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(eight, places));
   } else if constexpr (W == 2) {
-    const __m128i twice = _mm_unpacklo_epi8(_mm_add_epi8(places, places), _mm_add_epi8(places, places));
+    const __m128i twice =
+        _mm_unpacklo_epi8(_mm_add_epi8(places, places), _mm_add_epi8(places, places));
     const __m128i bytes = _mm_add_epi8(twice, _mm_set1_epi16(0x0100));
     const __m128i eight = _mm_load_si128(reinterpret_cast<const __m128i*>(z));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(eight, bytes));
@@ -201,9 +211,11 @@ inline void pack8(const uint8_t* z, __m128i places, uint8_t* to) {
   }
 }
 
-// Packs what differs among the first words, as many as there are in blocks of 64, and returns how many these are.
+// Packs what differs among the first words, as many as there are in blocks of 64, and returns how
+// many these are.
 template <int W>
-inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_t words, Scratch* scratch) {
+inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_t words,
+                            Scratch* scratch) {
   using Memory = typename Word<W>::Memory;
   uint8_t* packed = scratch->z;
   uint16_t* places = scratch->positions;
@@ -218,13 +230,16 @@ inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_
     alignas(64) typename Word<W>::type z[64];
 #    pragma omp simd
     for (uint32_t i = 0; i < 64; ++i)
-      z[i] = zigzag<W>(reinterpret_cast<const Memory*>(a)[i], reinterpret_cast<const Memory*>(b)[i]);
+      z[i] =
+          zigzag<W>(reinterpret_cast<const Memory*>(a)[i], reinterpret_cast<const Memory*>(b)[i]);
     for (uint32_t byte = 0; byte < 8; ++byte) {
       const uint32_t chosen = bits >> (8 * byte) & 255;
-      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kBitPlaces.of[chosen]));
+      const __m128i eight =
+          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kBitPlaces.of[chosen]));
       pack8<W>(reinterpret_cast<const uint8_t*>(z + 8 * byte), eight, packed);
       const __m128i first = _mm_set1_epi16(static_cast<int16_t>(64 * block + 8 * byte));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(places), _mm_add_epi16(_mm_cvtepu8_epi16(eight), first));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(places),
+                       _mm_add_epi16(_mm_cvtepu8_epi16(eight), first));
       const uint32_t count = static_cast<uint32_t>(__builtin_popcount(chosen));
       packed += W * count;
       places += count;
@@ -237,15 +252,18 @@ inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_
 
 // The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
 inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
-  constexpr uint64_t kTop = uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
+  constexpr uint64_t kTop =
+      uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
   for (uint32_t block = 0; block < blocks; ++block) {
     uint64_t bits = masks[block];
     if (bits == 0) continue;
     const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
-    // Four at a time and too many rather than a branch for each: the count within a block cannot be foreseen.
+    // Four at a time and too many rather than a branch for each: the count within a block cannot be
+    // foreseen.
     for (uint32_t k = 0; k < count; k += 4) {
       for (uint32_t i = 0; i < 4; ++i) {
-        out[k + i] = static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
+        out[k + i] =
+            static_cast<uint16_t>(start + static_cast<uint32_t>(__builtin_ctzll(bits | kTop)));
         bits &= bits - 1;
       }
     }
@@ -277,7 +295,8 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
   {
     count = differing<W>(current, base, words, scratch->masks);
     set_bits(scratch->masks, (words + 63) / 64, scratch->positions);
-    for (uint32_t k = 0; k < count; ++k) z[k] = zigzag<W>(c[scratch->positions[k]], b[scratch->positions[k]]);
+    for (uint32_t k = 0; k < count; ++k)
+      z[k] = zigzag<W>(c[scratch->positions[k]], b[scratch->positions[k]]);
   }
   if (!kUpdate || count == 0) return count;
   if (count * 16 < words) {  // few: touch no more lines of the base than change

@@ -32,8 +32,8 @@ constexpr std::array<std::array<uint32_t, 256>, 8> make_tables() {
 constexpr auto kTables = make_tables();
 
 #if defined(__x86_64__)
-// The instruction takes three cycles and can begin one every cycle, so three stretches run at once; their registers are
-// joined by a table of what kStretch zero bytes do to a register.
+// The instruction takes three cycles and can begin one every cycle, so three stretches run at once;
+// their registers are joined by a table of what kStretch zero bytes do to a register.
 constexpr size_t kStretch = 4096;
 
 constexpr uint32_t after_zeros(uint32_t value, size_t zeros) {
@@ -47,7 +47,8 @@ ShiftTable make_shift_table() {
   ShiftTable table{};
   for (int byte = 0; byte < 4; ++byte) {
     // Linear: eight bits give all 256 values.
-    for (int bit = 0; bit < 8; ++bit) table[byte][1 << bit] = after_zeros(uint32_t{1} << (8 * byte + bit), kStretch);
+    for (int bit = 0; bit < 8; ++bit)
+      table[byte][1 << bit] = after_zeros(uint32_t{1} << (8 * byte + bit), kStretch);
     for (uint32_t value = 1; value < 256; ++value) {
       const uint32_t lowest = value & (0 - value);
       table[byte][value] = table[byte][lowest] ^ table[byte][value ^ lowest];
@@ -57,7 +58,8 @@ ShiftTable make_shift_table() {
 }
 
 uint32_t after_stretch(const ShiftTable& table, uint32_t value) {
-  return table[0][value & 255] ^ table[1][value >> 8 & 255] ^ table[2][value >> 16 & 255] ^ table[3][value >> 24];
+  return table[0][value & 255] ^ table[1][value >> 8 & 255] ^ table[2][value >> 16 & 255] ^
+         table[3][value >> 24];
 }
 
 inline uint64_t word_at(const uint8_t* data) {
@@ -66,7 +68,8 @@ inline uint64_t word_at(const uint8_t* data) {
   return word;
 }
 
-__attribute__((target("sse4.2"))) uint32_t crc32c_by_instruction(const uint8_t* data, size_t size, uint32_t before) {
+__attribute__((target("sse4.2"))) uint32_t crc32c_by_instruction(const uint8_t* data, size_t size,
+                                                                 uint32_t before) {
   static const ShiftTable shift = make_shift_table();
   uint64_t crc = ~before;
   for (; size >= 3 * kStretch; data += 3 * kStretch, size -= 3 * kStretch) {
@@ -101,9 +104,11 @@ uint32_t crc32c(const uint8_t* data, size_t size, uint32_t before) {
 uint32_t crc32c_by_table(const uint8_t* data, size_t size, uint32_t before) {
   uint32_t crc = ~before;
   for (; size >= 8; data += 8, size -= 8) {
-    crc ^= uint32_t{data[0]} | uint32_t{data[1]} << 8 | uint32_t{data[2]} << 16 | uint32_t{data[3]} << 24;
-    crc = kTables[7][crc & 255] ^ kTables[6][crc >> 8 & 255] ^ kTables[5][crc >> 16 & 255] ^ kTables[4][crc >> 24] ^
-          kTables[3][data[4]] ^ kTables[2][data[5]] ^ kTables[1][data[6]] ^ kTables[0][data[7]];
+    crc ^= uint32_t{data[0]} | uint32_t{data[1]} << 8 | uint32_t{data[2]} << 16 |
+           uint32_t{data[3]} << 24;
+    crc = kTables[7][crc & 255] ^ kTables[6][crc >> 8 & 255] ^ kTables[5][crc >> 16 & 255] ^
+          kTables[4][crc >> 24] ^ kTables[3][data[4]] ^ kTables[2][data[5]] ^ kTables[1][data[6]] ^
+          kTables[0][data[7]];
   }
   for (; size > 0; ++data, --size) crc = (crc >> 8) ^ kTables[0][(crc ^ *data) & 255];
   return ~crc;

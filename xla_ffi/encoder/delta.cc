@@ -21,7 +21,8 @@
 namespace deltacheck {
 namespace {
 
-// --- which kernels -------------------------------------------------------------------------------------------------
+// --- which kernels
+// -------------------------------------------------------------------------------------------------
 
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> usable;
@@ -39,7 +40,8 @@ const Kernels* kernels_named(const std::string& name) {
   for (const Kernels* kernels : usable_kernels()) {
     if (name == kernels->instruction_set) return kernels;
   }
-  throw std::invalid_argument("no kernels for the instruction set '" + name + "' on this processor");
+  throw std::invalid_argument("no kernels for the instruction set '" + name +
+                              "' on this processor");
 }
 
 std::atomic<const Kernels*>& chosen() {
@@ -55,10 +57,11 @@ std::atomic<int>& thread_count() {
   return count;
 }
 
-// --- encode --------------------------------------------------------------------------------------------------------
+// --- encode
+// --------------------------------------------------------------------------------------------------------
 
-// Asks for large pages from `start` on: making small ones costs more than filling them. A large page is made whole by
-// its first byte, so `start` leaves out what may stay nearly empty.
+// Asks for large pages from `start` on: making small ones costs more than filling them. A large
+// page is made whole by its first byte, so `start` leaves out what may stay nearly empty.
 void advise_large_pages(const Bytes& bytes, size_t start) {
 #ifdef __linux__
   constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
@@ -71,11 +74,13 @@ void advise_large_pages(const Bytes& bytes, size_t start) {
 #endif
 }
 
-// What one thread works with. Room for the largest chunk's positions: pages that are not written to are never made.
+// What one thread works with. Room for the largest chunk's positions: pages that are not written to
+// are never made.
 class Worker {
  public:
   Worker(uint64_t most_words, int word_bytes) {
-    const uint64_t tiles = tiles_of(most_words, word_bytes), most = most_words * word_bytes + kMostTileBytes;
+    const uint64_t tiles = tiles_of(most_words, word_bytes),
+                   most = most_words * word_bytes + kMostTileBytes;
     const uint64_t room[kStreams] = {kTileEntryBytes * tiles, most, most_words / 8 + 8, most, most};
     for (int stream = kTiles; stream <= kWide; ++stream) buffers_[stream] = allocate(room[stream]);
   }
@@ -88,7 +93,8 @@ class Worker {
   // At an address of the cache's lines in a block, so that it is warm, too.
   Scratch* scratch() {
     const uintptr_t start = reinterpret_cast<uintptr_t>(scratch_.data.get());
-    return reinterpret_cast<Scratch*>((start + alignof(Scratch) - 1) / alignof(Scratch) * alignof(Scratch));
+    return reinterpret_cast<Scratch*>((start + alignof(Scratch) - 1) / alignof(Scratch) *
+                                      alignof(Scratch));
   }
 
  private:
@@ -109,7 +115,8 @@ class Encoder {
   }
 
   Encoded encode() {
-    const int useful = static_cast<int>(std::min<uint64_t>(run_.chunks, static_cast<uint64_t>(threads())));
+    const int useful =
+        static_cast<int>(std::min<uint64_t>(run_.chunks, static_cast<uint64_t>(threads())));
     run_on_threads(useful, [this] { work(); });
     if (failed_) throw std::bad_alloc();
     for (Bytes& stream : result_.streams) settle(&stream);
@@ -133,24 +140,27 @@ class Encoder {
   }
 
   void encode_chunk(uint64_t chunk, Worker* worker) {
-    const uint64_t start = run_.bounds[chunk] * run_.word_bytes, words = run_.bounds[chunk + 1] - run_.bounds[chunk];
+    const uint64_t start = run_.bounds[chunk] * run_.word_bytes,
+                   words = run_.bounds[chunk + 1] - run_.bounds[chunk];
     const uint8_t* current = current_ + start;
     uint8_t* base = base_ != nullptr ? base_ + start : nullptr;
     Row row{static_cast<uint32_t>(chunk), kUnchanged, 0, 0, 0};
     uint8_t* at[kStreams] = {};
-    const uint64_t first_tile = base != nullptr ? kernels_.first_difference(run_.word_bytes, current, base, words) : 0;
+    const uint64_t first_tile =
+        base != nullptr ? kernels_.first_difference(run_.word_bytes, current, base, words) : 0;
     if (first_tile == tiles_of(words, run_.word_bytes)) {
       reserve(row, words, at);
       return;
     }
     Method method = wanted_;
     if (method == kUnchanged)
-      method = kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch());
+      method =
+          kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch());
     bool base_done = false;
     if (method == kSparse || method == kBitmap) {
       const PositionStreams out = worker->out(method);
-      const bool fits = kernels_.encode_positions(run_.word_bytes, method, current, base, words, first_tile,
-                                                  worker->scratch(), out, &row);
+      const bool fits = kernels_.encode_positions(run_.word_bytes, method, current, base, words,
+                                                  first_tile, worker->scratch(), out, &row);
       if (fits) {
         row.method = method;
         reserve(row, words, at);
@@ -163,8 +173,8 @@ class Encoder {
       method = kRaw;
       base_done = true;
     }
-    // The sizes follow from the method alone, so the streams are written where they stay; only `changed` is not known
-    // before.
+    // The sizes follow from the method alone, so the streams are written where they stay; only
+    // `changed` is not known before.
     row.method = method;
     Row* const stored = reserve(row, words, at);
     if (base_done) {
@@ -172,19 +182,21 @@ class Encoder {
       return;
     }
     const int place = method == kDiff ? kDiff0 : method == kPlanes ? kPlane0 : kWords;
-    stored->changed =
-        kernels_.encode_dense(run_.word_bytes, method, current, base, words, worker->scratch(), at + place);
+    stored->changed = kernels_.encode_dense(run_.word_bytes, method, current, base, words,
+                                            worker->scratch(), at + place);
   }
 
-  // Waits until the chunks before have their places, then gives this one its own. The thread that has the lowest chunk
-  // never waits, so the line moves whatever the number of threads. Returns where the row stands.
+  // Waits until the chunks before have their places, then gives this one its own. The thread that
+  // has the lowest chunk never waits, so the line moves whatever the number of threads. Returns
+  // where the row stands.
   Row* reserve(const Row& row, uint64_t words, uint8_t** at) {
     std::unique_lock lock(mutex_);
     turn_.wait(lock, [&] { return failed_ || placed_ == row.chunk; });
     if (failed_) throw std::bad_alloc();
     Row* stored = nullptr;
     if (row.method != kUnchanged) {
-      if (result_.rows.capacity() == 0) result_.rows.reserve(run_.chunks);  // rows never move: threads fill them in
+      if (result_.rows.capacity() == 0)
+        result_.rows.reserve(run_.chunks);  // rows never move: threads fill them in
       result_.rows.push_back(row);
       stored = &result_.rows.back();
       for (int stream = 0; stream < kStreams; ++stream) {
@@ -206,8 +218,8 @@ class Encoder {
     return stored;
   }
 
-  // Most bytes that the run can have in a stream, all of them together at most the run's: a chunk is never stored in
-  // more than its own.
+  // Most bytes that the run can have in a stream, all of them together at most the run's: a chunk
+  // is never stored in more than its own.
   size_t most_bytes(int stream) const {
     if (stream == kTiles) return kTileEntryBytes * tiles_;
     if (stream == kBits) return run_.words() / 8 + run_.chunks;
@@ -230,21 +242,27 @@ class Encoder {
   Encoded result_;
 };
 
-// --- apply ---------------------------------------------------------------------------------------------------------
+// --- apply
+// ---------------------------------------------------------------------------------------------------------
 
 std::string counted(uint64_t number) { return std::to_string(number); }
 
-std::string in_chunk(uint64_t chunk, const std::string& why) { return "chunk " + counted(chunk) + ": " + why; }
+std::string in_chunk(uint64_t chunk, const std::string& why) {
+  return "chunk " + counted(chunk) + ": " + why;
+}
 
 // What is wrong with a row by itself; empty if nothing is.
 std::string problem_with(const Row& row, uint64_t words) {
-  if (row.method == kUnchanged || row.method >= kMethods) return "method " + counted(row.method) + " is not known";
+  if (row.method == kUnchanged || row.method >= kMethods)
+    return "method " + counted(row.method) + " is not known";
   if (row.changed > words) {
-    return counted(row.changed) + " words are said to have changed, there are only " + counted(words);
+    return counted(row.changed) + " words are said to have changed, there are only " +
+           counted(words);
   }
   const std::string under = std::string(" must be 0 under ") + kMethodNames[row.method];
   if (row.gap_bytes != 0 && row.method != kSparse) return "gap_bytes" + under;
-  if (row.wide_count != 0 && row.method != kSparse && row.method != kBitmap) return "wide_count" + under;
+  if (row.wide_count != 0 && row.method != kSparse && row.method != kBitmap)
+    return "wide_count" + under;
   return "";
 }
 
@@ -255,7 +273,8 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
   offsets->resize(row_count * kStreams);
   for (uint64_t i = 0; i < row_count; ++i) {
     const Row& row = rows[i];
-    if (row.chunk >= run.chunks) return in_chunk(row.chunk, "there are only " + counted(run.chunks) + " chunks");
+    if (row.chunk >= run.chunks)
+      return in_chunk(row.chunk, "there are only " + counted(run.chunks) + " chunks");
     if (i > 0 && row.chunk <= rows[i - 1].chunk) {
       return in_chunk(row.chunk, "its row comes after that of chunk " + counted(rows[i - 1].chunk));
     }
@@ -269,7 +288,8 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
     for (int stream = 0; stream < kStreams; ++stream) {
       const uint64_t size = stream_bytes(row, stream, words, run.word_bytes);
       if (size > streams[stream].size - taken[stream]) {
-        return in_chunk(row.chunk, std::string("stream ") + kStreamNames[stream] + " ends inside it");
+        return in_chunk(row.chunk,
+                        std::string("stream ") + kStreamNames[stream] + " ends inside it");
       }
       (*offsets)[i * kStreams + stream] = taken[stream];
       taken[stream] += size;
@@ -278,7 +298,8 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
   for (int stream = 0; stream < kStreams; ++stream) {
     const uint64_t rest = streams[stream].size - taken[stream];
     if (rest != 0)
-      return std::string("stream ") + kStreamNames[stream] + " has " + counted(rest) + " bytes that belong to no chunk";
+      return std::string("stream ") + kStreamNames[stream] + " has " + counted(rest) +
+             " bytes that belong to no chunk";
   }
   return "";
 }
@@ -294,7 +315,8 @@ std::string told(const Row& row, const Refusal& refusal) {
     case Check::kGapSum:
       return in_chunk(row.chunk, "its tiles own " + found + " gap bytes, its row says " + said);
     case Check::kWideSum:
-      return in_chunk(row.chunk, "its tiles own " + found + " wide differences, its row says " + said);
+      return in_chunk(row.chunk,
+                      "its tiles own " + found + " wide differences, its row says " + said);
     case Check::kUnusedBit:
       return in_chunk(row.chunk, "an unused bit of the bitmap is set");
     case Check::kTileBits:
@@ -323,8 +345,8 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const St
 }
 
 // Checks every row; where there is a base, applies each that passed.
-std::string check_rows(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base,
-                       std::vector<uint64_t>* offsets) {
+std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
+                       const StreamView* streams, uint8_t* base, std::vector<uint64_t>* offsets) {
   const std::string problem = place(run, rows, row_count, streams, offsets);
   if (!problem.empty()) return problem;
   const Kernels& kernels = *chosen().load();
@@ -334,12 +356,13 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count, cons
   const auto work = [&] {
     for (;;) {
       const uint64_t i = next_row.fetch_add(1);
-      // Rows before a bad one are all taken by now, and each thread finishes its own: the first bad row is found on any
-      // number of threads.
+      // Rows before a bad one are all taken by now, and each thread finishes its own: the first bad
+      // row is found on any number of threads.
       if (i >= bad_row.load()) return;
       const Row& row = rows[i];
       const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
-      const ChunkStreams parts = streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
+      const ChunkStreams parts =
+          streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
       const Refusal found = kernels.check_chunk(run.word_bytes, row, parts, words);
       if (found.check != Check::kPassed) {
         std::lock_guard lock(mutex);
@@ -350,14 +373,17 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count, cons
         continue;
       }
       if (base == nullptr) continue;
-      kernels.apply_chunk(run.word_bytes, row, parts, base + run.bounds[row.chunk] * run.word_bytes, words);
+      kernels.apply_chunk(run.word_bytes, row, parts, base + run.bounds[row.chunk] * run.word_bytes,
+                          words);
     }
   };
-  run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))), work);
+  run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
+                 work);
   return bad_row < row_count ? told(rows[bad_row], refusal) : "";
 }
 
-// --- arithmetic ----------------------------------------------------------------------------------------------------
+// --- arithmetic
+// ----------------------------------------------------------------------------------------------------
 
 // IEEE arithmetic on this thread while it lives: frameworks let subnormals be flushed to zero.
 class PlainArithmetic {
@@ -378,10 +404,11 @@ class PlainArithmetic {
 template <typename Work>
 void for_each(uint64_t count, const Work& work) {
   std::atomic<uint64_t> next{0};
-  run_on_threads(static_cast<int>(std::min<uint64_t>(count, static_cast<uint64_t>(threads()))), [&] {
-    const PlainArithmetic plain;
-    for (uint64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
-  });
+  run_on_threads(static_cast<int>(std::min<uint64_t>(count, static_cast<uint64_t>(threads()))),
+                 [&] {
+                   const PlainArithmetic plain;
+                   for (uint64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
+                 });
 }
 
 uint64_t parts_of(uint64_t count) { return (count + kPartValues - 1) / kPartValues; }
@@ -409,7 +436,8 @@ Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method met
   return Encoder(run, current, base, method).encode();
 }
 
-std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams, uint8_t* base) {
+std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
+                  uint8_t* base) {
   std::vector<uint64_t> offsets;
   return check_rows(run, rows, row_count, streams, base, &offsets);
 }
@@ -419,8 +447,10 @@ std::string check(const Run& run, const Row* rows, uint64_t row_count, const Str
   return check_rows(run, rows, row_count, streams, nullptr, offsets);
 }
 
-std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current, const uint8_t* base) {
-  const uint64_t span_words = uint64_t{kSpanTiles} * kTileBytes / static_cast<uint64_t>(run.word_bytes);
+std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current,
+                                   const uint8_t* base) {
+  const uint64_t span_words =
+      uint64_t{kSpanTiles} * kTileBytes / static_cast<uint64_t>(run.word_bytes);
   struct Span {
     uint64_t chunk, start, words;
   };
@@ -434,19 +464,21 @@ std::vector<Statistics> statistics(const Run& run, Elements elements, const uint
   std::vector<Statistics> parts(spans.size());
   for_each(spans.size(), [&](uint64_t i) {
     const uint64_t at = spans[i].start * static_cast<uint64_t>(run.word_bytes);
-    parts[i] = kernels.span_statistics(elements, current + at, base + at, static_cast<uint32_t>(spans[i].words));
+    parts[i] = kernels.span_statistics(elements, current + at, base + at,
+                                       static_cast<uint32_t>(spans[i].words));
   });
   std::vector<Statistics> sums(run.chunks);
   for (uint64_t i = 0; i < spans.size(); ++i) add(parts[i], &sums[spans[i].chunk]);
   return sums;
 }
 
-LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                            uint8_t* codes) {
+LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                            double step, uint64_t seed, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
   std::vector<LatticeErrors> parts(parts_of(count));
   for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
-    parts[part] = kernels.lattice_codes_part(values + 4 * first, weights != nullptr ? weights + 2 * first : nullptr,
+    parts[part] = kernels.lattice_codes_part(values + 4 * first,
+                                             weights != nullptr ? weights + 2 * first : nullptr,
                                              some, step, seed + first, codes + 4 * first);
   });
   LatticeErrors whole{};
@@ -458,23 +490,24 @@ LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint6
   return whole;
 }
 
-void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                    uint8_t* values) {
+void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
+                    uint64_t seed, uint8_t* values) {
   const Kernels& kernels = *chosen().load();
   for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
-    kernels.lattice_values_part(codes + 4 * first, weights != nullptr ? weights + 2 * first : nullptr, some, step,
+    kernels.lattice_values_part(codes + 4 * first,
+                                weights != nullptr ? weights + 2 * first : nullptr, some, step,
                                 seed + first, values + 4 * first);
   });
 }
 
-OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count, const OctaveForm& form,
-                          uint32_t band, uint8_t* codes) {
+OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
+                          const OctaveForm& form, uint32_t band, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
   std::vector<OctaveErrors> parts(parts_of(count));
   for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
     const uint64_t at = first * form.code_bytes;
-    parts[part] = kernels.octave_codes_part(values + 4 * first, base != nullptr ? base + at : nullptr, some, form, band,
-                                            codes + at);
+    parts[part] = kernels.octave_codes_part(
+        values + 4 * first, base != nullptr ? base + at : nullptr, some, form, band, codes + at);
   });
   OctaveErrors whole{0, 0, 0, 1};
   for (const OctaveErrors& part : parts) {
@@ -486,11 +519,13 @@ OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t c
   return whole;
 }
 
-uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form, uint8_t* values) {
+uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form,
+                       uint8_t* values) {
   const Kernels& kernels = *chosen().load();
   std::atomic<uint64_t> bad{0};
   for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
-    bad += kernels.octave_values_part(codes + first * form.code_bytes, some, form, values + 4 * first);
+    bad +=
+        kernels.octave_values_part(codes + first * form.code_bytes, some, form, values + 4 * first);
   });
   return bad;
 }

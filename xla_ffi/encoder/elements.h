@@ -1,4 +1,5 @@
-// Words as values, and what is counted of them: the part of the statistics that the host and the device share.
+// Words as values, and what is counted of them: the part of the statistics that the host and the
+// device share.
 //
 // Internal linkage throughout, see format.h.
 
@@ -12,14 +13,24 @@
 namespace deltacheck {
 
 // What the words of a run are. Bits are compared and nothing else.
-enum class Elements : uint32_t { kBits8, kBits16, kBits32, kBits64, kFloat16, kBfloat16, kFloat32, kFloat64 };
+enum class Elements : uint32_t {
+  kBits8,
+  kBits16,
+  kBits32,
+  kBits64,
+  kFloat16,
+  kBfloat16,
+  kFloat32,
+  kFloat64
+};
 constexpr uint32_t kElementTypes = 8;
 constexpr const char* kElementNames[kElementTypes] = {"bits8",   "bits16",   "bits32",  "bits64",
                                                       "float16", "bfloat16", "float32", "float64"};
 
-// Of the pairs of a chunk's words. A difference is taken in the precision of the elements, in that of float32 where
-// they are smaller, and is infinite where it overflows; squares and sums are double. A pair of which either is not
-// finite is left out of the last three, which are 0 under bits.
+// Of the pairs of a chunk's words. A difference is taken in the precision of the elements, in that
+// of float32 where they are smaller, and is infinite where it overflows; squares and sums are
+// double. A pair of which either is not finite is left out of the last three, which are 0 under
+// bits.
 struct Statistics {
   uint64_t changed;                         // words whose bits differ
   uint64_t nonfinite;                       // infinities and NaNs in current; 0 under bits
@@ -27,12 +38,14 @@ struct Statistics {
   double largest_difference;                // magnitude
 };
 
-// The order of the two sums, which makes them the same on every processor: element i of a tile is added to lane i mod
-// 32, the lanes of a tile are added in halves, the tiles of a span one after the other, and then the spans.
+// The order of the two sums, which makes them the same on every processor: element i of a tile is
+// added to lane i mod 32, the lanes of a tile are added in halves, the tiles of a span one after
+// the other, and then the spans.
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kSpanTiles = 64;
 
-// How an element type lies in its word. kExponent: all of these bits are set where a value is not finite; 0 under bits.
+// How an element type lies in its word. kExponent: all of these bits are set where a value is not
+// finite; 0 under bits.
 template <int W, uint64_t kExponentBits>
 struct ElementOf {
   static constexpr int kWordBytes = W;
@@ -113,8 +126,8 @@ DELTACHECK_HD Number<kElements> value_of(typename Word<Element<kElements>::kWord
   return value;
 }
 
-// Rounded before it goes into a sum, which matters for doubles: the squares of floats are exact. The host is compiled
-// with -ffp-contract=off.
+// Rounded before it goes into a sum, which matters for doubles: the squares of floats are exact.
+// The host is compiled with -ffp-contract=off.
 DELTACHECK_HD double square(double value) {
 #ifdef __CUDA_ARCH__
   return __dmul_rn(value, value);

@@ -21,14 +21,17 @@ namespace {
 
 constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
 
-// A chunk is judged by a sample: kPieces pieces of it, together a kSampleShare of it within these bounds.
+// A chunk is judged by a sample: kPieces pieces of it, together a kSampleShare of it within these
+// bounds.
 constexpr uint64_t kSampleShare = 32, kLeastSample = 4096, kMostSample = 16384, kPieces = 4;
 
 void put_little_endian(uint64_t value, int bytes, uint8_t* out) {
   for (int k = 0; k < bytes; ++k) out[k] = static_cast<uint8_t>(value >> (8 * k));
 }
 
-void put_crc(uint8_t* data, uint64_t size) { put_little_endian(crc32c(data, size), kCrcBytes, data + size); }
+void put_crc(uint8_t* data, uint64_t size) {
+  put_little_endian(crc32c(data, size), kCrcBytes, data + size);
+}
 
 // 0 or an errno.
 int write_at(int descriptor, const uint8_t* data, uint64_t size, uint64_t at) {
@@ -54,7 +57,8 @@ class Compressor {
   Compressor(const Compressor&) = delete;
   Compressor& operator=(const Compressor&) = delete;
 
-  // One frame of `size` bytes in `out`, which has room for ZSTD_compressBound(max(size, kMostSample)). Its size.
+  // One frame of `size` bytes in `out`, which has room for ZSTD_compressBound(max(size,
+  // kMostSample)). Its size.
   uint64_t frame(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, level);
     // Matches cost time: at the lowest level they must be worth it.
@@ -74,11 +78,13 @@ class Compressor {
   }
 
  private:
-  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. A Huffman code takes a
-  // bit for each byte at least: fewer mean that the data is one byte over and over, and what differs elsewhere is rare.
+  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. A
+  // Huffman code takes a bit for each byte at least: fewer mean that the data is one byte over and
+  // over, and what differs elsewhere is rare.
   bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     const uint64_t without = literals_only(data, size, out, room);
-    return without < size / 16 || with_matches(data, size, out, room) < without - without / least_gain_;
+    return without < size / 16 ||
+           with_matches(data, size, out, room) < without - without / least_gain_;
   }
 
   uint64_t with_matches(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
@@ -91,7 +97,8 @@ class Compressor {
     for (uint64_t at = 0; at < size || at == 0; at += kBlock) {
       blocks_.push_back({0, static_cast<unsigned>(std::min(kBlock, size - at)), 0, 0});
     }
-    return checked(ZSTD_compressSequences(context_, out, room, blocks_.data(), blocks_.size(), data, size));
+    return checked(
+        ZSTD_compressSequences(context_, out, room, blocks_.data(), blocks_.size(), data, size));
   }
 
   // With enough room, zstd can fail for want of memory only.
@@ -107,8 +114,13 @@ class Compressor {
 
 class File {
  public:
-  File(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut, int level, uint64_t number)
-      : descriptor_(descriptor), pieces_(pieces), cut_(cut), level_(level), first_(number * cut.chunks_per_file) {
+  File(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut, int level,
+       uint64_t number)
+      : descriptor_(descriptor),
+        pieces_(pieces),
+        cut_(cut),
+        level_(level),
+        first_(number * cut.chunks_per_file) {
     starts_.reserve(pieces.size() + 1);
     starts_.push_back(0);
     for (const StreamView& piece : pieces) starts_.push_back(starts_.back() + piece.size);
@@ -119,7 +131,8 @@ class File {
   }
 
   int write() {
-    const int useful = static_cast<int>(std::min<uint64_t>(chunks_, static_cast<uint64_t>(threads())));
+    const int useful =
+        static_cast<int>(std::min<uint64_t>(chunks_, static_cast<uint64_t>(threads())));
     run_on_threads(useful, [this] { work(); });
     if (no_memory_) throw std::bad_alloc();
     if (error_ != 0 || !cut_.sharded) return error_;
@@ -152,7 +165,8 @@ class File {
       const uint64_t frame = compressor.frame(level_, data, size, framed.data(), room);
       put_crc(framed.data(), frame);
       const int64_t at = place(chunk, frame + kCrcBytes);
-      return at >= 0 && noted(write_at(descriptor_, framed.data(), frame + kCrcBytes, static_cast<uint64_t>(at)));
+      return at >= 0 && noted(write_at(descriptor_, framed.data(), frame + kCrcBytes,
+                                       static_cast<uint64_t>(at)));
     }
     const int64_t at = place(chunk, size + kCrcBytes);
     uint8_t crc[kCrcBytes];
@@ -163,22 +177,27 @@ class File {
 
   // The bytes of one chunk: where they lie, or gathered from their pieces and filled up.
   const uint8_t* contiguous(uint64_t chunk, std::vector<uint8_t>* gathered) const {
-    const uint64_t begin = chunk * cut_.chunk_bytes, end = std::min(begin + cut_.chunk_bytes, starts_.back());
-    size_t piece = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), begin) - starts_.begin() - 1);
+    const uint64_t begin = chunk * cut_.chunk_bytes,
+                   end = std::min(begin + cut_.chunk_bytes, starts_.back());
+    size_t piece = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), begin) -
+                                       starts_.begin() - 1);
     if (end - begin == cut_.chunk_bytes && end <= starts_[piece + 1])
       return pieces_[piece].data + (begin - starts_[piece]);
     if (gathered->size() < cut_.chunk_bytes) gathered->resize(cut_.chunk_bytes);
     for (uint64_t at = begin; at < end; ++piece) {
       const uint64_t part = std::min(end, starts_[piece + 1]) - at;
-      if (part > 0) std::memcpy(gathered->data() + (at - begin), pieces_[piece].data + (at - starts_[piece]), part);
+      if (part > 0)
+        std::memcpy(gathered->data() + (at - begin), pieces_[piece].data + (at - starts_[piece]),
+                    part);
       at += part;
     }
     std::memset(gathered->data() + (end - begin), 0, cut_.chunk_bytes - (end - begin));
     return gathered->data();
   }
 
-  // Where a chunk of `size` bytes goes, after those before it; waits for them. The thread that has the lowest chunk
-  // never waits, so the line moves whatever the number of threads. -1 where another chunk has failed.
+  // Where a chunk of `size` bytes goes, after those before it; waits for them. The thread that has
+  // the lowest chunk never waits, so the line moves whatever the number of threads. -1 where
+  // another chunk has failed.
   int64_t place(uint64_t chunk, uint64_t size) {
     std::unique_lock lock(mutex_);
     turn_.wait(lock, [&] { return no_memory_ || error_ != 0 || placed_ == chunk; });
@@ -222,8 +241,8 @@ class File {
 
 }  // namespace
 
-int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut, int level,
-                      uint64_t number) {
+int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut,
+                      int level, uint64_t number) {
   return File(descriptor, pieces, cut, level, number).write();
 }
 

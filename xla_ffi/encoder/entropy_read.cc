@@ -43,12 +43,14 @@ class Decompressor {
   Decompressor(const Decompressor&) = delete;
   Decompressor& operator=(const Decompressor&) = delete;
 
-  // "", or why `size` bytes are not frames of exactly `wanted` bytes. In one go, so no window is made as large as a
-  // header says.
+  // "", or why `size` bytes are not frames of exactly `wanted` bytes. In one go, so no window is
+  // made as large as a header says.
   std::string decode(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
     const size_t made = ZSTD_decompressDCtx(context_, out, wanted, data, size);
     if (ZSTD_isError(made)) return ZSTD_getErrorName(made);
-    if (made != wanted) return "it decodes to " + std::to_string(made) + " bytes and not to " + std::to_string(wanted);
+    if (made != wanted)
+      return "it decodes to " + std::to_string(made) + " bytes and not to " +
+             std::to_string(wanted);
     return "";
   }
 
@@ -62,10 +64,12 @@ std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint6
   size_t says = 0;
   if (blosc_cbuffer_validate(data, size, &says) != 0) return "it is no blosc frame";
   if (says != wanted) {
-    return "its frame says that it has " + std::to_string(says) + " bytes and not " + std::to_string(wanted);
+    return "its frame says that it has " + std::to_string(says) + " bytes and not " +
+           std::to_string(wanted);
   }
   const int made = blosc_decompress_ctx(data, out, wanted, 1);
-  return made >= 0 && static_cast<uint64_t>(made) == wanted ? "" : "its blosc frame cannot be decoded";
+  return made >= 0 && static_cast<uint64_t>(made) == wanted ? ""
+                                                            : "its blosc frame cannot be decoded";
 #else
   (void)data, (void)size, (void)out, (void)wanted;
   return "this build has no blosc";
@@ -74,7 +78,8 @@ std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint6
 
 class File {
  public:
-  File(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end, uint8_t* out)
+  File(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end,
+       uint8_t* out)
       : descriptor_(descriptor),
         cut_(cut),
         codec_(codec),
@@ -92,7 +97,8 @@ class File {
       std::string refusal = read_index();
       if (!refusal.empty()) return refusal;
     }
-    const int useful = static_cast<int>(std::min<uint64_t>(stop_ - next_chunk_, static_cast<uint64_t>(threads())));
+    const int useful =
+        static_cast<int>(std::min<uint64_t>(stop_ - next_chunk_, static_cast<uint64_t>(threads())));
     run_on_threads(useful, [this] { work(); });
     if (no_memory_) throw std::bad_alloc();
     return refusal_;
@@ -106,7 +112,9 @@ class File {
     std::string refusal = read_at(index_.data(), index_.size(), chunks_end_);
     if (!refusal.empty()) return refusal;
     const uint64_t size = index_.size() - kCrcBytes;
-    return crc_fits(index_.data(), size, index_.data() + size) ? "" : "the checksum of its index does not fit";
+    return crc_fits(index_.data(), size, index_.data() + size)
+               ? ""
+               : "the checksum of its index does not fit";
   }
 
   void work() {
@@ -142,15 +150,17 @@ class File {
       if (decoded.size() < cut_.chunk_bytes) decoded.resize(cut_.chunk_bytes);
       whole = decoded.data();
     }
-    std::string refusal =
-        codec_ == ChunkCodec::kStore ? stored(at, content, whole) : compressed(at, content, whole, &framed);
-    if (refusal.empty() && !in_place) std::memcpy(out_ + (from - begin_), whole + (from - start), to - from);
+    std::string refusal = codec_ == ChunkCodec::kStore ? stored(at, content, whole)
+                                                       : compressed(at, content, whole, &framed);
+    if (refusal.empty() && !in_place)
+      std::memcpy(out_ + (from - begin_), whole + (from - start), to - from);
     return refusal;
   }
 
   std::string stored(uint64_t at, uint64_t content, uint8_t* whole) const {
     if (content != cut_.chunk_bytes) {
-      return "it has " + std::to_string(content) + " bytes and not " + std::to_string(cut_.chunk_bytes);
+      return "it has " + std::to_string(content) + " bytes and not " +
+             std::to_string(cut_.chunk_bytes);
     }
     uint8_t crc[kCrcBytes];
     std::string refusal = read_at(whole, content, at);
@@ -159,14 +169,18 @@ class File {
     return refusal;
   }
 
-  std::string compressed(uint64_t at, uint64_t content, uint8_t* whole, std::vector<uint8_t>* framed) const {
+  std::string compressed(uint64_t at, uint64_t content, uint8_t* whole,
+                         std::vector<uint8_t>* framed) const {
     // No frame of so many bytes is longer, but for those that hold nothing.
-    if (content > ZSTD_compressBound(cut_.chunk_bytes) + 64) return "it is longer than any encoding of it";
+    if (content > ZSTD_compressBound(cut_.chunk_bytes) + 64)
+      return "it is longer than any encoding of it";
     if (framed->size() < content + kCrcBytes) framed->resize(content + kCrcBytes);
     std::string refusal = read_at(framed->data(), content + kCrcBytes, at);
     if (!refusal.empty()) return refusal;
-    if (!crc_fits(framed->data(), content, framed->data() + content)) return "its checksum does not fit";
-    if (codec_ == ChunkCodec::kBlosc) return decode_blosc(framed->data(), content, whole, cut_.chunk_bytes);
+    if (!crc_fits(framed->data(), content, framed->data() + content))
+      return "its checksum does not fit";
+    if (codec_ == ChunkCodec::kBlosc)
+      return decode_blosc(framed->data(), content, whole, cut_.chunk_bytes);
     thread_local Decompressor decompressor;
     return decompressor.decode(framed->data(), content, whole, cut_.chunk_bytes);
   }
@@ -210,8 +224,8 @@ bool can_read(ChunkCodec codec) {
 #endif
 }
 
-std::string read_array_file(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end,
-                            uint8_t* out) {
+std::string read_array_file(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin,
+                            uint64_t end, uint8_t* out) {
   return File(descriptor, cut, codec, begin, end, out).read();
 }
 

@@ -1,7 +1,8 @@
-// The numbers and the scalar arithmetic of docs/reference/format.md, section 4. Everything here is part of the format.
+// The numbers and the scalar arithmetic of docs/reference/format.md, section 4. Everything here is
+// part of the format.
 //
-// Host and device code include this file. Functions have internal linkage: it is compiled once for each instruction
-// set, and no copy made for a newer processor may be picked for an older one.
+// Host and device code include this file. Functions have internal linkage: it is compiled once for
+// each instruction set, and no copy made for a newer processor may be picked for an older one.
 
 #pragma once
 
@@ -17,15 +18,25 @@ namespace deltacheck {
 
 // All permanent.
 constexpr uint32_t kTileBytes = 16384;  // of the chunk; one constant for every processor
-constexpr uint32_t kEscape = 255;       // in gaps: 255 more unchanged words; in values: the difference is in wide
-constexpr uint32_t kSampleEvery = 16;   // tiles 0, 16, 32, .. are the sample
+constexpr uint32_t kEscape =
+    255;  // in gaps: 255 more unchanged words; in values: the difference is in wide
+constexpr uint32_t kSampleEvery = 16;  // tiles 0, 16, 32, .. are the sample
 constexpr uint32_t kTileEntryBytes = 6;
 
-enum Method : uint32_t { kUnchanged = 0, kSparse = 1, kBitmap = 2, kDiff = 3, kPlanes = 4, kRaw = 5 };
+enum Method : uint32_t {
+  kUnchanged = 0,
+  kSparse = 1,
+  kBitmap = 2,
+  kDiff = 3,
+  kPlanes = 4,
+  kRaw = 5
+};
 constexpr uint32_t kMethods = 6;
-constexpr const char* kMethodNames[kMethods] = {"unchanged", "sparse", "bitmap", "diff", "planes", "raw"};
+constexpr const char* kMethodNames[kMethods] = {"unchanged", "sparse", "bitmap",
+                                                "diff",      "planes", "raw"};
 
-// In the order in which streams are listed everywhere; diff and planes take one each for every byte of a word.
+// In the order in which streams are listed everywhere; diff and planes take one each for every byte
+// of a word.
 enum Stream : int {
   kTiles,
   kGaps,
@@ -38,16 +49,17 @@ enum Stream : int {
   kStreams
 };
 constexpr const char* kStreamNames[kStreams] = {
-    "tiles", "gaps",  "bitmap", "values", "wide",   "diff0",  "diff1",  "diff2",  "diff3",  "diff4",  "diff5",
-    "diff6", "diff7", "plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7", "raw"};
+    "tiles",  "gaps",   "bitmap", "values", "wide",   "diff0",  "diff1",  "diff2",
+    "diff3",  "diff4",  "diff5",  "diff6",  "diff7",  "plane0", "plane1", "plane2",
+    "plane3", "plane4", "plane5", "plane6", "plane7", "raw"};
 
 struct Row {
   uint32_t chunk, method, changed, gap_bytes, wide_count;
 };
 constexpr uint32_t kRowWidth = 5;
 
-// Numbers that say what a call which cannot size its results has left in them: rows, 1 if the streams did not fit (else
-// 0), then the bytes of every stream.
+// Numbers that say what a call which cannot size its results has left in them: rows, 1 if the
+// streams did not fit (else 0), then the bytes of every stream.
 enum Head : int { kHeadRows, kHeadOverflow, kHeadStreams, kHeadEntries = kHeadStreams + kStreams };
 
 // Unsigned words of W bytes. `Memory` is the same in memory of any alignment and any declared type.
@@ -92,7 +104,8 @@ DELTACHECK_HD uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t til
 
 // z of a word.
 template <int W>
-DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current, typename Word<W>::type base) {
+DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current,
+                                            typename Word<W>::type base) {
   using U = typename Word<W>::type;
   using S = typename Word<W>::signed_type;
   const U d = static_cast<U>(current - base);
@@ -134,7 +147,8 @@ DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, 
   return row.method == kPlanes && stream - kPlane0 < word_bytes ? words : 0;
 }
 
-// --- 4.4: the cost of a byte string, in 1/256 bit ------------------------------------------------------------------
+// --- 4.4: the cost of a byte string, in 1/256 bit
+// ------------------------------------------------------------------
 
 constexpr uint64_t kByteCost = 8 * 256;
 
@@ -155,9 +169,9 @@ DELTACHECK_HD constexpr uint32_t log2_256_by_squaring(uint64_t x) {
   return r;
 }
 
-// L is 256 e + f(m) with f from 0 to 255 that never falls: f is known from the least m of each of its values. By the 8
-// bits of m below its leading one, `first` gives f at the low end of that eighth of the way; f rises by at most 2 until
-// its high end (256 log2' <= 1.4427 a step).
+// L is 256 e + f(m) with f from 0 to 255 that never falls: f is known from the least m of each of
+// its values. By the 8 bits of m below its leading one, `first` gives f at the low end of that
+// eighth of the way; f rises by at most 2 until its high end (256 log2' <= 1.4427 a step).
 struct Log2Table {
   uint32_t least[258];
   uint8_t first[256];
@@ -178,8 +192,8 @@ static constexpr Log2Table make_log2_table() {
   }
   table.least[256] = table.least[257] = 0xffffffffu;
   for (uint32_t step = 0; step < 256; ++step) {
-    table.first[step] =
-        static_cast<uint8_t>(log2_256_by_squaring((uint64_t{1} << 31) + (uint64_t{step} << 23)) - 31 * 256);
+    table.first[step] = static_cast<uint8_t>(
+        log2_256_by_squaring((uint64_t{1} << 31) + (uint64_t{step} << 23)) - 31 * 256);
   }
   return table;
 }
@@ -195,10 +209,12 @@ static constexpr uint32_t log2_256(uint64_t x) {
   const uint32_t e = 63 - __builtin_clzll(x);
   const uint32_t m = static_cast<uint32_t>(e <= 31 ? x << (31 - e) : x >> (e - 31));
   const uint32_t f = kLog2Table.first[(m >> 23) & 255];
-  return 256 * e + f + (f < 255 && m >= kLog2Table.least[f + 1]) + (f < 254 && m >= kLog2Table.least[f + 2]);
+  return 256 * e + f + (f < 255 && m >= kLog2Table.least[f + 1]) +
+         (f < 254 && m >= kLog2Table.least[f + 2]);
 }
 
-// f never falls, so it is right everywhere if it is right on both sides of each place where it rises.
+// f never falls, so it is right everywhere if it is right on both sides of each place where it
+// rises.
 static constexpr bool log2_256_is_exact() {
   for (uint32_t f = 1; f < 256; ++f) {
     const uint64_t m = kLog2Table.least[f];
@@ -221,13 +237,16 @@ struct Log2Small {
 
 static constexpr Log2Small make_log2_small() {
   Log2Small small{};
-  for (uint32_t x = 1; x < Log2Small::kEntries; ++x) small.of[x] = static_cast<uint16_t>(log2_256(x));
+  for (uint32_t x = 1; x < Log2Small::kEntries; ++x)
+    small.of[x] = static_cast<uint16_t>(log2_256(x));
   return small;
 }
 
 static constexpr Log2Small kLog2Small = make_log2_small();
 
-static inline uint32_t log2_of_count(uint64_t x) { return x < Log2Small::kEntries ? kLog2Small.of[x] : log2_256(x); }
+static inline uint32_t log2_of_count(uint64_t x) {
+  return x < Log2Small::kEntries ? kLog2Small.of[x] : log2_256(x);
+}
 #endif
 
 // What an entry of the histogram adds to the entropy of a string. `whole`: L of its length.
@@ -235,8 +254,8 @@ DELTACHECK_HD uint64_t entropy_term(uint64_t entry, uint32_t whole) {
   return entry == 0 ? 0 : entry * (whole - log2_of_count(entry));
 }
 
-// The cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. `skew = false` leaves out the
-// skew term: a bound from below.
+// The cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. `skew =
+// false` leaves out the skew term: a bound from below.
 DELTACHECK_HD uint64_t cost_of(uint64_t entropy, uint64_t most, uint64_t n, bool skew) {
   uint64_t sum = entropy;
   if (skew && 2 * most > n) sum += kByteCost * ((n - most) * (2 * most - n) / n);
@@ -257,8 +276,9 @@ static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = tr
   return cost_of(entropy, most, n, skew);
 }
 
-// Entropy is concave, so what a part of the bytes costs is a bound from below for what all of them cost, up to the
-// rounding of L: L(x) and 256 log2 x differ by less than 2, on both sides of a comparison. Most a byte:
+// Entropy is concave, so what a part of the bytes costs is a bound from below for what all of them
+// cost, up to the rounding of L: L(x) and 256 log2 x differ by less than 2, on both sides of a
+// comparison. Most a byte:
 constexpr uint64_t kRoundingCost = 4;
 
 struct Choice {

@@ -1,5 +1,6 @@
-// Which words differ, as bits, and arithmetic on floats as doubles. The one place with intrinsics: no compiler was
-// found to make bit masks of comparisons by itself, nor to widen a whole vector in one instruction.
+// Which words differ, as bits, and arithmetic on floats as doubles. The one place with intrinsics:
+// no compiler was found to make bit masks of comparisons by itself, nor to widen a whole vector in
+// one instruction.
 //
 // Internal linkage throughout, see format.h.
 
@@ -44,7 +45,8 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
   uint64_t same = 0;
   if constexpr (W == 8) {
     for (int part = 0; part < 16; ++part) {
-      same |= uint64_t(uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(equal(part))))) << (4 * part);
+      same |= uint64_t(uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(equal(part)))))
+              << (4 * part);
     }
     return ~same;
   }
@@ -52,11 +54,13 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
     __m256i bytes;
     if constexpr (W == 1) bytes = equal(half);
     if constexpr (W == 2)
-      bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(equal(2 * half), equal(2 * half + 1)), 0xd8);
+      bytes =
+          _mm256_permute4x64_epi64(_mm256_packs_epi16(equal(2 * half), equal(2 * half + 1)), 0xd8);
     if constexpr (W == 4) {
       const __m256i low = _mm256_packs_epi32(equal(4 * half), equal(4 * half + 1));
       const __m256i high = _mm256_packs_epi32(equal(4 * half + 2), equal(4 * half + 3));
-      bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
+                                          _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     }
     same |= uint64_t(uint32_t(_mm256_movemask_epi8(bytes))) << (32 * half);
   }
@@ -102,12 +106,12 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
 #endif
 }
 
-// How far ahead words are asked for, in bytes of each array, so that memory is not idle while these are worked on.
-// Nothing is read there.
+// How far ahead words are asked for, in bytes of each array, so that memory is not idle while these
+// are worked on. Nothing is read there.
 constexpr uint32_t kAheadBytes = 2048;
 
-// One bit a word for `words` words, least significant first; unused bits of the last block are 0. Returns the number of
-// 1 bits. `masks`: ceil(words / 64) entries.
+// One bit a word for `words` words, least significant first; unused bits of the last block are 0.
+// Returns the number of 1 bits. `masks`: ceil(words / 64) entries.
 template <int W>
 inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint64_t* masks) {
   uint32_t count = 0, block = 0;
@@ -132,8 +136,8 @@ inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, ui
   return count;
 }
 
-// Whether two runs of bytes are equal, at the speed of memory: a branch for every 512 bytes, nothing kept but whether
-// any bit differs.
+// Whether two runs of bytes are equal, at the speed of memory: a branch for every 512 bytes,
+// nothing kept but whether any bit differs.
 inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   using Memory = Word<8>::Memory;
   constexpr uint32_t kStep = 512;
@@ -179,7 +183,8 @@ inline Doubles widened(Floats values) {
 #endif
 }
 
-// sum + value * value. REQUIRES: the square is exact, so that it does not matter whether it is rounded before the sum.
+// sum + value * value. REQUIRES: the square is exact, so that it does not matter whether it is
+// rounded before the sum.
 inline Doubles with_square(Doubles sum, Doubles value) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_pd(value, value, sum);

@@ -1,6 +1,6 @@
-// Compiled once for each instruction set, with DELTACHECK_KERNELS the name of the table and DELTACHECK_INSTRUCTION_SET
-// its text. No function of this file but those behind the table may have external linkage: the linker would pick one
-// copy for all processors.
+// Compiled once for each instruction set, with DELTACHECK_KERNELS the name of the table and
+// DELTACHECK_INSTRUCTION_SET its text. No function of this file but those behind the table may have
+// external linkage: the linker would pick one copy for all processors.
 
 #include "kernels.h"
 
@@ -24,30 +24,33 @@ namespace {
   }
 
 uint64_t first_difference_any(int word_bytes, const uint8_t* current, const uint8_t* base,
-                              uint64_t words){DELTACHECK_FOR_WORD(first_difference, current, base, words)}
+                              uint64_t words){
+    DELTACHECK_FOR_WORD(first_difference, current, base, words)}
 
-Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
-                  Scratch* scratch) {
+Method choose_any(int word_bytes, const uint8_t* current, const uint8_t* base, uint64_t words,
+                  uint64_t first, Scratch* scratch) {
   DELTACHECK_FOR_WORD(choose, current, base, words, first, scratch)
 }
 
-bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                          uint64_t first, Scratch* scratch, const PositionStreams& out, Row* row){
+bool encode_positions_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base,
+                          uint64_t words, uint64_t first, Scratch* scratch,
+                          const PositionStreams& out, Row* row){
     DELTACHECK_FOR_WORD(encode_positions, method, current, base, words, first, scratch, out, row)}
 
-uint32_t
-    encode_dense_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base, uint64_t words,
-                     Scratch* scratch,
-                     uint8_t* const* out){DELTACHECK_FOR_WORD(encode_dense, method, current, base, words, scratch, out)}
+uint32_t encode_dense_any(int word_bytes, Method method, const uint8_t* current, uint8_t* base,
+                          uint64_t words, Scratch* scratch, uint8_t* const* out){
+    DELTACHECK_FOR_WORD(encode_dense, method, current, base, words, scratch, out)}
 
-Refusal check_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words) {
+Refusal
+    check_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint64_t words) {
   DELTACHECK_FOR_WORD(check_chunk, row, streams, words)
 }
 
 void apply_chunk_any(int word_bytes, const Row& row, const ChunkStreams& streams, uint8_t* base,
                      uint64_t words){DELTACHECK_FOR_WORD(apply_chunk, row, streams, base, words)}
 
-Statistics span_statistics_any(Elements elements, const uint8_t* current, const uint8_t* base, uint32_t words) {
+Statistics span_statistics_any(Elements elements, const uint8_t* current, const uint8_t* base,
+                               uint32_t words) {
   switch (elements) {
     case Elements::kBits8:
       return span_statistics<Elements::kBits8>(current, base, words);

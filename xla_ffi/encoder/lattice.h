@@ -1,11 +1,13 @@
-// Values on a lattice whose phase differs from element to element, so that steps far below its spacing are kept on
-// average: subtractive dither, after Schuchman (Dither signals and their effect on quantization noise, 1964).
-// Where u is uniform and independent of x, as it is to whoever does not choose x by the hash, x' - x is uniform
-// in [-s/2, s/2] and independent of x; it holds for one quantisation of x, not across saves, which share the phase.
+// Values on a lattice whose phase differs from element to element, so that steps far below its
+// spacing are kept on average: subtractive dither, after Schuchman (Dither signals and their effect
+// on quantization noise, 1964). Where u is uniform and independent of x, as it is to whoever does
+// not choose x by the hash, x' - x is uniform in [-s/2, s/2] and independent of x; it holds for one
+// quantisation of x, not across saves, which share the phase.
 //
-// Part of the format: docs/reference/format.md, 4.5.1. Internal linkage throughout, see format.h. All arithmetic is in
-// double, in the order in which it stands here, and the host is compiled with -ffp-contract=off: the bits are the same
-// on every processor. Written so that compilers make vectors of it. There is no device code for it yet.
+// Part of the format: docs/reference/format.md, 4.5.1. Internal linkage throughout, see format.h.
+// All arithmetic is in double, in the order in which it stands here, and the host is compiled with
+// -ffp-contract=off: the bits are the same on every processor. Written so that compilers make
+// vectors of it. There is no device code for it yet.
 
 #pragma once
 
@@ -52,10 +54,11 @@ DELTACHECK_HD float middle_of(double q, double step, double u) {
   return static_cast<float>(middle);
 }
 
-// The finite float nearest to `bits` among those that round to the bfloat16 `weight`, to nearest and ties to even. No
-// finite float rounds to a NaN: then `bits` itself.
+// The finite float nearest to `bits` among those that round to the bfloat16 `weight`, to nearest
+// and ties to even. No finite float rounds to a NaN: then `bits` itself.
 DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
-  const uint32_t whole = static_cast<uint32_t>(weight) << 16, center = whole & kMagnitude, odd = weight & 1u;
+  const uint32_t whole = static_cast<uint32_t>(weight) << 16, center = whole & kMagnitude,
+                 odd = weight & 1u;
   const uint32_t low = center == 0 ? 0 : center - 0x8000 + odd, above = center + 0x8000 - odd,
                  high = above < kInfinity ? above : kInfinity - 1;
   const uint32_t magnitude = bits & kMagnitude, not_above = magnitude < high ? magnitude : high,
@@ -71,7 +74,8 @@ struct LatticeErrors {
   double squared;    // sum of their squares
 };
 
-// The order of the sum: element i of a part goes to lane i mod 32, the lanes are added in halves, then the parts.
+// The order of the sum: element i of a part goes to lane i mod 32, the lanes are added in halves,
+// then the parts.
 constexpr uint32_t kSumLanes = 32;
 constexpr uint32_t kPartValues = 65536;
 constexpr uint32_t kBlockValues = 1024;  // within the nearest cache
@@ -91,8 +95,8 @@ inline void add_squares(const double* errors, uint32_t rows, double* lanes) {
 }
 
 template <bool kCells>
-inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
-                                      uint64_t seed, uint8_t* codes) {
+inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weights, uint64_t count,
+                                      double step, uint64_t seed, uint8_t* codes) {
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(codes);
@@ -111,7 +115,8 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
       const double kept = coded ? q : 0;
       uint32_t moved = bits_of(middle_of(kept, step, u));
       if (kCells) moved = in_cell(moved, w[start + i]);
-      const double distance = fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
+      const double distance =
+          fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
       const double error = coded ? distance : 0;
       errors[i] = error;
       largest = error > largest ? error : largest;
@@ -129,8 +134,8 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
 }
 
 template <bool kCells>
-inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step, uint64_t seed,
-                              uint8_t* values) {
+inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                              double step, uint64_t seed, uint8_t* values) {
   const Word<4>::Memory* code = reinterpret_cast<const Word<4>::Memory*>(codes);
   const Word<2>::Memory* w = reinterpret_cast<const Word<2>::Memory*>(weights);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
@@ -143,15 +148,16 @@ inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint
 }
 
 // Of one part. `values`: float32 at any address. `weights`: bfloat16, or null. `codes`: int32.
-inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* weights, uint64_t count, double step,
-                                        uint64_t seed, uint8_t* codes) {
+inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* weights,
+                                        uint64_t count, double step, uint64_t seed,
+                                        uint8_t* codes) {
   return weights != nullptr ? lattice_codes_of<true>(values, weights, count, step, seed, codes)
                             : lattice_codes_of<false>(values, weights, count, step, seed, codes);
 }
 
 // The other way round. `values` may be `codes`.
-inline void lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
-                                uint64_t seed, uint8_t* values) {
+inline void lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
+                                double step, uint64_t seed, uint8_t* values) {
   if (weights != nullptr)
     lattice_values_of<true>(codes, weights, count, step, seed, values);
   else

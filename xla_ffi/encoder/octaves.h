@@ -1,7 +1,8 @@
-// Floats as places on a logarithmic scale, from the pattern of their bits: docs/reference/format.md, 4.5.2, part of the
-// format. Integers only, but for the one float division that measures; conversions between integers below 2^24 and
-// floats are exact. Written so that compilers make vectors of it. Internal linkage throughout, see format.h. There is
-// no device code for it yet.
+// Floats as places on a logarithmic scale, from the pattern of their bits:
+// docs/reference/format.md, 4.5.2, part of the format. Integers only, but for the one float
+// division that measures; conversions between integers below 2^24 and floats are exact. Written so
+// that compilers make vectors of it. Internal linkage throughout, see format.h. There is no device
+// code for it yet.
 
 #pragma once
 
@@ -27,20 +28,24 @@ struct OctaveForm {
 DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
   const uint32_t code_bytes = fraction_bits == 0 ? 1 : 2, bits = 8 * code_bytes - is_signed;
   const int32_t lowest_octave = is_signed && fraction_bits == 0 ? -100 : kLeastOctave;
-  const uint32_t room = (1u << bits) - 1, cells = static_cast<uint32_t>(kOctavesEnd - lowest_octave) << fraction_bits;
-  return {code_bytes, 23 - fraction_bits, lowest_octave * (1 << fraction_bits), room < cells ? room : cells,
-          is_signed ? 1u << bits : 0};
+  const uint32_t room = (1u << bits) - 1, cells = static_cast<uint32_t>(kOctavesEnd - lowest_octave)
+                                                  << fraction_bits;
+  return {code_bytes, 23 - fraction_bits, lowest_octave * (1 << fraction_bits),
+          room < cells ? room : cells, is_signed ? 1u << bits : 0};
 }
 
 constexpr uint32_t kLeastNormal = 1u << 23, kBias = 127u << 23, kSubnormalBias = 276u << 23;
 
 // Conditions as words, and choices without branches, which compilers would not make vectors of.
 DELTACHECK_HD uint32_t mask_of(bool holds) { return 0 - uint32_t{holds}; }
-DELTACHECK_HD uint32_t either(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
+DELTACHECK_HD uint32_t either(uint32_t mask, uint32_t a, uint32_t b) {
+  return b ^ ((a ^ b) & mask);
+}
 
 // L of a positive finite float, as two's complement. REQUIRES: magnitude > 0.
 DELTACHECK_HD uint32_t octave_of(uint32_t magnitude) {
-  const uint32_t whole = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)));  // a subnormal is an integer
+  const uint32_t whole =
+      bits_of(static_cast<float>(static_cast<int32_t>(magnitude)));  // a subnormal is an integer
   return either(mask_of(magnitude < kLeastNormal), whole - kSubnormalBias, magnitude - kBias);
 }
 
@@ -59,9 +64,10 @@ DELTACHECK_HD uint32_t middle_of(uint32_t size, const OctaveForm& form) {
 
 // What coding left to say.
 struct OctaveErrors {
-  uint64_t refused;     // values that are infinite, NaN, too large, or negative in the unsigned form; their code is 0
-  uint64_t zeroed;      // values other than zero that lie below the first cell; likewise
-  uint64_t distance;    // sum of |L(x') - L(x)| of the others
+  uint64_t refused;   // values that are infinite, NaN, too large, or negative in the unsigned form;
+                      // their code is 0
+  uint64_t zeroed;    // values other than zero that lie below the first cell; likewise
+  uint64_t distance;  // sum of |L(x') - L(x)| of the others
   float largest_ratio;  // of |x'| and |x|, the larger over the smaller, of the others; at least 1
 };
 
@@ -70,8 +76,8 @@ namespace {
 constexpr uint32_t kBlockOctaves = 256;
 
 template <int W, bool kBase>
-inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, uint64_t count, const OctaveForm form,
-                                    uint32_t band, uint8_t* codes) {
+inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, uint64_t count,
+                                    const OctaveForm form, uint32_t band, uint8_t* codes) {
   const Word<4>::Memory* x = reinterpret_cast<const Word<4>::Memory*>(values);
   const typename Word<W>::Memory* before = reinterpret_cast<const typename Word<W>::Memory*>(base);
   typename Word<W>::Memory* to = reinterpret_cast<typename Word<W>::Memory*>(codes);
@@ -80,7 +86,8 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
   float largest = 1;
   // In blocks, so that counts need no 64 bits in each step.
   for (uint64_t start = 0; start < count; start += kBlockOctaves) {
-    const uint32_t size_of_block = static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
+    const uint32_t size_of_block =
+        static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
     uint32_t block_coded = 0, block_zeroed = 0, zeros = 0, high = 0, low = 0;
 #pragma omp simd reduction(+ : block_coded, block_zeroed, zeros, high, low) reduction(max : largest)
     for (uint32_t i = 0; i < size_of_block; ++i) {
@@ -88,17 +95,20 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
       const uint32_t minus = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
       const uint32_t octave = octave_of(magnitude);
       const int32_t ahead = (static_cast<int32_t>(octave) >> form.shift) - form.lowest;
-      const uint32_t right = mask_of(magnitude != 0) & ~(minus & negatives), below = right & mask_of(ahead < 0),
+      const uint32_t right = mask_of(magnitude != 0) & ~(minus & negatives),
+                     below = right & mask_of(ahead < 0),
                      coded = right & mask_of(static_cast<uint32_t>(ahead) < form.most);
       const uint32_t nearest = static_cast<uint32_t>(ahead) + 1;
       uint32_t size = nearest;
       if (kBase) {
         const uint32_t old = before[start + i], old_size = old & sizes;
-        const uint32_t valid = mask_of(old_size - 1 < form.most) & mask_of(((old ^ minus) & form.sign) == 0);
+        const uint32_t valid =
+            mask_of(old_size - 1 < form.most) & mask_of(((old ^ minus) & form.sign) == 0);
         const uint32_t apart = octave_of(middle_of(either(valid, old_size, 1), form)) - octave;
         size = either(valid & mask_of(apart + band <= 2 * band), old_size, nearest);
       }
-      const uint32_t there = middle_of(either(coded, size, 1), form), here = either(coded, magnitude, there);
+      const uint32_t there = middle_of(either(coded, size, 1), form),
+                     here = either(coded, magnitude, there);
       const uint32_t more = there > here ? there : here, less = there > here ? here : there;
       const float ratio = float_of(more) / float_of(less);
       largest = ratio > largest ? ratio : largest;
@@ -118,20 +128,23 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
 }
 
 template <int W>
-inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const OctaveForm form, uint8_t* values) {
+inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const OctaveForm form,
+                                 uint8_t* values) {
   const typename Word<W>::Memory* from = reinterpret_cast<const typename Word<W>::Memory*>(codes);
   Word<4>::Memory* to = reinterpret_cast<Word<4>::Memory*>(values);
   const uint32_t sizes = (1u << 8 * W) - 1 - form.sign, to_sign = form.sign == 0 ? 0 : 32 - 8 * W;
   uint64_t bad = 0;
   for (uint64_t start = 0; start < count; start += kPartValues) {
-    const uint32_t size_of_block = static_cast<uint32_t>(count - start < kPartValues ? count - start : kPartValues);
+    const uint32_t size_of_block =
+        static_cast<uint32_t>(count - start < kPartValues ? count - start : kPartValues);
     uint32_t bad_here = 0;
 #pragma omp simd reduction(+ : bad_here)
     for (uint32_t i = 0; i < size_of_block; ++i) {
       const uint32_t code = from[start + i], size = code & sizes;
       const bool valid = size - 1 < form.most;
       bad_here += !valid & (code != 0);
-      const uint32_t magnitude = middle_of(valid ? size : 1, form), sign = (code & form.sign) << to_sign;
+      const uint32_t magnitude = middle_of(valid ? size : 1, form), sign = (code & form.sign)
+                                                                           << to_sign;
       to[start + i] = valid ? magnitude | sign : 0;
     }
     bad += bad_here;
@@ -139,8 +152,8 @@ inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const Oct
   return bad;
 }
 
-// `values`: float32 at any address. `base`: codes, or null. `band`: of |L(x') - L(x)|, at most 2^26. `codes` may be
-// `base`.
+// `values`: float32 at any address. `base`: codes, or null. `band`: of |L(x') - L(x)|, at most
+// 2^26. `codes` may be `base`.
 inline OctaveErrors octave_codes_part(const uint8_t* values, const uint8_t* base, uint64_t count,
                                       const OctaveForm& form, uint32_t band, uint8_t* codes) {
   if (form.code_bytes == 1) {
@@ -152,7 +165,8 @@ inline OctaveErrors octave_codes_part(const uint8_t* values, const uint8_t* base
 }
 
 // Codes that no value has: they become 0.
-inline uint64_t octave_values_part(const uint8_t* codes, uint64_t count, const OctaveForm& form, uint8_t* values) {
+inline uint64_t octave_values_part(const uint8_t* codes, uint64_t count, const OctaveForm& form,
+                                   uint8_t* values) {
   return form.code_bytes == 1 ? octave_values_of<1>(codes, count, form, values)
                               : octave_values_of<2>(codes, count, form, values);
 }

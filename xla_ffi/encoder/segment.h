@@ -1,9 +1,9 @@
-// The encoder of one chunk, docs/reference/format.md section 4: which method, its streams, the new base; and back,
-// checked.
+// The encoder of one chunk, docs/reference/format.md section 4: which method, its streams, the new
+// base; and back, checked.
 //
-// Knows no framework, allocates nothing, starts no thread. Internal linkage throughout, see format.h. Functions are
-// templates on the bytes of a word; words may lie at any address. Lengths are in words unless the name says bytes. The
-// host is little endian.
+// Knows no framework, allocates nothing, starts no thread. Internal linkage throughout, see
+// format.h. Functions are templates on the bytes of a word; words may lie at any address. Lengths
+// are in words unless the name says bytes. The host is little endian.
 
 #pragma once
 
@@ -15,13 +15,15 @@
 #include "intrinsics.h"
 #include "kernels.h"
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are written as they stand in memory");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "streams are written as they stand in memory");
 
 namespace deltacheck {
 
 namespace {
 
-// --- one tile: the streams of its changed words ----------------------------------------------------------------------
+// --- one tile: the streams of its changed words
+// ----------------------------------------------------------------------
 
 // The gaps of one tile; returns their bytes. Up to 8 after them may be overwritten.
 inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* __restrict out) {
@@ -35,11 +37,12 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
   if (most < kEscape) {
     out[0] = static_cast<uint8_t>(positions[0]);
 #pragma omp simd
-    for (uint32_t k = 1; k < count; ++k) out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
+    for (uint32_t k = 1; k < count; ++k)
+      out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
     return count;
   }
-  // Long gaps are rare or they are everywhere: eight escapes are written at once, needed or not, and the next gap goes
-  // over those that were not.
+  // Long gaps are rare or they are everywhere: eight escapes are written at once, needed or not,
+  // and the next gap goes over those that were not.
   uint8_t* at = out;
   uint32_t next = 0;
   for (uint32_t k = 0; k < count; ++k) {
@@ -55,9 +58,11 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
   return static_cast<uint32_t>(at - out);
 }
 
-// The values of one tile, and its wide differences; returns how many these are. 64 bytes after them may be overwritten.
+// The values of one tile, and its wide differences; returns how many these are. 64 bytes after them
+// may be overwritten.
 template <int W>
-inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values, uint8_t* __restrict wide) {
+inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values,
+                             uint8_t* __restrict wide) {
   using U = typename Word<W>::type;
   const U* __restrict from = reinterpret_cast<const U*>(z);
   if constexpr (W == 1) {
@@ -75,13 +80,15 @@ inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restri
   }
 }
 
-inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_t gap_bytes, uint32_t wide_count) {
+inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_t gap_bytes,
+                        uint32_t wide_count) {
   const uint16_t entry[3] = {static_cast<uint16_t>(changed), static_cast<uint16_t>(gap_bytes),
                              static_cast<uint16_t>(wide_count)};
   std::memcpy(tiles + kTileEntryBytes * tile, entry, sizeof entry);
 }
 
-// --- 4.4: how the method is chosen ---------------------------------------------------------------------------------
+// --- 4.4: how the method is chosen
+// ---------------------------------------------------------------------------------
 
 // Histograms of byte planes, kWays of each.
 template <int W>
@@ -94,7 +101,8 @@ inline void clear_planes(Scratch* scratch) {
 
 // Adds the planes from `kFirst` on.
 template <int W, int kFirst, bool kRotate>
-inline void count_planes(const typename Word<W>::Memory* words, uint32_t count, uint32_t (*counts)[256]) {
+inline void count_planes(const typename Word<W>::Memory* words, uint32_t count,
+                         uint32_t (*counts)[256]) {
   const auto add = [&](uint32_t i, int way) {
     const typename Word<W>::type word = kRotate ? rotated_left<W>(words[i]) : words[i];
     for (int k = kFirst; k < W; ++k) ++counts[kWays<W> * k + way][(word >> (8 * k)) & 255];
@@ -122,9 +130,10 @@ inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
   return together(counts + kWays<W> * plane, kWays<W>);
 }
 
-// Adds differences, none of them 0. Low bytes of narrow and of wide ones are counted apart, in the lower and the upper
-// half: only the first are in `values`. Entries 0 of the planes above may be left out: most differences are small, and
-// what is all zero in several words is not counted word by word.
+// Adds differences, none of them 0. Low bytes of narrow and of wide ones are counted apart, in the
+// lower and the upper half: only the first are in `values`. Entries 0 of the planes above may be
+// left out: most differences are small, and what is all zero in several words is not counted word
+// by word.
 template <int W>
 inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
   using U = typename Word<W>::type;
@@ -143,7 +152,8 @@ inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch
     }
     for (uint32_t i = 0; i < some; ++i) ++low[i % 4][(from[i] & 255) + (from[i] > 255) * 256];
     if (any <= 65535) {
-      for (uint32_t i = 0; i < some; ++i) ++scratch->counts[kWays<W> + i % kWays<W>][(from[i] >> 8) & 255];
+      for (uint32_t i = 0; i < some; ++i)
+        ++scratch->counts[kWays<W> + i % kWays<W>][(from[i] >> 8) & 255];
     } else {
       count_planes<W, 1, false>(from, some, scratch->counts);
     }
@@ -164,8 +174,8 @@ inline uint64_t count_gaps(const uint16_t* positions, uint32_t count, uint32_t (
   return escapes + count;
 }
 
-// The same where nearly all words have changed, from their bits: those right after a changed one are counted by the
-// block.
+// The same where nearly all words have changed, from their bits: those right after a changed one
+// are counted by the block.
 inline uint64_t count_short_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* counts) {
   uint64_t bytes = 0;
   uint64_t carry = 0;  // the last bit of the block before
@@ -208,11 +218,11 @@ inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t (*counts)
   for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[0][bytes[i]];
 }
 
-// Whether value planes cost less than `bound` on the sample. Most chunks can be told from a small part of it, which is
-// looked at each time that it has doubled.
+// Whether value planes cost less than `bound` on the sample. Most chunks can be told from a small
+// part of it, which is looked at each time that it has doubled.
 template <int W>
-inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words, uint64_t bound,
-                             Scratch* scratch) {
+inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words,
+                             uint64_t bound, Scratch* scratch) {
   using Memory = typename Word<W>::Memory;
   constexpr uint32_t kStep = 256;
   const uint64_t rounding = kRoundingCost * sample_words * W;
@@ -239,11 +249,12 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   return sum < bound;
 }
 
-// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if there are any. Tiles
-// before `first` are known to be equal.
+// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if
+// there are any. Tiles before `first` are known to be equal.
 template <int W>
-inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t sample_words,
-                               uint64_t first, Scratch* scratch, uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
+inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words,
+                               uint64_t sample_words, uint64_t first, Scratch* scratch,
+                               uint64_t* diff, uint64_t* bitmap, uint64_t* sparse) {
   clear_planes<W>(scratch);
   std::memset(scratch->gap_counts, 0, sizeof scratch->gap_counts);
   std::memset(scratch->bit_counts, 0, sizeof scratch->bit_counts);
@@ -263,8 +274,9 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
       continue;
     }
     changed += count;
-    gap_bytes += count > size / 8 * 7 ? count_short_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts[0])
-                                      : count_gaps(scratch->positions, count, scratch->gap_counts);
+    gap_bytes += count > size / 8 * 7
+                     ? count_short_gaps(scratch->masks, (size + 63) / 64, scratch->gap_counts[0])
+                     : count_gaps(scratch->positions, count, scratch->gap_counts);
     count_bits(scratch->masks, size, scratch->bit_counts);
     count_differences<W>(scratch->z, count, scratch);
   }
@@ -294,14 +306,15 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
     plane[0] = rest;
     *diff += cost(plane, sample_words);
   }
-  const uint64_t shared = cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
+  const uint64_t shared =
+      cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
   *bitmap = cost(together(scratch->bit_counts, 4), bitmap_bytes) + shared;
   *sparse = cost(together(scratch->gap_counts, 4), gap_bytes) + shared;
   return changed;
 }
 
-// The first tile that differs; the number of tiles where none does. At the speed of memory: most chunks of some leaves
-// are equal to the end, and those of others differ at once.
+// The first tile that differs; the number of tiles where none does. At the speed of memory: most
+// chunks of some leaves are equal to the end, and those of others differ at once.
 template <int W>
 inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, uint64_t words) {
   const uint64_t tiles = tiles_of(words, W);
@@ -312,28 +325,33 @@ inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, ui
   return tile;
 }
 
-// The method with the least estimated cost. `base`: null where there is none. `first`: tiles before it are known to be
-// equal. REQUIRES: words > 0.
+// The method with the least estimated cost. `base`: null where there is none. `first`: tiles before
+// it are known to be equal. REQUIRES: words > 0.
 template <int W>
-inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first, Scratch* scratch) {
+inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
+                     Scratch* scratch) {
   uint64_t sample_words = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery)
     sample_words += words_of_tile(words, tile, kTileWords<W>);
   Choice best{kRaw, kByteCost * sample_words * W};
   if (base != nullptr) {
     uint64_t diff, bitmap, sparse;
-    if (position_costs<W>(current, base, words, sample_words, first, scratch, &diff, &bitmap, &sparse) == 0)
+    if (position_costs<W>(current, base, words, sample_words, first, scratch, &diff, &bitmap,
+                          &sparse) == 0)
       return kSparse;
     best = least_of(diff, sparse, bitmap, best.cost);
   }
-  return planes_cost_less<W>(current, words, sample_words, best.cost, scratch) ? kPlanes : best.method;
+  return planes_cost_less<W>(current, words, sample_words, best.cost, scratch) ? kPlanes
+                                                                               : best.method;
 }
 
-// --- encode --------------------------------------------------------------------------------------------------------
+// --- encode
+// --------------------------------------------------------------------------------------------------------
 
 // Words of a run that differ; base becomes current.
 template <int W>
-inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch) {
+inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t words,
+                            Scratch* scratch) {
   uint64_t changed = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
     const uint8_t* c = current + tile * kTileBytes;
@@ -346,11 +364,13 @@ inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t word
   return changed;
 }
 
-// Sparse or bitmap. Tiles before `first` are known to be equal. Fills the row's counts, brings base to current. False
-// where the streams are not smaller than the chunk: they are then not complete, but `changed` and the base are.
+// Sparse or bitmap. Tiles before `first` are known to be equal. Fills the row's counts, brings base
+// to current. False where the streams are not smaller than the chunk: they are then not complete,
+// but `changed` and the base are.
 template <int W>
-inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words, uint64_t first,
-                             Scratch* scratch, const PositionStreams& out, Row* row) {
+inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                             uint64_t first, Scratch* scratch, const PositionStreams& out,
+                             Row* row) {
   const uint64_t tiles = tiles_of(words, W);
   const uint64_t fixed_bytes = kTileEntryBytes * tiles + (method == kBitmap ? (words + 7) / 8 : 0);
   uint64_t changed = 0, gap_bytes = 0, wide_count = 0;
@@ -360,7 +380,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
-    // Where the tile before was equal this one likely is, and to know that is cheaper than to know which words differ.
+    // Where the tile before was equal this one likely is, and to know that is cheaper than to know
+    // which words differ.
     quiet = tile < first || (quiet && equal_bytes(c, b, size * W));
     const uint32_t count = quiet ? 0 : compact<W, true>(c, b, size, scratch);
     if (count == 0) {
@@ -374,7 +395,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
       std::memcpy(bits, scratch->masks, bytes_of_bits);
     else
       gaps = write_gaps(scratch->positions, count, out.positions + gap_bytes);
-    const uint32_t wide = write_values<W>(scratch->z, count, out.values + changed, out.wide + wide_count * W);
+    const uint32_t wide =
+        write_values<W>(scratch->z, count, out.values + changed, out.wide + wide_count * W);
     write_entry(out.tiles, tile, count, gaps, wide);
     changed += count;
     gap_bytes += gaps;
@@ -382,7 +404,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
     if (fixed_bytes + gap_bytes + changed + wide_count * W >= words * W) {
       fits = false;
       const uint64_t done = (tile + 1) * kTileWords<W>;
-      if (done < words) changed += update_base<W>(c + kTileBytes, b + kTileBytes, words - done, scratch);
+      if (done < words)
+        changed += update_base<W>(c + kTileBytes, b + kTileBytes, words - done, scratch);
       break;
     }
   }
@@ -394,14 +417,16 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
 
 // Byte planes of a tile's z. Returns the changed words; base becomes current.
 template <int W>
-inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_t words, uint8_t* const* planes) {
+inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_t words,
+                                  uint8_t* const* planes) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
   const Memory* __restrict c = reinterpret_cast<const Memory*>(current);
   Memory* __restrict b = reinterpret_cast<Memory*>(base);
   uint8_t* p[W];
   for (int k = 0; k < W; ++k) p[k] = planes[k];
-  constexpr uint32_t kBlock = W == 1 ? 128 : kTileWords<W>;  // so that a count of its words fits a word
+  constexpr uint32_t kBlock =
+      W == 1 ? 128 : kTileWords<W>;  // so that a count of its words fits a word
   uint32_t changed = 0;
   for (uint32_t start = 0; start < words; start += kBlock) {
     const uint32_t end = words - start < kBlock ? words : start + kBlock;
@@ -433,12 +458,12 @@ inline void value_planes(const uint8_t* current, uint32_t words, uint8_t* const*
   }
 }
 
-// diff, planes or raw: sizes follow from the method, so streams are written where they stay. `out`: the W planes, or
-// the one of raw. `base`: null where there is none. Returns the changed words; base becomes current. Plain stores:
-// those that go past the caches were slower.
+// diff, planes or raw: sizes follow from the method, so streams are written where they stay. `out`:
+// the W planes, or the one of raw. `base`: null where there is none. Returns the changed words;
+// base becomes current. Plain stores: those that go past the caches were slower.
 template <int W>
-inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* base, uint64_t words, Scratch* scratch,
-                             uint8_t* const* out) {
+inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* base, uint64_t words,
+                             Scratch* scratch, uint8_t* const* out) {
   uint64_t changed = 0;
   for (uint64_t tile = 0; tile < tiles_of(words, W); ++tile) {
     const uint64_t start = tile * kTileWords<W>;
@@ -460,9 +485,11 @@ inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* bas
   return static_cast<uint32_t>(changed);
 }
 
-// --- decode --------------------------------------------------------------------------------------------------------
+// --- decode
+// --------------------------------------------------------------------------------------------------------
 
-// Everything that 4.3 asks for inside the streams of one chunk. REQUIRES: they have the sizes that follow from the row.
+// Everything that 4.3 asks for inside the streams of one chunk. REQUIRES: they have the sizes that
+// follow from the row.
 template <int W>
 inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t words) {
   if (row.method != kSparse && row.method != kBitmap) return {};
@@ -477,17 +504,21 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
   if (sums[1] != row.gap_bytes) return {Check::kGapSum, 0, sums[1], row.gap_bytes};
   if (sums[2] != row.wide_count) return {Check::kWideSum, 0, sums[2], row.wide_count};
   const uint8_t* bits = streams.at[kBits];
-  if (row.method == kBitmap && words % 8 != 0 && bits[words / 8] >> (words % 8)) return {Check::kUnusedBit, 0, 0, 0};
+  if (row.method == kBitmap && words % 8 != 0 && bits[words / 8] >> (words % 8))
+    return {Check::kUnusedBit, 0, 0, 0};
   // From here on no offset can leave a stream: the sums are the streams' sizes.
   const uint8_t* gaps = streams.at[kGaps];
   const uint8_t* values = streams.at[kValues];
-  const typename Word<W>::Memory* wide = reinterpret_cast<const typename Word<W>::Memory*>(streams.at[kWide]);
+  const typename Word<W>::Memory* wide =
+      reinterpret_cast<const typename Word<W>::Memory*>(streams.at[kWide]);
   for (uint64_t tile = 0; tile < tiles; ++tile) {
     const uint32_t number = static_cast<uint32_t>(tile);
-    const uint32_t count = entries[3 * tile], gap_bytes = entries[3 * tile + 1], wide_count = entries[3 * tile + 2];
+    const uint32_t count = entries[3 * tile], gap_bytes = entries[3 * tile + 1],
+                   wide_count = entries[3 * tile + 2];
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     if (row.method == kSparse) {
-      // Positions ascend by construction, so it is enough to know how many there are and the last of them.
+      // Positions ascend by construction, so it is enough to know how many there are and the last
+      // of them.
       uint32_t ends = 0, sum = 0;
 #pragma omp simd reduction(+ : ends, sum)
       for (uint32_t i = 0; i < gap_bytes; ++i) {
@@ -496,11 +527,13 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
       }
       if (ends != count || (gap_bytes != 0 && gaps[gap_bytes - 1] == kEscape))
         return {Check::kTileGaps, number, gap_bytes, count};
-      if (count != 0 && sum + count - 1 >= size) return {Check::kTilePosition, number, sum + count - 1, size};
+      if (count != 0 && sum + count - 1 >= size)
+        return {Check::kTilePosition, number, sum + count - 1, size};
     } else {
       const uint8_t* mine = bits + tile * (kTileWords<W> / 8);
       uint32_t found = 0;
-      for (uint32_t i = 0; i < (size + 7) / 8; ++i) found += static_cast<uint32_t>(__builtin_popcount(mine[i]));
+      for (uint32_t i = 0; i < (size + 7) / 8; ++i)
+        found += static_cast<uint32_t>(__builtin_popcount(mine[i]));
       if (found != count) return {Check::kTileBits, number, found, count};
     }
     uint32_t escapes = 0;
@@ -519,10 +552,12 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
 
 // Add the differences of a sparse or bitmap chunk. REQUIRES: check_chunk passed.
 template <int W>
-inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words) {
+inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t* base,
+                            uint64_t words) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
-  const typename Word<2>::Memory* entries = reinterpret_cast<const typename Word<2>::Memory*>(streams.at[kTiles]);
+  const typename Word<2>::Memory* entries =
+      reinterpret_cast<const typename Word<2>::Memory*>(streams.at[kTiles]);
   const uint8_t* gaps = streams.at[kGaps];
   const uint8_t* values = streams.at[kValues];
   const Memory* wide = reinterpret_cast<const Memory*>(streams.at[kWide]);
@@ -546,7 +581,8 @@ inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t
     for (uint32_t byte = 0; byte < bytes_of_bits; byte += 8) {
       uint64_t block = 0;
       std::memcpy(&block, bits + byte, bytes_of_bits - byte < 8 ? bytes_of_bits - byte : 8);
-      for (; block != 0; block &= block - 1) add(b[8 * byte + static_cast<uint32_t>(__builtin_ctzll(block))]);
+      for (; block != 0; block &= block - 1)
+        add(b[8 * byte + static_cast<uint32_t>(__builtin_ctzll(block))]);
     }
   }
 }
@@ -561,18 +597,21 @@ inline void apply_planes(const uint8_t* const* planes, uint8_t* base, uint64_t w
 #pragma omp simd
   for (uint64_t i = 0; i < words; ++i) {
     U word = 0;
-    for (int k = 0; k < W; ++k) word = static_cast<U>(word | static_cast<U>(static_cast<U>(p[k][i]) << (8 * k)));
+    for (int k = 0; k < W; ++k)
+      word = static_cast<U>(word | static_cast<U>(static_cast<U>(p[k][i]) << (8 * k)));
     b[i] = kDifference ? static_cast<U>(b[i] + unzigzag<W>(word)) : rotated_right<W>(word);
   }
 }
 
 // base becomes the chunk that was encoded. REQUIRES: check_chunk passed.
 template <int W>
-inline void apply_chunk(const Row& row, const ChunkStreams& streams, uint8_t* base, uint64_t words) {
+inline void apply_chunk(const Row& row, const ChunkStreams& streams, uint8_t* base,
+                        uint64_t words) {
   if (row.method == kDiff) return apply_planes<W, true>(&streams.at[kDiff0], base, words);
   if (row.method == kPlanes) return apply_planes<W, false>(&streams.at[kPlane0], base, words);
   if (row.method == kRaw) {
-    if (words > 0) std::memcpy(base, streams.at[kWords], words * W);  // an empty chunk has no stream to point at
+    if (words > 0)
+      std::memcpy(base, streams.at[kWords], words * W);  // an empty chunk has no stream to point at
     return;
   }
   apply_positions<W>(row, streams, base, words);

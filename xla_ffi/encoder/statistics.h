@@ -1,8 +1,9 @@
 // What (current, base) are as values: the definition is in elements.h.
 //
-// A block at a time, so that all of it but the first look is done within the nearest cache. Lanes are kept in vectors
-// of the width that the instruction set has, as many at a time as there are registers for. Where not all values are
-// finite, which is rare, they are added up one element after the other. Internal linkage throughout, see format.h.
+// A block at a time, so that all of it but the first look is done within the nearest cache. Lanes
+// are kept in vectors of the width that the instruction set has, as many at a time as there are
+// registers for. Where not all values are finite, which is rare, they are added up one element
+// after the other. Internal linkage throughout, see format.h.
 
 #pragma once
 
@@ -27,7 +28,8 @@ constexpr uint32_t kVectors = 4;  // of each sum at a time
 constexpr uint32_t kPassLanes = kVectors * kVectorLanes;
 static_assert(kLanes % kPassLanes == 0);
 
-// Where a lane is kept. The elements of 16 bits that share 32 go to two vectors, and so do the halves of these.
+// Where a lane is kept. The elements of 16 bits that share 32 go to two vectors, and so do the
+// halves of these.
 template <int W>
 constexpr uint32_t place_of(uint32_t lane) {
   if (W != 2) return lane;
@@ -44,8 +46,8 @@ struct Lanes {
 
 // From element `first` of the block on, one by one. REQUIRES: the block begins with lane 0.
 template <Elements kElements>
-inline void add_elements(const uint8_t* current, const uint8_t* base, uint32_t first, uint32_t words, Lanes* lanes,
-                         uint64_t* nonfinite) {
+inline void add_elements(const uint8_t* current, const uint8_t* base, uint32_t first,
+                         uint32_t words, Lanes* lanes, uint64_t* nonfinite) {
   constexpr int W = Element<kElements>::kWordBytes;
   using Memory = typename Word<W>::Memory;
   const Memory* c = reinterpret_cast<const Memory*>(current);
@@ -54,7 +56,8 @@ inline void add_elements(const uint8_t* current, const uint8_t* base, uint32_t f
     *nonfinite += !is_finite<kElements>(c[i]);
     if (!is_finite<kElements>(c[i]) || !is_finite<kElements>(b[i])) continue;
     const uint32_t place = place_of<W>(i % kLanes);
-    const Number<kElements> value = value_of<kElements>(b[i]), d = value_of<kElements>(c[i]) - value;
+    const Number<kElements> value = value_of<kElements>(b[i]),
+                            d = value_of<kElements>(c[i]) - value;
     lanes->squared_difference[place] += square(d);
     lanes->squared_base[place] += square(value);
     lanes->largest_difference = std::max<double>(lanes->largest_difference, std::fabs(d));
@@ -78,13 +81,15 @@ inline Floats load(const uint8_t* memory, uint32_t v) {
   bits = v == 0 ? bits & 0xffffu : bits >> 16;
   const Bits magnitude = bits & 0x7fffu, subnormal = reinterpret_cast<Bits>(magnitude < 0x400u),
              infinite = reinterpret_cast<Bits>(magnitude >= 0x7c00u);
-  const Bits extra = subnormal & (113u << 23), sum = (magnitude << 13) + (112u << 23) + (subnormal & (1u << 23));
-  const Floats value = reinterpret_cast<Floats>(sum | (infinite & 0x7f800000u)) - reinterpret_cast<Floats>(extra);
+  const Bits extra = subnormal & (113u << 23),
+             sum = (magnitude << 13) + (112u << 23) + (subnormal & (1u << 23));
+  const Floats value =
+      reinterpret_cast<Floats>(sum | (infinite & 0x7f800000u)) - reinterpret_cast<Floats>(extra);
   return reinterpret_cast<Floats>(reinterpret_cast<Bits>(value) | (bits & 0x8000u) << 16);
 }
 
-// Adds `groups` times kLanes elements, and leaves a sum that is not finite where one of them is not. Without `kChanged`
-// current is not looked at: it equals base.
+// Adds `groups` times kLanes elements, and leaves a sum that is not finite where one of them is
+// not. Without `kChanged` current is not looked at: it equals base.
 template <Elements kElements, bool kChanged>
 inline void add_groups(const uint8_t* current, const uint8_t* base, uint32_t groups, Lanes* lanes) {
   constexpr int W = Element<kElements>::kWordBytes;
@@ -172,7 +177,8 @@ inline uint32_t count_differing(const uint8_t* current, const uint8_t* base, uin
   using Memory = typename Word<W>::Memory;
   uint32_t count = 0, i = 0;
   for (; i + 64 <= words; i += 64) {
-    count += static_cast<uint32_t>(__builtin_popcountll(differing64<W>(current + i * W, base + i * W)));
+    count +=
+        static_cast<uint32_t>(__builtin_popcountll(differing64<W>(current + i * W, base + i * W)));
   }
   const Memory* c = reinterpret_cast<const Memory*>(current);
   const Memory* b = reinterpret_cast<const Memory*>(base);
@@ -180,10 +186,11 @@ inline uint32_t count_differing(const uint8_t* current, const uint8_t* base, uin
   return count;
 }
 
-// Adds a block. Where not all of its values are finite, that is seen afterwards, and it is done again.
+// Adds a block. Where not all of its values are finite, that is seen afterwards, and it is done
+// again.
 template <Elements kElements>
-inline void add_block(const uint8_t* current, const uint8_t* base, uint32_t words, bool changed, Lanes* lanes,
-                      uint64_t* nonfinite) {
+inline void add_block(const uint8_t* current, const uint8_t* base, uint32_t words, bool changed,
+                      Lanes* lanes, uint64_t* nonfinite) {
   const Lanes before = *lanes;
   const uint32_t groups = words / kLanes;
   if (changed)

@@ -72,8 +72,8 @@ class Pool {
   int threads_ = 0;
 };
 
-// Never destroyed: its threads run until the process ends. After a fork the child has none of them, and the parent's
-// mutex may be held for ever; the child leaves that pool alone and makes its own.
+// Never destroyed: its threads run until the process ends. After a fork the child has none of them,
+// and the parent's mutex may be held for ever; the child leaves that pool alone and makes its own.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* seen = current.load(std::memory_order_acquire);

@@ -22,12 +22,13 @@ inline ffi::Error wrong(const char* handler, const std::string& what) {
 
 inline std::string shape_of(const ffi::AnyBuffer& buffer) {
   std::string text = "(";
-  for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  for (int64_t size : buffer.dimensions())
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + ")";
 }
 
-// Bytes of a buffer. False for element types of less than a byte, which XLA packs, and for those that are newer than
-// these headers.
+// Bytes of a buffer. False for element types of less than a byte, which XLA packs, and for those
+// that are newer than these headers.
 inline bool bytes_of(const ffi::AnyBuffer& buffer, uint64_t* bytes) {
   switch (const ffi::DataType type = buffer.element_type()) {
     case ffi::DataType::S1:
@@ -54,12 +55,15 @@ inline std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, f
   if (fits) return "";
   std::string wanted = "(" + (rows < 0 ? std::string("*") : std::to_string(rows));
   if (columns > 0) wanted += ", " + std::to_string(columns);
-  return std::string(operand) + " must be " + type_name + " of shape " + wanted + "), not element type " +
-         std::to_string(static_cast<int>(buffer.element_type())) + " of shape " + shape_of(buffer);
+  return std::string(operand) + " must be " + type_name + " of shape " + wanted +
+         "), not element type " + std::to_string(static_cast<int>(buffer.element_type())) +
+         " of shape " + shape_of(buffer);
 }
 
 // 64-bit numbers travel as pairs of uint32, low half first: JAX has no uint64 unless it is told to.
-inline uint64_t number_at(const uint32_t* pairs, int64_t i) { return pairs[2 * i] | uint64_t{pairs[2 * i + 1]} << 32; }
+inline uint64_t number_at(const uint32_t* pairs, int64_t i) {
+  return pairs[2 * i] | uint64_t{pairs[2 * i + 1]} << 32;
+}
 
 inline void set_number(uint32_t* pairs, int64_t i, uint64_t number) {
   pairs[2 * i] = static_cast<uint32_t>(number);
@@ -92,10 +96,11 @@ inline Elements elements_of(ffi::DataType type) {
   }
 }
 
-// Checks the operands of statistics, whose `values` may be double, or float for a JAX that knows 32 bits only. Returns
-// what is wrong, or an empty string.
-inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer& base, ffi::Span<const int64_t> bounds,
-                            const ffi::AnyBuffer& counts, const ffi::AnyBuffer& values, Run* run, Elements* elements,
+// Checks the operands of statistics, whose `values` may be double, or float for a JAX that knows 32
+// bits only. Returns what is wrong, or an empty string.
+inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer& base,
+                            ffi::Span<const int64_t> bounds, const ffi::AnyBuffer& counts,
+                            const ffi::AnyBuffer& values, Run* run, Elements* elements,
                             bool* wide) {
   uint64_t bytes = 0;
   if (!bytes_of(current, &bytes)) return "current has an element type that the encoder cannot take";
@@ -105,11 +110,13 @@ inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer&
   }
   if (bounds.size() == 0) return "bounds must have at least one entry";
   *elements = elements_of(current.element_type());
-  *run = Run{reinterpret_cast<const uint64_t*>(bounds.begin()), bounds.size() - 1, word_bytes_of(*elements)};
+  *run = Run{reinterpret_cast<const uint64_t*>(bounds.begin()), bounds.size() - 1,
+             word_bytes_of(*elements)};
   std::string problem = problem_with(*run, bytes);
   const int64_t chunks = static_cast<int64_t>(run->chunks);
   *wide = values.element_type() == ffi::DataType::F64;
-  if (problem.empty()) problem = mismatch("counts", counts, ffi::DataType::U32, "uint32", chunks, 2);
+  if (problem.empty())
+    problem = mismatch("counts", counts, ffi::DataType::U32, "uint32", chunks, 2);
   if (problem.empty()) {
     problem = *wide ? mismatch("values", values, ffi::DataType::F64, "float64", chunks, 3)
                     : mismatch("values", values, ffi::DataType::F32, "float32", chunks, 3);
@@ -117,58 +124,69 @@ inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer&
   return problem;
 }
 
-// The leaves of one call: operands are n current arrays and then their n bases, the first n results the new bases,
-// which must be the bases themselves.
+// The leaves of one call: operands are n current arrays and then their n bases, the first n results
+// the new bases, which must be the bases themselves.
 struct Leaf {
   Run run;
   const uint8_t* current;
   uint8_t* base;
 };
 
-// Checks the leaves and the results that every platform has. `word_bytes`, `chunks`: one a leaf; `bounds`: the chunks +
-// 1 of every leaf, one after the other. Returns what is wrong, or an empty string.
-inline std::string leaves_of(ffi::RemainingArgs& arguments, ffi::RemainingRets& results, size_t more_results,
-                             ffi::Span<const int64_t> word_bytes, ffi::Span<const int64_t> chunks,
-                             ffi::Span<const int64_t> bounds, std::vector<Leaf>* leaves) {
+// Checks the leaves and the results that every platform has. `word_bytes`, `chunks`: one a leaf;
+// `bounds`: the chunks + 1 of every leaf, one after the other. Returns what is wrong, or an empty
+// string.
+inline std::string leaves_of(ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
+                             size_t more_results, ffi::Span<const int64_t> word_bytes,
+                             ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,
+                             std::vector<Leaf>* leaves) {
   static_assert(sizeof(int64_t) == sizeof(uint64_t));
   const size_t count = word_bytes.size();
-  if (chunks.size() != count || arguments.size() != 2 * count || results.size() != count + 3 + more_results) {
-    return "there must be a number of chunks, a current array, a base and a new base for each of the " +
-           std::to_string(count) + " word sizes, and " + std::to_string(3 + more_results) + " more results";
+  if (chunks.size() != count || arguments.size() != 2 * count ||
+      results.size() != count + 3 + more_results) {
+    return "there must be a number of chunks, a current array, a base and a new base for each of "
+           "the " +
+           std::to_string(count) + " word sizes, and " + std::to_string(3 + more_results) +
+           " more results";
   }
   uint64_t at = 0, all_chunks = 0;
   for (size_t i = 0; i < count; ++i) {
     const std::string leaf = "leaf " + std::to_string(i) + ": ";
-    const auto current = *arguments.get<ffi::AnyBuffer>(i), base = *arguments.get<ffi::AnyBuffer>(count + i);
+    const auto current = *arguments.get<ffi::AnyBuffer>(i),
+               base = *arguments.get<ffi::AnyBuffer>(count + i);
     auto new_base = *results.get<ffi::AnyBuffer>(i);
     uint64_t bytes = 0;
-    if (!bytes_of(current, &bytes)) return leaf + "current has an element type that the encoder cannot take";
+    if (!bytes_of(current, &bytes))
+      return leaf + "current has an element type that the encoder cannot take";
     if (base.element_type() != current.element_type() || shape_of(base) != shape_of(current)) {
       return leaf + "base has shape " + shape_of(base) + ", current has " + shape_of(current) +
              "; they must agree in shape and element type";
     }
-    if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
+    if (new_base->untyped_data() != base.untyped_data() ||
+        new_base->element_type() != base.element_type() ||
         new_base->element_count() != base.element_count()) {
       return leaf + "new_base must be an alias of base";
     }
-    if (chunks[i] < 0 || static_cast<uint64_t>(chunks[i]) >= bounds.size() - at) return leaf + "bounds end before it";
-    const Run run{reinterpret_cast<const uint64_t*>(bounds.begin()) + at, static_cast<uint64_t>(chunks[i]),
-                  static_cast<int>(word_bytes[i])};
+    if (chunks[i] < 0 || static_cast<uint64_t>(chunks[i]) >= bounds.size() - at)
+      return leaf + "bounds end before it";
+    const Run run{reinterpret_cast<const uint64_t*>(bounds.begin()) + at,
+                  static_cast<uint64_t>(chunks[i]), static_cast<int>(word_bytes[i])};
     const std::string problem = problem_with(run, bytes);
     if (!problem.empty()) return leaf + problem;
-    leaves->push_back(
-        {run, static_cast<const uint8_t*>(current.untyped_data()), static_cast<uint8_t*>(new_base->untyped_data())});
+    leaves->push_back({run, static_cast<const uint8_t*>(current.untyped_data()),
+                       static_cast<uint8_t*>(new_base->untyped_data())});
     at += run.chunks + 1;
     all_chunks += run.chunks;
   }
   if (at != bounds.size()) return "bounds go on after the last leaf";
-  std::string problem = mismatch("rows", **results.get<ffi::AnyBuffer>(count), ffi::DataType::U32, "uint32",
-                                 static_cast<int64_t>(all_chunks), kRowWidth);
+  std::string problem = mismatch("rows", **results.get<ffi::AnyBuffer>(count), ffi::DataType::U32,
+                                 "uint32", static_cast<int64_t>(all_chunks), kRowWidth);
   if (problem.empty()) {
-    problem = mismatch("head", **results.get<ffi::AnyBuffer>(count + 1), ffi::DataType::U32, "uint32", kHeadEntries, 2);
+    problem = mismatch("head", **results.get<ffi::AnyBuffer>(count + 1), ffi::DataType::U32,
+                       "uint32", kHeadEntries, 2);
   }
   if (problem.empty()) {
-    problem = mismatch("payload", **results.get<ffi::AnyBuffer>(count + 2), ffi::DataType::U8, "uint8", -1);
+    problem = mismatch("payload", **results.get<ffi::AnyBuffer>(count + 2), ffi::DataType::U8,
+                       "uint8", -1);
   }
   return problem;
 }

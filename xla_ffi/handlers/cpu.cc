@@ -1,6 +1,7 @@
-// XLA FFI handlers for the CPU: check every buffer, then call the encoder. Results have static shapes, so the streams
-// lie one after the other in one payload, and head says how long they are. A payload as large as the arrays always
-// suffices: a chunk is never stored in more than its own bytes.
+// XLA FFI handlers for the CPU: check every buffer, then call the encoder. Results have static
+// shapes, so the streams lie one after the other in one payload, and head says how long they are. A
+// payload as large as the arrays always suffices: a chunk is never stored in more than its own
+// bytes.
 
 #include <cstdint>
 #include <cstring>
@@ -19,8 +20,8 @@ namespace {
 namespace ffi = xla::ffi;
 
 // Checks `bounds` and makes the run of it. `offsets` holds what the run points at.
-std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_bytes, std::vector<uint64_t>* offsets,
-                     Run* run) {
+std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_bytes,
+                     std::vector<uint64_t>* offsets, Run* run) {
   std::string problem = mismatch("bounds", bounds, ffi::DataType::U32, "uint32", -1, 2);
   if (!problem.empty()) return problem;
   const int64_t entries = bounds.dimensions()[0];
@@ -32,7 +33,8 @@ std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_
 }
 
 ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> word_bytes,
-                         ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds, ffi::RemainingRets results) {
+                         ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,
+                         ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode_cpu";
   std::vector<Leaf> leaves;
   const std::string problem = leaves_of(arguments, results, 0, word_bytes, chunks, bounds, &leaves);
@@ -69,27 +71,33 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
       set_number(head, kHeadStreams + stream, size);
     }
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kName) + ": out of host memory");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(kName) + ": out of host memory");
   } catch (const std::exception& error) {
     return wrong(kName, error.what());
   }
   return ffi::Error::Success();
 }
 
-ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer head, ffi::AnyBuffer payload,
-                        ffi::AnyBuffer bounds, int64_t word_bytes, ffi::Result<ffi::AnyBuffer> new_base) {
+ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer head,
+                        ffi::AnyBuffer payload, ffi::AnyBuffer bounds, int64_t word_bytes,
+                        ffi::Result<ffi::AnyBuffer> new_base) {
   constexpr const char* kName = "deltacheck_apply_cpu";
   uint64_t bytes = 0;
-  if (!bytes_of(base, &bytes)) return wrong(kName, "base has an element type that the encoder cannot take");
-  if (new_base->untyped_data() != base.untyped_data() || new_base->element_type() != base.element_type() ||
+  if (!bytes_of(base, &bytes))
+    return wrong(kName, "base has an element type that the encoder cannot take");
+  if (new_base->untyped_data() != base.untyped_data() ||
+      new_base->element_type() != base.element_type() ||
       new_base->element_count() != base.element_count()) {
     return wrong(kName, "new_base must be an alias of base");
   }
   std::vector<uint64_t> offsets;
   Run run{};
   std::string problem = make_run(bounds, bytes, word_bytes, &offsets, &run);
-  if (problem.empty()) problem = mismatch("rows", rows, ffi::DataType::U32, "uint32", -1, kRowWidth);
-  if (problem.empty()) problem = mismatch("head", head, ffi::DataType::U32, "uint32", kHeadEntries, 2);
+  if (problem.empty())
+    problem = mismatch("rows", rows, ffi::DataType::U32, "uint32", -1, kRowWidth);
+  if (problem.empty())
+    problem = mismatch("head", head, ffi::DataType::U32, "uint32", kHeadEntries, 2);
   if (problem.empty()) problem = mismatch("payload", payload, ffi::DataType::U8, "uint8", -1);
   if (!problem.empty()) return wrong(kName, problem);
   const uint32_t* numbers = head.typed_data<uint32_t>();
@@ -117,22 +125,26 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
-ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::Span<const int64_t> bounds,
-                             ffi::Result<ffi::AnyBuffer> counts, ffi::Result<ffi::AnyBuffer> values) {
+ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base,
+                             ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> counts,
+                             ffi::Result<ffi::AnyBuffer> values) {
   constexpr const char* kName = "deltacheck_statistics_cpu";
   Run run{};
   Elements elements{};
   bool wide = false;
-  const std::string problem = measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
+  const std::string problem =
+      measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
   if (!problem.empty()) return wrong(kName, problem);
   try {
-    const std::vector<Statistics> found = statistics(run, elements, static_cast<const uint8_t*>(current.untyped_data()),
-                                                     static_cast<const uint8_t*>(base.untyped_data()));
+    const std::vector<Statistics> found =
+        statistics(run, elements, static_cast<const uint8_t*>(current.untyped_data()),
+                   static_cast<const uint8_t*>(base.untyped_data()));
     uint32_t* numbers = counts->typed_data<uint32_t>();
     for (size_t i = 0; i < found.size(); ++i) {
       *numbers++ = static_cast<uint32_t>(found[i].changed);
       *numbers++ = static_cast<uint32_t>(found[i].nonfinite);
-      const double sums[3] = {found[i].squared_difference, found[i].squared_base, found[i].largest_difference};
+      const double sums[3] = {found[i].squared_difference, found[i].squared_base,
+                              found[i].largest_difference};
       for (size_t k = 0; k < 3; ++k) {
         if (wide)
           values->typed_data<double>()[3 * i + k] = sums[k];
@@ -141,7 +153,8 @@ ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base, ffi::S
       }
     }
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(kName) + ": out of host memory");
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(kName) + ": out of host memory");
   } catch (const std::exception& error) {
     return wrong(kName, error.what());
   }

@@ -1,5 +1,6 @@
-// XLA FFI handlers for CUDA: check every buffer, then enqueue the device encoder on XLA's stream. Nothing here waits
-// for the device. Beside the results of the CPU's handler there are digests and a workspace.
+// XLA FFI handlers for CUDA: check every buffer, then enqueue the device encoder on XLA's stream.
+// Nothing here waits for the device. Beside the results of the CPU's handler there are digests and
+// a workspace.
 
 #include <cstdint>
 #include <string>
@@ -17,16 +18,19 @@ namespace ffi = xla::ffi;
 
 #ifdef DELTACHECK_EMULATOR
 constexpr const char* kPlatform = "cpu";
-#  define DELTACHECK_HANDLER(name, function, operands) \
-    XLA_FFI_DEFINE_HANDLER(                            \
-        name, [](auto... given) { return function(cudaStream_t{}, given...); }, ffi::Ffi::Bind() operands)
+#  define DELTACHECK_HANDLER(name, function, operands)                          \
+    XLA_FFI_DEFINE_HANDLER(                                                     \
+        name, [](auto... given) { return function(cudaStream_t{}, given...); }, \
+        ffi::Ffi::Bind() operands)
 #else
 constexpr const char* kPlatform = "CUDA";
 #  define DELTACHECK_HANDLER(name, function, operands) \
-    XLA_FFI_DEFINE_HANDLER(name, function, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>() operands)
+    XLA_FFI_DEFINE_HANDLER(name, function,             \
+                           ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>() operands)
 #endif
 
-void add_chunks(const Run& run, const uint8_t* current, uint8_t* base, std::vector<device::Chunk>* table) {
+void add_chunks(const Run& run, const uint8_t* current, uint8_t* base,
+                std::vector<device::Chunk>* table) {
   const uint64_t width = static_cast<uint64_t>(run.word_bytes);
   for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
     const uint64_t start = run.bounds[chunk], words = run.bounds[chunk + 1] - start;
@@ -36,12 +40,13 @@ void add_chunks(const Run& run, const uint8_t* current, uint8_t* base, std::vect
 }
 
 ffi::Error failed(const char* handler, cudaError_t error) {
-  return ffi::Error(ffi::ErrorCode::kInternal, std::string(handler) + ": " + cudaGetErrorString(error));
+  return ffi::Error(ffi::ErrorCode::kInternal,
+                    std::string(handler) + ": " + cudaGetErrorString(error));
 }
 
-ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Span<const int64_t> word_bytes,
-                          ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,
-                          ffi::RemainingRets results) {
+ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments,
+                          ffi::Span<const int64_t> word_bytes, ffi::Span<const int64_t> chunks,
+                          ffi::Span<const int64_t> bounds, ffi::RemainingRets results) {
   constexpr const char* kName = "deltacheck_encode_cuda";
   std::vector<Leaf> leaves;
   std::string problem = leaves_of(arguments, results, 2, word_bytes, chunks, bounds, &leaves);
@@ -54,7 +59,8 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments, ffi
   }
   const device::Workspace sizes(static_cast<uint32_t>(table.size()), bytes);
   const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
-  problem = mismatch("digests", *result(3), ffi::DataType::U32, "uint32", static_cast<int64_t>(table.size()), 4);
+  problem = mismatch("digests", *result(3), ffi::DataType::U32, "uint32",
+                     static_cast<int64_t>(table.size()), 4);
   if (problem.empty()) problem = mismatch("workspace", *result(4), ffi::DataType::U8, "uint8", -1);
   if (problem.empty() && result(4)->size_bytes() < sizes.all_bytes) {
     problem = "workspace must have at least " + std::to_string(sizes.all_bytes) + " bytes";
@@ -67,27 +73,34 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments, ffi
   call.payload = static_cast<uint8_t*>(result(2)->untyped_data());
   call.payload_bytes = result(2)->size_bytes();
   call.digests = static_cast<uint64_t*>(result(3)->untyped_data());
-  const cudaError_t error =
-      device::encode_from_host(table.data(), static_cast<uint8_t*>(result(4)->untyped_data()), sizes, call, stream);
+  const cudaError_t error = device::encode_from_host(
+      table.data(), static_cast<uint8_t*>(result(4)->untyped_data()), sizes, call, stream);
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }
 
-// The rows and the places of their streams in the payload were checked against each other on the host.
-ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer offsets,
-                         ffi::AnyBuffer payload, int64_t word_bytes, ffi::Span<const int64_t> bounds,
-                         ffi::Result<ffi::AnyBuffer> new_base, ffi::Result<ffi::AnyBuffer> workspace) {
+// The rows and the places of their streams in the payload were checked against each other on the
+// host.
+ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffer rows,
+                         ffi::AnyBuffer offsets, ffi::AnyBuffer payload, int64_t word_bytes,
+                         ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> new_base,
+                         ffi::Result<ffi::AnyBuffer> workspace) {
   constexpr const char* kName = "deltacheck_apply_cuda";
   uint64_t bytes = 0;
-  if (!bytes_of(base, &bytes)) return wrong(kName, "base has an element type that the encoder cannot take");
-  if (new_base->untyped_data() != base.untyped_data() || new_base->element_count() != base.element_count()) {
+  if (!bytes_of(base, &bytes))
+    return wrong(kName, "base has an element type that the encoder cannot take");
+  if (new_base->untyped_data() != base.untyped_data() ||
+      new_base->element_count() != base.element_count()) {
     return wrong(kName, "new_base must be an alias of base");
   }
   if (bounds.size() == 0) return wrong(kName, "bounds must have at least one entry");
-  const Run run{reinterpret_cast<const uint64_t*>(bounds.begin()), bounds.size() - 1, static_cast<int>(word_bytes)};
+  const Run run{reinterpret_cast<const uint64_t*>(bounds.begin()), bounds.size() - 1,
+                static_cast<int>(word_bytes)};
   std::string problem = problem_with(run, bytes);
-  if (problem.empty()) problem = mismatch("rows", rows, ffi::DataType::U32, "uint32", -1, kRowWidth);
+  if (problem.empty())
+    problem = mismatch("rows", rows, ffi::DataType::U32, "uint32", -1, kRowWidth);
   if (problem.empty()) {
-    problem = mismatch("offsets", offsets, ffi::DataType::U32, "uint32", rows.dimensions()[0], 2 * kStreams);
+    problem = mismatch("offsets", offsets, ffi::DataType::U32, "uint32", rows.dimensions()[0],
+                       2 * kStreams);
   }
   if (problem.empty()) problem = mismatch("payload", payload, ffi::DataType::U8, "uint8", -1);
   if (!problem.empty()) return wrong(kName, problem);
@@ -100,10 +113,11 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
                      static_cast<int64_t>(table_bytes + kStreams * sizeof(uint8_t*)));
   if (!problem.empty()) return wrong(kName, problem);
   uint8_t* const there = static_cast<uint8_t*>(workspace->untyped_data());
-  cudaError_t error = cudaMemcpyAsync(there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
+  cudaError_t error =
+      cudaMemcpyAsync(there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
   if (error == cudaSuccess) {
-    error = cudaMemcpyAsync(there + table_bytes, streams.data(), kStreams * sizeof(uint8_t*), cudaMemcpyHostToDevice,
-                            stream);
+    error = cudaMemcpyAsync(there + table_bytes, streams.data(), kStreams * sizeof(uint8_t*),
+                            cudaMemcpyHostToDevice, stream);
   }
   if (error != cudaSuccess) return failed(kName, error);
   device::ApplyArguments call{};
@@ -118,7 +132,8 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
 
 ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::AnyBuffer base,
                               ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> counts,
-                              ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> workspace) {
+                              ffi::Result<ffi::AnyBuffer> values,
+                              ffi::Result<ffi::AnyBuffer> workspace) {
   constexpr const char* kName = "deltacheck_statistics_cuda";
   Run run{};
   Elements elements{};
@@ -127,10 +142,11 @@ ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::
   if (!problem.empty()) return wrong(kName, problem);
   std::vector<device::Chunk> table;
   // Nothing is written there: the table has no other name for a base.
-  add_chunks(run, static_cast<const uint8_t*>(current.untyped_data()), static_cast<uint8_t*>(base.untyped_data()),
-             &table);
+  add_chunks(run, static_cast<const uint8_t*>(current.untyped_data()),
+             static_cast<uint8_t*>(base.untyped_data()), &table);
   const std::vector<Elements> kinds(table.size(), elements);
-  const size_t table_bytes = table.size() * sizeof(device::Chunk), kinds_bytes = table.size() * sizeof(Elements);
+  const size_t table_bytes = table.size() * sizeof(device::Chunk),
+               kinds_bytes = table.size() * sizeof(Elements);
   const size_t found_at = table.size() * sizeof(Statistics);
   problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
                      static_cast<int64_t>(found_at + table_bytes + kinds_bytes));
@@ -139,16 +155,19 @@ ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::
   Statistics* const found = reinterpret_cast<Statistics*>(there);
   uint8_t *const table_there = there + found_at, *const kinds_there = table_there + table_bytes;
   const uint32_t chunks = static_cast<uint32_t>(table.size());
-  cudaError_t error = cudaMemcpyAsync(table_there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
+  cudaError_t error =
+      cudaMemcpyAsync(table_there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
   if (error == cudaSuccess) {
     error = cudaMemcpyAsync(kinds_there, kinds.data(), kinds_bytes, cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
-    error = device::statistics(reinterpret_cast<const device::Chunk*>(table_there),
-                               reinterpret_cast<const Elements*>(kinds_there), chunks, found, stream);
+    error =
+        device::statistics(reinterpret_cast<const device::Chunk*>(table_there),
+                           reinterpret_cast<const Elements*>(kinds_there), chunks, found, stream);
   }
   if (error == cudaSuccess) {
-    error = device::separate(found, chunks, counts->typed_data<uint32_t>(), values->untyped_data(), wide, stream);
+    error = device::separate(found, chunks, counts->typed_data<uint32_t>(), values->untyped_data(),
+                             wide, stream);
   }
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }

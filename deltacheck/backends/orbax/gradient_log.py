@@ -1,4 +1,6 @@
-"""Checkpoints every few steps at a tenth of the bytes: the gradients are stored, and the update is replayed at restore."""
+"""Checkpoints every few steps at a tenth of the bytes: the gradients are stored, and the update is
+replayed at restore.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,26 @@ _NOTHING: tuple[Any, Flat] = None, Flat({"t": "none"}, {}, {})
 
 
 class GradientLog:
-    """Saves of a training state through a manager, as the inputs of its updates wherever that is proven to be exact.
+    """Saves of a training state through a manager, as the inputs of its updates wherever that is
+    proven to be exact.
 
-    ``manager``: made by ``deltacheck.backends.orbax.manager``, with ``Policy.exact()``. ``update``: the training's own, usually
-    ``update(learner, gradients) -> learner``, a jitted pure function of its arguments that gives the structure that it takes;
-    whatever else it takes is stored as the gradients are. It may donate all of them. ``learner``: where in the state that lies
-    which ``update`` takes and gives, ``learner(state) -> learner``; by default the state is nothing else.
+    ``manager``: made by ``deltacheck.backends.orbax.manager``, with ``Policy.exact()``. ``update``:
+    the training's own, usually ``update(learner, gradients) -> learner``, a jitted pure function of
+    its arguments that gives the structure that it takes; whatever else it takes is stored as the
+    gradients are. It may donate all of them. ``learner``: where in the state that lies which
+    ``update`` takes and gives, ``learner(state) -> learner``; by default the state is nothing else.
 
-    The training calls ``log.update`` in place of ``update``, and ``log.save`` in place of ``manager.save``. The first save stores
-    the state itself; later ones store what the updates were given, everything of the state that is not the learner's, and the
-    digest that each array of the learner must have after a replay. Before such a save the same updates are done on a *replica*
-    of the learner, and where one bit of it differs from the state, the state itself is stored (``handle.report.note`` says
-    why, and the log).
+    The training calls ``log.update`` in place of ``update``, and ``log.save`` in place of
+    ``manager.save``. The first save stores the state itself; later ones store what the updates were
+    given, everything of the state that is not the learner's, and the digest that each array of the
+    learner must have after a replay. Before such a save the same updates are done on a *replica* of
+    the learner, and where one bit of it differs from the state, the state itself is stored
+    (``handle.report.note`` says why, and the log).
 
-    The price: the replica takes as much memory as the learner, where that lies, the gradients since the last save are kept, and
-    each update is done a second time at the save. ``max_replay_steps``, ``max_steps_per_save``: see ``deltacheck.replay.Limits``.
-    Raises ``ValueError`` for another manager or policy.
+    The price: the replica takes as much memory as the learner, where that lies, the gradients since
+    the last save are kept, and each update is done a second time at the save. ``max_replay_steps``,
+    ``max_steps_per_save``: see ``deltacheck.replay.Limits``. Raises ``ValueError`` for another
+    manager or policy.
     """
 
     def __init__(
@@ -63,7 +69,10 @@ class GradientLog:
         max_steps_per_save: int = 4,
     ) -> None:
         if not handler_of(manager).is_exact:
-            raise ValueError("a gradient log needs a manager with Policy.exact(): a replay must begin with the state itself")
+            raise ValueError(
+                "a gradient log needs a manager with Policy.exact(): a replay must begin with the"
+                " state itself"
+            )
         self._manager = manager
         self._update = update
         self._learner = learner
@@ -76,11 +85,16 @@ class GradientLog:
     def update(self, learner: Any, *inputs: Any) -> Any:
         """``update(learner, *inputs)``, its inputs recorded for the next save.
 
-        An update that raises is not recorded. Raises ``TypeError`` while JAX traces: call it outside of ``jit``.
+        An update that raises is not recorded. Raises ``TypeError`` while JAX traces: call it
+        outside of ``jit``.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves((learner, inputs))):
+        if any(
+            isinstance(leaf, jax.core.Tracer)
+            for leaf in jax.tree_util.tree_leaves((learner, inputs))
+        ):
             raise TypeError(
-                "log.update was called inside of jit, grad or vmap, where arrays have no content to record; jit the update"
+                "log.update was called inside of jit, grad or vmap, where arrays have no content to"
+                " record; jit the update"
             )
         begin = time.perf_counter()
         recorded = self._recorded(inputs)  # before the update, which may donate them
@@ -91,12 +105,22 @@ class GradientLog:
             self._book.record(lambda number: _numbered(number, copies, skeleton))
         return result
 
-    def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> SaveHandle:
-        """Save ``state`` as of this call as checkpoint ``step`` of the manager, as ``manager.save`` with ``DeltaSaveArgs`` does.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+    ) -> SaveHandle:
+        """Save ``state`` as of this call as checkpoint ``step`` of the manager, as ``manager.save``
+        with ``DeltaSaveArgs`` does.
 
-        The handle is ``"skipped"`` where the manager's options leave this step out (not with ``force``). The step exists when
-        Orbax has renamed its directory, soon after the handle's ``result``: ``manager.wait_until_finished`` waits for that. One
-        item of several, or with metrics for Orbax's ``best_fn``, is saved with ``manager.save`` and ``DeltaSaveArgs(state, log=log)``.
+        The handle is ``"skipped"`` where the manager's options leave this step out (not with
+        ``force``). The step exists when Orbax has renamed its directory, soon after the handle's
+        ``result``: ``manager.wait_until_finished`` waits for that. One item of several, or with
+        metrics for Orbax's ``best_fn``, is saved with ``manager.save`` and ``DeltaSaveArgs(state,
+        log=log)``.
         """
         self._handle = None
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
@@ -107,12 +131,19 @@ class GradientLog:
         return handle
 
     def restore(
-        self, step: int | None = None, target: Any = None, *, shardings: Any = None, max_bytes: int | None = None
+        self,
+        step: int | None = None,
+        target: Any = None,
+        *,
+        shardings: Any = None,
+        max_bytes: int | None = None,
     ) -> Any:
-        """Restore a step (by default the newest) as ``DeltaRestoreArgs`` says; the next save stores the state itself.
+        """Restore a step (by default the newest) as ``DeltaRestoreArgs`` says; the next save stores
+        the state itself.
 
-        A logged step needs ``target``, whose containers ``update`` is given. Raises ``ReplayNeeded`` without one, ``ReplayDiffers``
-        (naming leaf, both digests and way out) where the replay does not give what was saved.
+        A logged step needs ``target``, whose containers ``update`` is given. Raises
+        ``ReplayNeeded`` without one, ``ReplayDiffers`` (naming leaf, both digests and way out)
+        where the replay does not give what was saved.
         """
         args = DeltaRestoreArgs(target, shardings=shardings, max_bytes=max_bytes, log=self)
         return self._manager.restore(step, args=args)
@@ -124,13 +155,20 @@ class GradientLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    # --- what the handler calls -------------------------------------------------------------------------------------------------
+    # --- what the handler calls -------------------------------------------------------------------
 
     def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
-        """What a save of ``state`` stores. REQUIRES: it is known what became of the saver's last save."""
+        """What a save of ``state`` stores. REQUIRES: it is known what became of the saver's last
+        save.
+        """
         if saver is not self._saver:
             self._book.forget()  # its base is a step of another root or item
             self._saver = saver
@@ -139,10 +177,17 @@ class GradientLog:
         return self._book.plan(flat, saver.standing(), lambda: self._saving[1])
 
     def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that this save has begun; seconds that the training has lost to the updates before. ``standing``: the saver's after it."""
+        """Learn that this save has begun; seconds that the training has lost to the updates before.
+        ``standing``: the saver's after it.
+        """
         self._handle = handle
         (learner, memory), self._saving = self._saving, _NOTHING
-        self._book.saved(plan, handle.step, standing, lambda: self._based(handle.step, learner, memory, flat, standing))
+        self._book.saved(
+            plan,
+            handle.step,
+            standing,
+            lambda: self._based(handle.step, learner, memory, flat, standing),
+        )
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -151,10 +196,13 @@ class GradientLog:
         assert manifest.replay is not None
         if target is None:
             raise ReplayNeeded(
-                f"step {manifest.step} replays {len(manifest.replay.steps)} updates, which work on containers that only a target "
-                f"has: name one, log.restore({manifest.step}, target). {replay.way_out(root, manifest)}"
+                f"step {manifest.step} replays {len(manifest.replay.steps)} updates, which work on"
+                f" containers that only a target has: name one, log.restore({manifest.step},"
+                f" target). {replay.way_out(root, manifest)}"
             )
-        return replica.replayed(root, manifest, manifest.replay, self._learner(target), self._update, max_bytes)
+        return replica.replayed(
+            root, manifest, manifest.replay, self._learner(target), self._update, max_bytes
+        )
 
     def _recorded(self, inputs: tuple[Any, ...]) -> tuple[dict[str, Any], Node] | None:
         if not self._book.listens:
@@ -168,18 +216,39 @@ class GradientLog:
         with leaves.own_rules():
             return {path: _copy(value) for path, value in flat.arrays.items()}, flat.skeleton
 
-    def _based(self, step: int, learner: Any, memory: Flat, flat: Flat, standing: tuple[int, int]) -> Base | None:
-        """The save just begun as the base of the next ones; ``None`` where they cannot be replayed from it."""
+    def _based(
+        self, step: int, learner: Any, memory: Flat, flat: Flat, standing: tuple[int, int]
+    ) -> Base | None:
+        """The save just begun as the base of the next ones; ``None`` where they cannot be replayed
+        from it.
+        """
         places = logbook.places(memory, flat)
         if places is None:
-            log.info("step %d: the next save stores the state itself: not every array of the learner is one of the state", step)
+            log.info(
+                "step %d: the next save stores the state itself: not every array of the learner is"
+                " one of the state",
+                step,
+            )
             return None
         try:
             twin = replica.Replica(self._update, replica.owned(learner))
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            log.warning("step %d: there is no replica to replay on, and the next save stores the state itself: %s", step, error)
+            log.warning(
+                "step %d: there is no replica to replay on, and the next save stores the state"
+                " itself: %s",
+                step,
+                error,
+            )
             return None
-        return Base(standing[1] - 1, step, replica.name_of(self._update), memory.skeleton, places, twin, standing)
+        return Base(
+            standing[1] - 1,
+            step,
+            replica.name_of(self._update),
+            memory.skeleton,
+            places,
+            twin,
+            standing,
+        )
 
 
 def _flat(value: Any) -> Flat:
@@ -214,12 +283,14 @@ def _bytes_of(copy: Any) -> Any:
 
 
 def _refuse_classes(node: Any) -> None:
-    """A restore builds what is Python's own. Of other containers it knows the name only, and code is not found by name."""
+    """A restore builds what is Python's own. Of other containers it knows the name only, and code
+    is not found by name.
+    """
     if isinstance(node, dict):
         if node.get("t") == "fields":
             raise UnsupportedLeaf(
-                f"a restore could not build a {node['c']} again; give the update dicts, lists and tuples, such as "
-                "jax.tree.leaves(gradients), and let it put them together"
+                f"a restore could not build a {node['c']} again; give the update dicts, lists and"
+                " tuples, such as jax.tree.leaves(gradients), and let it put them together"
             )
         for child in [*node.get("n", ()), *(child for _, child in node.get("k", ()))]:
             _refuse_classes(child)

@@ -1,8 +1,11 @@
-"""The handler that ``ocp.CheckpointManager`` calls: saves of JAX trees as segments beside the steps, and their way back.
+"""The handler that ``ocp.CheckpointManager`` calls: saves of JAX trees as segments beside the
+steps,
+and their way back.
 
-Orbax owns the step directories: it creates them, renames them when every handler's futures are done, and deletes old ones. We
-own the store beside them. A save is captured and encoded before ``async_save`` returns, written by the saver's threads, and
-its manifest put into the item directory as soon as that exists; the rename is what makes the step exist.
+Orbax owns the step directories: it creates them, renames them when every handler's futures are
+done, and deletes old ones. We own the store beside them. A save is captured and encoded before
+``async_save`` returns, written by the saver's threads, and its manifest put into the item directory
+as soon as that exists; the rename is what makes the step exist.
 """
 
 from __future__ import annotations
@@ -32,27 +35,34 @@ from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
-    """Saves and restores the items of a ``CheckpointManager``'s steps. ``manager()`` makes one and registers it.
+    """Saves and restores the items of a ``CheckpointManager``'s steps. ``manager()`` makes one and
+    registers it.
 
-    ``root``: the manager's directory; without it, taken from the step directories that Orbax names. ``policy``: what is
-    promised and how long chains grow (default ``Policy.exact()``). ``host_cache_bytes``: most encoded bytes between the
-    training loop and the disk; larger: a slow disk blocks training later, smaller: less memory. ``grace_seconds``: how long
-    segments that no step needs stay for readers that began before; longer: safer for slow readers, shorter: disk space sooner.
-    ``io_timeout_seconds``: longest wait for the storage before a save is given up. ``durability``: what our files survive when our future
-    is done. ``"power"``: a power cut, at the cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
-    this process, however it comes; saves end sooner, but a power cut may take the last ones, or leave steps that are listed and raise
-    ``Damaged``. Orbax's own files and renames are synced by ``manager()`` only, see there. ``verify``: whether each save is read back from
-    disk and compared with the state as it was captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
-    before its step exists, so that a fault on the way to the disk is a failed save; it commits later by the time that reading takes.
-    ``"receipt"``: the whole step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and raised by the
-    next call. Both read about as much as a restore at each save, and hash the whole state at the capture.
-    ``capture``: of arrays that lie in host memory (JAX on the processor). ``"eager"``: they are read before ``save`` returns, and may be
-    donated at once. ``"lazy"``: behind the training; ``save`` returns much sooner, encoding takes processor time from the training, and until
-    an array has been read it cannot be donated: XLA copies it instead, which takes its memory twice. Others are always read at once.
-    ``read_only``: restores keep no copy of the state to go on from, and saves are refused.
+    ``root``: the manager's directory; without it, taken from the step directories that Orbax names.
+    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``).
+    ``host_cache_bytes``: most encoded bytes between the training loop and the disk; larger: a slow
+    disk blocks training later, smaller: less memory. ``grace_seconds``: how long segments that no
+    step needs stay for readers that began before; longer: safer for slow readers, shorter: disk
+    space sooner. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
+    ``durability``: what our files survive when our future is done. ``"power"``: a power cut, at the
+    cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
+    this process, however it comes; saves end sooner, but a power cut may take the last ones, or
+    leave steps that are listed and raise ``Damaged``. Orbax's own files and renames are synced by
+    ``manager()`` only, see there. ``verify``: whether each save is read back from disk and compared
+    with the state as it was captured. ``"none"``: no; a restore checks what was written.
+    ``"commit"``: what the save wrote, before its step exists, so that a fault on the way to the
+    disk is a failed save; it commits later by the time that reading takes. ``"receipt"``: the whole
+    step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and
+    raised by the next call. Both read about as much as a restore at each save, and hash the whole
+    state at the capture. ``capture``: of arrays that lie in host memory (JAX on the processor).
+    ``"eager"``: they are read before ``save`` returns, and may be donated at once. ``"lazy"``:
+    behind the training; ``save`` returns much sooner, encoding takes processor time from the
+    training, and until an array has been read it cannot be donated: XLA copies it instead, which
+    takes its memory twice. Others are always read at once. ``read_only``: restores keep no copy of
+    the state to go on from, and saves are refused.
 
-    One instance may serve several items: each has its own chain. Beside the encoded bytes it holds one *shadow* an item, a copy
-    of its state, to compare with.
+    One instance may serve several items: each has its own chain. Beside the encoded bytes it holds
+    one *shadow* an item, a copy of its state, to compare with.
     """
 
     def __init__(
@@ -84,15 +94,16 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._items: dict[tuple[Path, str], Item] = {}
         self._restoring: Joint | None = None  # of several processes
 
-    # --- what Orbax calls --------------------------------------------------------------------------------------------------
+    # --- what Orbax calls -------------------------------------------------------------------------
 
     async def async_save(self, directory: Any, args: DeltaSaveArgs) -> list[Any]:
         """Capture and encode ``args.item``; returns the future of its manifest.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly, ``RootBusy``, ``OSError``, ``RankFailed`` where
-        another process has raised one of these, or has another state. What goes
-        wrong later is raised by the manager's next ``save`` or ``wait_until_finished``; that step then does not exist, and the
-        save after it writes whole leaves.
+        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly,
+        ``RootBusy``, ``OSError``, ``RankFailed`` where another process has raised one of these, or
+        has another state. What goes wrong later is raised by the manager's next ``save`` or
+        ``wait_until_finished``; that step then does not exist, and the save after it writes whole
+        leaves.
         """
         self._check_open()
         try:
@@ -107,7 +118,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._begin(directory, args).result()
 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
-        """Restore an item of a step, verified bit for bit; the next save goes on from there. See ``DeltaRestoreArgs``."""
+        """Restore an item of a step, verified bit for bit; the next save goes on from there. See
+        ``DeltaRestoreArgs``.
+        """
         args = args or DeltaRestoreArgs()
         if jax.process_count() == 1:
             return self._restore(directory, args)[1]
@@ -132,12 +145,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             max_bytes=args.max_bytes,
             log=args.log,
         )
-        if restored.chains and not (self._read_only or self._closed) and root.path == self._root_of(place):
+        if (
+            restored.chains
+            and not (self._read_only or self._closed)
+            and root.path == self._root_of(place)
+        ):
             self._item(place).adopt(restored, manifest)
         return root.digest_of(manifest), restored.tree
 
     def metadata(self, directory: Any) -> Any:
-        """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore target.
+        """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore
+        target.
 
         Raises ``FileNotFoundError`` where the item was not saved with ``DeltaSaveArgs``.
         """
@@ -145,7 +163,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return abstract_tree(read_manifest(place.directory / "zarr.json"))
 
     def finalize(self, directory: Any) -> None:
-        """Remove segments that no step needs any more. Orbax calls this when every future is done, before the renames.
+        """Remove segments that no step needs any more. Orbax calls this when every future is done,
+        before the renames.
 
         So deletions take effect one save late: Orbax deletes old steps after the renames.
         """
@@ -154,7 +173,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             item.writer.collect(self._grace_seconds, self._io_timeout_seconds)
 
     def close(self) -> None:
-        """Finish the saves under way, stop the threads, give the root back. More than once does nothing."""
+        """Finish the saves under way, stop the threads, give the root back. More than once does
+        nothing.
+        """
         self._closed = True
         while self._items:
             self._items.popitem()[1].close()
@@ -164,7 +185,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """The name under which Orbax records who wrote an item. Permanent."""
         return "deltacheck.DeltaCheckpointHandler"
 
-    # --- our side ----------------------------------------------------------------------------------------------------------
+    # --- our side ---------------------------------------------------------------------------------
 
     @property
     def is_exact(self) -> bool:
@@ -173,7 +194,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
     def _check_open(self) -> None:
         if self._closed or self._read_only:
-            raise SaveFailed(f"this handler is {'closed' if self._closed else 'read-only'}; open a new manager to save")
+            raise SaveFailed(
+                f"this handler is {'closed' if self._closed else 'read-only'}; open a new manager"
+                " to save"
+            )
 
     def _begin(self, directory: Any, args: DeltaSaveArgs) -> Commit:
         begin = time.perf_counter()
@@ -208,7 +232,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return place.root
 
     def _open(self, place: ItemPlace) -> tuple[Root, Manifest]:
-        """The root whose segments a step needs, and its manifest. A step of another root brings the store beside it."""
+        """The root whose segments a step needs, and its manifest. A step of another root brings the
+        store beside it.
+        """
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
             root = open_root(path)
@@ -219,19 +245,22 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
                 raise type(error)(message, file=error.file) from error
         except FileNotFoundError:
             raise NotACheckpointRoot(
-                f"step {place.step}: {place.directory} has no manifest of ours (zarr.json): it was not saved with DeltaSaveArgs, or has "
-                f"lost it. {way_out(whole_steps(open_root(path)))}"
+                f"step {place.step}: {place.directory} has no manifest of ours (zarr.json): it was"
+                " not saved with DeltaSaveArgs, or has lost it."
+                f" {way_out(whole_steps(open_root(path)))}"
             ) from None
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
 @dataclass
 class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and ``None``.
+    """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers,
+    text, bytes and ``None``.
 
-    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as soon as ``save`` returns
-    (donated without a gain under ``capture="lazy"``); NumPy arrays may be written to. ``metrics``: numbers kept with the step.
-    ``log``: a ``GradientLog`` that may keep the item as gradients, as its ``save`` does; one log serves one item.
+    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as
+    soon as ``save`` returns (donated without a gain under ``capture="lazy"``); NumPy arrays may be
+    written to. ``metrics``: numbers kept with the step. ``log``: a ``GradientLog`` that may keep
+    the item as gradients, as its ``save`` does; one log serves one item.
     """
 
     item: Any
@@ -244,25 +273,29 @@ class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """How to restore.
 
-    Without ``item``: the tree as it was saved, pytree nodes that Python itself does not have as dicts of their fields, arrays
-    on the default device. With ``item``, a tree of arrays or ``jax.ShapeDtypeStruct`` of the same structure: its containers,
-    each array in the form (JAX, NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
-    ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the target's. ``leaves``: only
-    these leaf paths, as ``{path: array}``. ``contract``: refuse leaves that were saved under a weaker one than ``"exact"`` or
-    ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
-    ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs ``item``.
-    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
+    Without ``item``: the tree as it was saved, pytree nodes that Python itself does not have as
+    dicts of their fields, arrays on the default device. With ``item``, a tree of arrays or
+    ``jax.ShapeDtypeStruct`` of the same structure: its containers, each array in the form (JAX,
+    NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
+    ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the
+    target's. ``leaves``: only these leaf paths, as ``{path: array}``. ``contract``: refuse leaves
+    that were saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each comes as
+    it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
+    ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs
+    ``item``. ``expected_digest``: refuse a step whose manifest has another digest than this, which
+    the save's report and ``deltacheck show`` give.
 
-    Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them. Every JAX array owns its
-    buffer and can be donated.
+    Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them.
+    Every JAX array owns its buffer and can be donated.
 
-    In a run of several processes all of them restore, each what its devices need; without a target or ``shardings`` each gets whole arrays of
-    its own. What fails in one is raised in all.
+    In a run of several processes all of them restore, each what its devices need; without a target
+    or ``shardings`` each gets whole arrays of its own. What fails in one is raised in all.
 
-    Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf, segment and way out,
-    ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is kept as gradients where there is no ``log``,
-    ``StepNotFound`` for a leaf that is not there, ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved
-    with ``DeltaSaveArgs``.
+    Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf,
+    segment and way out, ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is
+    kept as gradients where there is no ``log``, ``StepNotFound`` for a leaf that is not there,
+    ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved with
+    ``DeltaSaveArgs``.
     """
 
     item: Any = None

@@ -1,4 +1,6 @@
-"""One item's chain over the steps of a manager: its saver, the step it goes on from, and the commit that Orbax waits for."""
+"""One item's chain over the steps of a manager: its saver, the step it goes on from, and the commit
+that Orbax waits for.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,17 @@ class Log(load.Log, Protocol):
         ...
 
     def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that this save has begun as planned; seconds that the training has lost to the log since the last save."""
+        """Learn that this save has begun as planned; seconds that the training has lost to the log
+        since the last save.
+        """
         ...
 
 
 class Item:
     """The chain of one item.
 
-    Nothing is written and no lease is taken before the first save: a process that only restores locks nobody out. ``name``: of the item.
+    Nothing is written and no lease is taken before the first save: a process that only restores
+    locks nobody out. ``name``: of the item.
     """
 
     def __init__(
@@ -87,7 +92,9 @@ class Item:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Where several processes save: what fails in here before ``begin`` fails the save in all. REQUIRES: ``begin`` follows."""
+        """Where several processes save: what fails in here before ``begin`` fails the save in all.
+        REQUIRES: ``begin`` follows.
+        """
         if jax.process_count() == 1:
             yield
             return
@@ -114,7 +121,8 @@ class Item:
     ) -> Commit:
         """Begin to save ``state``; returns when everything that is not read later is captured.
 
-        ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this save (``perf_counter``).
+        ``flat``: the state, taken apart. ``began``: when the training thread began to wait for this
+        save (``perf_counter``).
         """
         if self._together is not None:
             return self._begin_together(self._together, place, flat, metrics, began, log)
@@ -145,7 +153,9 @@ class Item:
             raise
         # The epoch of before: a save that has failed since is no base.
         spent = 0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
-        handle._add_blocking(max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds))
+        handle._add_blocking(
+            max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds)
+        )
         return self._last
 
     def _begin_together(
@@ -157,18 +167,24 @@ class Item:
         began: float,
         log: Log | None,
     ) -> Commit:
-        """As ``begin``, with the other processes: what fails here before the save has begun is raised in all of them."""
+        """As ``begin``, with the other processes: what fails here before the save has begun is
+        raised in all of them.
+        """
         from deltacheck.backends.orbax.group.collective import names_of
 
         with leaves.own_rules():
             with together.telling():
                 if log is not None or not self._policy.is_exact:
-                    raise ValueError("several processes save with an exact policy and without a gradient log")
+                    raise ValueError(
+                        "several processes save with an exact policy and without a gradient log"
+                    )
                 is_committed = self._saver is None or self._settled(self._saver)
                 if self._saver is not None:
                     self._saver.raise_unseen()
             adopted, self._adopted = self._adopted, None
-            opened = together.open(flat, "" if adopted is None else adopted[1].nonce, partial(self._take, is_committed))
+            opened = together.open(
+                flat, "" if adopted is None else adopted[1].nonce, partial(self._take, is_committed)
+            )
             with together.telling():
                 saver = self._saver_of(self.writer or Guest(self.root, self._durability))
             if not opened.is_committed:
@@ -179,7 +195,11 @@ class Item:
             if opened.resumes and adopted is not None:
                 self._go_on(saver, (adopted[0].of(names_of(begun)), adopted[1]))
             saver.number_from(opened.seq)
-            gate = Gate(place.directory, self._io_timeout_seconds, self._durability) if together.joint.is_first else None
+            gate = (
+                Gate(place.directory, self._io_timeout_seconds, self._durability)
+                if together.joint.is_first
+                else None
+            )
             make = _nothing_to_make if gate is None else together.maker(gate.commit)
             attempt = Attempt(together.joint)
             try:
@@ -213,13 +233,20 @@ class Item:
 
     def adopt(self, restored: Restored, manifest: Manifest) -> None:
         """Go on from a restored step, so that the next save is a delta to it."""
-        self._adopted = (restored._replace(tree=None), manifest)  # the tree is the caller's, and may be large
-        if self._saver is not None and self._together is None:  # with others: when they agree on the next save
+        self._adopted = (
+            restored._replace(tree=None),
+            manifest,
+        )  # the tree is the caller's, and may be large
+        if (
+            self._saver is not None and self._together is None
+        ):  # with others: when they agree on the next save
             self._settle(self._saver)
             self._go_on(self._saver, self._taken())
 
     def close(self) -> None:
-        """Finish the save under way, stop the threads, give the root back. A failure was told through Orbax, or is logged."""
+        """Finish the save under way, stop the threads, give the root back. A failure was told
+        through Orbax, or is logged.
+        """
         self._adopted = None
         holders.discard(self)
         if self.writer is None:
@@ -259,7 +286,9 @@ class Item:
         return self._saver
 
     def _settle(self, saver: Saver) -> None:
-        """Learn what became of the last save, and go on from it only if its step exists. REQUIRES: Orbax has done with it."""
+        """Learn what became of the last save, and go on from it only if its step exists. REQUIRES:
+        Orbax has done with it.
+        """
         if not self._settled(saver):
             saver.forget()
 
@@ -271,9 +300,14 @@ class Item:
         last.abandon("Orbax gave the step up")
         error = last.handle.exception(self._io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
-            last.handle._seen = False  # Orbax knows of failed saves only: this one is raised by the save that is about to begin
+            # Orbax knows of failed saves only: this one is raised by the save that is about to
+            # begin
+            last.handle._seen = False
         if error is None and not last.place.is_committed():
-            log.warning("step %d was never committed by Orbax: the next save writes whole leaves", last.handle.step)
+            log.warning(
+                "step %d was never committed by Orbax: the next save writes whole leaves",
+                last.handle.step,
+            )
             return False
         return True
 
@@ -288,13 +322,21 @@ class Item:
         restored, manifest = adopted
         refs = manifest.segments
         if self._together is not None:  # else all of them
-            own = {name for chain in restored.chains.values() for name in (chain.key[0].id, *chain.delta_segments)}
+            own = {
+                name
+                for chain in restored.chains.values()
+                for name in (chain.key[0].id, *chain.delta_segments)
+            }
             refs = tuple(ref for ref in refs if ref.id in own)
         try:
             for ref in refs:
                 self.writer.store.segment(ref)
         except DeltacheckError as error:
-            log.warning("the next save writes whole leaves: the restored step has lost its segments since (%s)", error)
+            log.warning(
+                "the next save writes whole leaves: the restored step has lost its segments since"
+                " (%s)",
+                error,
+            )
             return
         saver.adopt(restored.chains, restored.stored, manifest)
 
@@ -308,11 +350,15 @@ class Item:
 
 
 def _sources(flat: Flat, lazy: bool) -> dict[str, LeafSource]:
-    """``lazy``: read what lies whole in host memory behind the training. JAX neither changes nor frees it while it is viewed."""
+    """``lazy``: read what lies whole in host memory behind the training. JAX neither changes nor
+    frees it while it is viewed.
+    """
     views = {path: leaves.view_of(value) if lazy else None for path, value in flat.arrays.items()}
     return {
         path: LeafSource(
-            spec, partial(_itself, flat.arrays[path] if views[path] is None else views[path]), views[path] is not None
+            spec,
+            partial(_itself, flat.arrays[path] if views[path] is None else views[path]),
+            views[path] is not None,
         )
         for path, spec in specs_of(flat).items()
     }
@@ -325,7 +371,9 @@ def _itself(value: object) -> object:
 class Gate:
     """What holds a manifest back until Orbax has created the directory that it belongs to."""
 
-    def __init__(self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER) -> None:
+    def __init__(
+        self, directory: Path, timeout_seconds: float, durability: Durability = Durability.POWER
+    ) -> None:
         self._directory = directory
         self._durability = durability
         self.timeout_seconds = timeout_seconds
@@ -338,7 +386,9 @@ class Gate:
         self._decide("open")
 
     def abandon(self, reason: str) -> bool:
-        """It never will, for this save. Does nothing once the gate is open; returns whether it was not."""
+        """It never will, for this save. Does nothing once the gate is open; returns whether it was
+        not.
+        """
         return self._decide(reason) != "open"
 
     def _decide(self, verdict: str) -> str:
@@ -348,25 +398,36 @@ class Gate:
             return self._verdict
 
     def commit(self, manifest: Manifest) -> Written:
-        """Write the manifest into the item's directory, durably. The step exists when Orbax renames that.
+        """Write the manifest into the item's directory, durably. The step exists when Orbax renames
+        that.
 
         Runs on the committer thread. Raises ``SaveFailed`` where the directory never came.
         """
         if not self._changed.wait(self.timeout_seconds):
-            raise SaveFailed(f"Orbax did not create {self._directory} within {self.timeout_seconds:g} s")
+            raise SaveFailed(
+                f"Orbax did not create {self._directory} within {self.timeout_seconds:g} s"
+            )
         if self._verdict != "open":
-            raise SaveFailed(f"step {manifest.step} was not committed: {self._verdict} before its directory existed")
+            raise SaveFailed(
+                f"step {manifest.step} was not committed: {self._verdict} before its directory"
+                " existed"
+            )
         content = encode_manifest(manifest)
         if not arrays.create_file(self._directory, "zarr.json", content, self._durability):
-            raise SaveFailed(f"{self._directory} already holds a manifest; two handlers save the same item")
+            raise SaveFailed(
+                f"{self._directory} already holds a manifest; two handlers save the same item"
+            )
         self._durability.sync_directory(self._directory)
         return Written.of(content)
 
 
 class Commit:
-    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in the item's directory.
+    """Orbax's future of one save, an ``ocp.future.Future``: done when the manifest lies durably in
+    the
+    item's directory.
 
-    ``gate``: ``None`` in a process that leaves the manifest to another; the save is done there when that one says so.
+    ``gate``: ``None`` in a process that leaves the manifest to another; the save is done there when
+    that one says so.
     """
 
     def __init__(self, handle: SaveHandle, gate: Gate | None, place: ItemPlace) -> None:
@@ -375,18 +436,25 @@ class Commit:
         self.place = place
         if gate is not None:
             self._opening = _open(gate)
-            self._directory_created = CommitFutureAwaitingContractedSignals(self._opening, name="deltacheck-gate")
+            self._directory_created = CommitFutureAwaitingContractedSignals(
+                self._opening, name="deltacheck-gate"
+            )
 
     def abandon(self, reason: str) -> None:
         """Give the save up, if its directory does not exist yet."""
         if self.gate is not None and self.gate.abandon(reason):
-            self._opening.close()  # Orbax's thread may wait for the directory for minutes yet, and will not run it
+            # Orbax's thread may wait for the directory for minutes yet, and will not run it
+            self._opening.close()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed it, ``TimeoutError``."""
+        """Wait for the commit; without ``timeout``, as long as the save gets on. Raises what failed
+        it, ``TimeoutError``.
+        """
         deadline = Deadline.after(timeout)
         if self.gate is not None:
-            self._directory_created.result(self.gate.timeout_seconds if timeout is None else timeout)
+            self._directory_created.result(
+                self.gate.timeout_seconds if timeout is None else timeout
+            )
         self.handle.result(deadline.left)
 
     def cancel(self) -> None:

@@ -15,9 +15,23 @@ if TYPE_CHECKING:
     from deltacheck.backends.torch.dcp import DeltaStorageReader, DeltaStorageWriter
     from deltacheck.backends.torch.state.shards import Shard
 
-__all__ = ["DeltaStorageReader", "DeltaStorageWriter", "Engine", "GradientLog", "Shard", "apply", "load", "release", "save"]
+__all__ = [
+    "DeltaStorageReader",
+    "DeltaStorageWriter",
+    "Engine",
+    "GradientLog",
+    "Shard",
+    "apply",
+    "load",
+    "release",
+    "save",
+]
 
-_LATER = {"DeltaStorageReader": "dcp", "DeltaStorageWriter": "dcp", "Shard": "shards"}  # import much of torch.distributed
+_LATER = {
+    "DeltaStorageReader": "dcp",
+    "DeltaStorageWriter": "dcp",
+    "Shard": "shards",
+}  # import much of torch.distributed
 
 
 def __getattr__(name: str) -> Any:

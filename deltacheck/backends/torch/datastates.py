@@ -1,4 +1,6 @@
-"""Options of DataStates-LLM's checkpoint engine, as they stand in a DeepSpeed configuration, as options of ``Engine``."""
+"""Options of DataStates-LLM's checkpoint engine, as they stand in a DeepSpeed configuration, as
+options of ``Engine``.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ _NO_COUNTERPART = {
 
 
 def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
-    """What ``Engine(root, **options)`` takes, from a configuration with the section ``datastates_ckpt`` or from that section.
+    """What ``Engine(root, **options)`` takes, from a configuration with the section
+    ``datastates_ckpt`` or from that section.
 
-    ``host_cache_size`` (GiB, a number above 0) becomes ``host_cache_bytes``. ``parser_threads`` and ``pin_host_cache`` have no
-    counterpart; the log says why. Raises ``ValueError`` naming any other option, or a value that is none.
+    ``host_cache_size`` (GiB, a number above 0) becomes ``host_cache_bytes``. ``parser_threads`` and
+    ``pin_host_cache`` have no counterpart; the log says why. Raises ``ValueError`` naming any other
+    option, or a value that is none.
     """
     section = config.get(SECTION, config)
     if not isinstance(section, Mapping):
@@ -28,12 +32,20 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, value in section.items():
         if name == "host_cache_size":
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"{SECTION}.host_cache_size must be a number of GiB above 0, not {value!r}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 < value < float("inf")
+            ):
+                raise ValueError(
+                    f"{SECTION}.host_cache_size must be a number of GiB above 0, not {value!r}"
+                )
             found["host_cache_bytes"] = max(1, int(value * _GIB))
         elif name in _NO_COUNTERPART:
             log.info("%s.%s=%r has no counterpart: %s", SECTION, name, value, _NO_COUNTERPART[name])
         else:
             known = ", ".join(["host_cache_size", *_NO_COUNTERPART])
-            raise ValueError(f"{SECTION} has the option {name!r}, which is not one of {known}; leave it out")
+            raise ValueError(
+                f"{SECTION} has the option {name!r}, which is not one of {known}; leave it out"
+            )
     return found

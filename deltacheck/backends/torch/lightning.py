@@ -1,7 +1,9 @@
-"""Lightning's ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of one root, written behind the training.
+"""Lightning's ``Trainer(plugins=[DeltaCheckIO()])``: its checkpoints as steps of one root, written
+behind the training.
 
-Lightning names files, looks for them and removes them. So each path that it saves to becomes a *pointer* (``pointer.py``), which
-appears when the step is committed. Removing or replacing the file deletes the step that it stood for.
+Lightning names files, looks for them and removes them. So each path that it saves to becomes a
+*pointer* (``pointer.py``), which appears when the step is committed. Removing or replacing the file
+deletes the step that it stood for.
 """
 
 from __future__ import annotations
@@ -23,24 +25,33 @@ from deltacheck.store import collect
 from deltacheck.store.files import storage as place
 
 # Both distributions of Lightning have one, and each Trainer asks for its own.
-_INTERFACES = ("lightning.fabric.plugins.io.checkpoint_io", "lightning_fabric.plugins.io.checkpoint_io")
+_INTERFACES = (
+    "lightning.fabric.plugins.io.checkpoint_io",
+    "lightning_fabric.plugins.io.checkpoint_io",
+)
 _RNG = "deltacheck.rng"  # permanent: key of the random states in a checkpoint
 
 
 class DeltaCheckIO:
     """A ``CheckpointIO`` for Lightning.
 
-    ``root``: where to (default: ``deltacheck`` beside the first file that is saved). ``rng``: save the random states, too, and put
-    them back when a checkpoint is loaded, so that a resumed training goes on bit for bit; Lightning saves none. Without it, loading
-    leaves the generators alone. All else: options of ``Engine``, but for ``keep_last``: Lightning says what is removed.
+    ``root``: where to (default: ``deltacheck`` beside the first file that is saved). ``rng``: save
+    the random states, too, and put them back when a checkpoint is loaded, so that a resumed
+    training goes on bit for bit; Lightning saves none. Without it, loading leaves the generators
+    alone. All else: options of ``Engine``, but for ``keep_last``: Lightning says what is removed.
 
-    ``save_checkpoint`` returns while the checkpoint is written. What fails it is raised by the next call, or at the end of
-    the training. Raises ``ModuleNotFoundError`` without Lightning.
+    ``save_checkpoint`` returns while the checkpoint is written. What fails it is raised by the next
+    call, or at the end of the training. Raises ``ModuleNotFoundError`` without Lightning.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | None = None, *, rng: bool = False, **engine: Any) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, rng: bool = False, **engine: Any
+    ) -> None:
         if "keep_last" in engine:
-            raise ValueError("Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not keep_last")
+            raise ValueError(
+                "Lightning says which checkpoints are removed: ModelCheckpoint(save_top_k=...), not"
+                " keep_last"
+            )
         _register(type(self))
         self._folder = None if root is None else place.local(root, "DeltaCheckIO")
         self._rng = rng
@@ -49,14 +60,23 @@ class DeltaCheckIO:
         self._worker: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: object = None,
+    ) -> None:
         """Save a checkpoint as Lightning made it.
 
-        Raises ``UnsupportedLeaf`` naming what of it cannot be kept exactly (a hyperparameter that is an object, say), ``TypeError``
-        for ``storage_options``, which has no meaning here, and what failed an earlier save.
+        Raises ``UnsupportedLeaf`` naming what of it cannot be kept exactly (a hyperparameter that
+        is an object, say), ``TypeError`` for ``storage_options``, which has no meaning here, and
+        what failed an earlier save.
         """
         if storage_options is not None:
-            raise TypeError("DeltaCheckIO takes no storage_options; give it the options of Engine when it is made")
+            raise TypeError(
+                "DeltaCheckIO takes no storage_options; give it the options of Engine when it is"
+                " made"
+            )
         self._settle(wait=False)
         target = place.local(path, "DeltaCheckIO").absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,11 +87,16 @@ class DeltaCheckIO:
         self._later(_publish, self._engine, handle, target)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What was saved to ``path``; ``map_location`` as ``torch.load`` has it. No code of the checkpoint is run.
+        """What was saved to ``path``; ``map_location`` as ``torch.load`` has it. No code of the
+        checkpoint is run.
 
-        Raises ``FileNotFoundError``, ``NotACheckpointRoot`` for a file that ``DeltaCheckIO`` did not make, and what ``load`` raises.
+        Raises ``FileNotFoundError``, ``NotACheckpointRoot`` for a file that ``DeltaCheckIO`` did
+        not make, and what ``load`` raises.
         """
         self._settle()
         if not Path(path).exists():
@@ -128,7 +153,9 @@ def _register(kind: type) -> None:
             except ModuleNotFoundError:
                 continue
         else:
-            raise ModuleNotFoundError("DeltaCheckIO needs Lightning: pip install 'deltacheck[lightning]'")
+            raise ModuleNotFoundError(
+                "DeltaCheckIO needs Lightning: pip install 'deltacheck[lightning]'"
+            )
     for name in _INTERFACES:
         if name in sys.modules:
             sys.modules[name].CheckpointIO.register(kind)
@@ -154,9 +181,15 @@ def _remove(engine: Engine, path: Path) -> None:
 
 
 def _delete(engine: Engine, target: pointer.Pointer) -> None:
-    if target.root == _root(engine) and target.seq in [ref.seq for ref in engine._root.checkpoints()]:
+    if target.root == _root(engine) and target.seq in [
+        ref.seq for ref in engine._root.checkpoints()
+    ]:
         collect.delete_checkpoint(engine._root, target.seq)
-        collect.collect(engine._root, grace_seconds=engine._grace_seconds, protected=engine._saver.protected_segments())
+        collect.collect(
+            engine._root,
+            grace_seconds=engine._grace_seconds,
+            protected=engine._saver.protected_segments(),
+        )
 
 
 def _root(engine: Engine) -> Path:

@@ -1,7 +1,9 @@
-"""Megatron-Core's own strategies on our DCP storage: what ``dist_checkpointing.save`` and ``load`` take as ``sharded_strategy``.
+"""Megatron-Core's own strategies on our DCP storage: what ``dist_checkpointing.save`` and ``load``
+take as ``sharded_strategy``.
 
-Imported only by those who have ``megatron.core`` (0.16 or newer). Its common part (numbers, arguments) stays Megatron's: ``common.pt`` and
-``metadata.json`` in the directory of the step, beside which our root holds the tensors and objects of all steps.
+Imported only by those who have ``megatron.core`` (0.16 or newer). Its common part (numbers,
+arguments) stays Megatron's: ``common.pt`` and ``metadata.json`` in the directory of the step,
+beside which our root holds the tensors and objects of all steps.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ _reading = threading.RLock()
 
 
 class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-Core has no types
-    """``dist_checkpointing.save(state, directory, sharded_strategy=DeltaSaveStrategy(root))``: each save as changes to the one before.
+    """``dist_checkpointing.save(state, directory, sharded_strategy=DeltaSaveStrategy(root))``: each
+    save as changes to the one before.
 
-    ``root``, ``options``: as of ``DeltaStorageWriter``. The step is the number that ``directory`` ends in (``iter_0001200``). With
-    ``async_sharded_save=True`` the tensors are copied to the host first, and written by a thread of this process (Megatron's own writers
-    fork one, which could not keep what the next save is compared with); the finalization waits for it.
+    ``root``, ``options``: as of ``DeltaStorageWriter``. The step is the number that ``directory``
+    ends in (``iter_0001200``). With ``async_sharded_save=True`` the tensors are copied to the host
+    first, and written by a thread of this process (Megatron's own writers fork one, which could not
+    keep what the next save is compared with); the finalization waits for it.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -46,8 +50,12 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
         """Save, and return when the step exists."""
         self._save(self._pytorch_state(sharded_state_dict, copied=False), checkpoint_dir)
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
-        """Begin to save. The request has nothing to fork for; its finalization raises what failed the save."""
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Begin to save. The request has nothing to fork for; its finalization raises what failed
+        the save.
+        """
         state = self._pytorch_state(sharded_state_dict, copied=True)
         future: Future[None] = self._thread.submit(self._save, state, checkpoint_dir)
         return AsyncRequest(None, (), [future.result])
@@ -55,7 +63,9 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
     def _pytorch_state(self, sharded_state_dict: dict[str, Any], copied: bool) -> dict[str, Any]:
         if self._group is None:  # beside the training's own collectives; every rank comes here
             self._group = dist.new_group(backend="gloo")
-        by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         if copied:
             by_key = {key: [_copy(one) for one in of] for key, of in by_key.items()}
         state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
@@ -72,10 +82,13 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
 
 
 class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc] # as above
-    """``dist_checkpointing.load(state, directory, sharded_strategy=DeltaLoadStrategy(root))``, under any parallelism.
+    """``dist_checkpointing.load(state, directory, sharded_strategy=DeltaLoadStrategy(root))``,
+    under
+    any parallelism.
 
-    ``root``, ``options``: as of ``DeltaStorageReader``. The step is the number that ``directory`` ends in. Megatron's objects (RNG states of NumPy,
-    for one) may need ``allow_pickle=True``, or their classes ``torch.serialization.add_safe_globals``.
+    ``root``, ``options``: as of ``DeltaStorageReader``. The step is the number that ``directory``
+    ends in. Megatron's objects (RNG states of NumPy, for one) may need ``allow_pickle=True``, or
+    their classes ``torch.serialization.add_safe_globals``.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -100,10 +113,15 @@ class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[mis
 
     @contextlib.contextmanager
     def _from(self, checkpoint_dir: str | Path) -> Iterator[None]:
-        """Inside, Megatron's loader reads from our root: it has no other place to be told of a reader."""
+        """Inside, Megatron's loader reads from our root: it has no other place to be told of a
+        reader.
+        """
         reader = DeltaStorageReader(self._root, step_of(str(checkpoint_dir)), **self._options)
         with _reading:
-            before, mcore._get_filesystem_reader = mcore._get_filesystem_reader, lambda *args, **kwargs: reader
+            before, mcore._get_filesystem_reader = (
+                mcore._get_filesystem_reader,
+                lambda *args, **kwargs: reader,
+            )
             try:
                 yield
             finally:

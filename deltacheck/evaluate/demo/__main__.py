@@ -11,13 +11,22 @@ from deltacheck.evaluate.demo import run
 
 
 def demo(
-    seed: Annotated[int | None, typer.Option(help="Repeat a run: weights, data order, dropout and kill.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeat a run: weights, data order, dropout and kill.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of fine-tuning.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model: the story in seconds, figures without meaning.")
+        bool,
+        typer.Option(
+            "--quick", help="A tiny model: the story in seconds, figures without meaning."
+        ),
     ] = False,
-    keep: Annotated[Path | None, typer.Option(help="Leave checkpoints and logs in this new folder.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Leave checkpoints and logs in this new folder.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
 ) -> None:
     """Train, kill, resume, compare bit for bit, read back in JAX and zarr."""
     raise typer.Exit(run.main(seed=seed, steps=steps, quick=quick, keep=keep, json_file=json_file))

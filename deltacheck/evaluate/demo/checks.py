@@ -26,20 +26,32 @@ class Verdict:
 
 
 def compare(claim: str, expected: Any, actual: Any) -> Verdict:
-    """Whether two nested states have the same paths and, leaf by leaf, the same shape, dtype and bits."""
+    """Whether two nested states have the same paths and, leaf by leaf, the same shape, dtype and
+    bits.
+    """
     left, right = dict(_leaves(expected)), dict(_leaves(actual))
     wrong = [path for path in {**left, **right} if left.get(path) != right.get(path)]
     if wrong:
-        return Verdict(claim, False, f"{len(wrong)} of {len(left)} leaves differ, first {', '.join(wrong[:3])}")
+        return Verdict(
+            claim, False, f"{len(wrong)} of {len(left)} leaves differ, first {', '.join(wrong[:3])}"
+        )
     size = sum(len(leaf[-1]) for leaf in left.values())
     return Verdict(claim, True, f"{len(left)} leaves, {size / 1e6:.1f} MB, equal")
 
 
-def compare_losses(claim: str, expected: Mapping[int, float], actual: Mapping[int, float]) -> Verdict:
-    """Whether the losses of the steps in `actual` are, to the last bit, those of the same steps in `expected`."""
+def compare_losses(
+    claim: str, expected: Mapping[int, float], actual: Mapping[int, float]
+) -> Verdict:
+    """Whether the losses of the steps in `actual` are, to the last bit, those of the same steps in
+    `expected`.
+    """
     wrong = [step for step, loss in actual.items() if expected.get(step) != loss]
     if wrong or not actual:
-        return Verdict(claim, False, f"{len(wrong)} of {len(actual)} losses differ, first at step {min(wrong, default=0)}")
+        return Verdict(
+            claim,
+            False,
+            f"{len(wrong)} of {len(actual)} losses differ, first at step {min(wrong, default=0)}",
+        )
     return Verdict(claim, True, f"steps {min(actual)} to {max(actual)}, equal")
 
 
@@ -51,12 +63,17 @@ def in_jax(claim: str, expected: Any, root: Path, step: int) -> Verdict:
 
     from deltacheck.backends import orbax
 
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):  # 64-bit leaves keep their width
+    with (
+        jax.enable_x64(True),
+        jax.default_device(jax.devices("cpu")[0]),
+    ):  # 64-bit leaves keep their width
         return compare(claim, expected, orbax.load(root, step))
 
 
 def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
-    """Open ``root`` with nothing but zarr, any warning being an error, and compare every array that it holds whole for ``step``.
+    """Open ``root`` with nothing but zarr, any warning being an error, and compare every array that
+    it
+    holds whole for ``step``.
 
     REQUIRES: ``step`` is the first one, so that all its leaves are keyframes.
     """
@@ -68,22 +85,40 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
     (segment,) = checkpoints.manifest(step).segments
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # A save that was killed before its segment was whole has left that without a document; no step needs it.
-        warnings.filterwarnings("ignore", r"Object at s\d{10}-[0-9a-f]{8} is not recognized as a component")
+        # A save that was killed before its segment was whole has left that without a document; no
+        # step needs it.
+        warnings.filterwarnings(
+            "ignore", r"Object at s\d{10}-[0-9a-f]{8} is not recognized as a component"
+        )
         zarr.open_group(root, mode="r").tree()
         leaves = zarr.open_group(root / "segments" / segment.id / "leaves", mode="r")
-        whole = {str(array.attrs["leaf_path"]): np.asarray(array[...]) for _, array in leaves.arrays()}
+        whole = {
+            str(array.attrs["leaf_path"]): np.asarray(array[...]) for _, array in leaves.arrays()
+        }
     expected = checkpoints.restore(step, leaves=whole)
     wrong = [
-        path for path in whole if whole[path].shape != expected[path].shape or whole[path].tobytes() != expected[path].tobytes()
+        path
+        for path in whole
+        if whole[path].shape != expected[path].shape
+        or whole[path].tobytes() != expected[path].tobytes()
     ]
     if wrong or not whole:
-        return Verdict(claim, False, f"{len(wrong)} of {len(whole)} arrays differ{', first ' + wrong[0] if wrong else ''}")
-    return Verdict(claim, True, f"{len(whole)} arrays, {sum(array.nbytes for array in whole.values()) / 1e6:.1f} MB, equal")
+        return Verdict(
+            claim,
+            False,
+            f"{len(wrong)} of {len(whole)} arrays differ{', first ' + wrong[0] if wrong else ''}",
+        )
+    return Verdict(
+        claim,
+        True,
+        f"{len(whole)} arrays, {sum(array.nbytes for array in whole.values()) / 1e6:.1f} MB, equal",
+    )
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, tuple[str, tuple[int, ...], bytes]]]:
-    """Path, then kind, shape and bytes, of every leaf. Kinds of the same dtype are the same in all frameworks."""
+    """Path, then kind, shape and bytes, of every leaf. Kinds of the same dtype are the same in all
+    frameworks.
+    """
     if isinstance(node, Mapping):
         for key, child in node.items():
             yield from _leaves(child, f"{path}/{key}")
@@ -94,7 +129,14 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, tuple[str, tuple[i
         array = _bits(node)
         yield path, (str(node.dtype).removeprefix("torch."), tuple(node.shape), array.tobytes())
     else:  # a Python scalar; a float by its bits
-        yield path, (type(node).__name__, (), struct.pack("<d", node) if isinstance(node, float) else repr(node).encode())
+        yield (
+            path,
+            (
+                type(node).__name__,
+                (),
+                struct.pack("<d", node) if isinstance(node, float) else repr(node).encode(),
+            ),
+        )
 
 
 def _bits(array: Any) -> NDArray[np.uint8]:

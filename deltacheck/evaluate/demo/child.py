@@ -1,6 +1,9 @@
-"""One part of the demo in a process of its own, which may be killed: `python -m deltacheck.demo.child FOLDER PART`.
+"""One part of the demo in a process of its own, which may be killed: `python -m
+deltacheck.demo.child
+FOLDER PART`.
 
-It tells what it does in JSON lines on standard output, which the parent process turns into progress bars and figures.
+It tells what it does in JSON lines on standard output, which the parent process turns into progress
+bars and figures.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ def pretrain(plan: Plan, folder: Path) -> None:
 
 
 def reference(plan: Plan, folder: Path) -> None:
-    """Fine-tune without a stop. Deltacheck has no part in it: the final state is left in torch's own format."""
+    """Fine-tune without a stop. Deltacheck has no part in it: the final state is left in torch's
+    own format.
+    """
     training = start_finetuning(plan, folder)
     train_until(training, plan.steps)
     peer_save(training.state(), folder / "reference.pt")
@@ -48,8 +53,8 @@ def finetune(plan: Plan, folder: Path) -> None:
         under_way: SaveHandle | None = None
         for step in (step for step in plan.checkpoints() if step > training.step):
             loss = train_until(training, step)
-            # Both ways save the same state. torch.save goes first, and only once nothing of ours is under way that could slow it;
-            # what that makes training wait is charged to our save.
+            # Both ways save the same state. torch.save goes first, and only once nothing of ours is
+            # under way that could slow it; what that makes training wait is charged to our save.
             began = time.perf_counter()
             engine.wait()
             waited = time.perf_counter() - began

@@ -1,4 +1,6 @@
-"""What the demo prints at its end. Every figure is computed from what the child processes measured in this run."""
+"""What the demo prints at its end. Every figure is computed from what the child processes measured
+in this run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from deltacheck.evaluate.demo.classes import CLASSES
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All that one run of the demo found. ``saved``, ``torch_saved``: one record a checkpoint, as `child.py` told them."""
+    """All that one run of the demo found. ``saved``, ``torch_saved``: one record a checkpoint, as
+    `child.py` told them.
+    """
 
     seed: int
     steps: int
@@ -50,7 +54,10 @@ def _summary(outcome: Outcome) -> Table:
     torch_blocking = median(save["seconds"] for save in theirs)
 
     table = Table(
-        title=f"{outcome.parameters / 1e6:.1f} M parameters, {outcome.steps} steps, a checkpoint every {outcome.every}"
+        title=(
+            f"{outcome.parameters / 1e6:.1f} M parameters, {outcome.steps} steps, a checkpoint"
+            f" every {outcome.every}"
+        )
     )
     table.add_column("")
     table.add_column("deltacheck", justify="right")
@@ -58,17 +65,39 @@ def _summary(outcome: Outcome) -> Table:
     table.add_column("ratio", justify="right")
 
     def compared(name: str, mine: float, other: float, unit: str, scale: float) -> None:
-        table.add_row(name, f"{mine / scale:.1f} {unit}", f"{other / scale:.1f} {unit}", f"{mine / other:.1%}")
+        table.add_row(
+            name, f"{mine / scale:.1f} {unit}", f"{other / scale:.1f} {unit}", f"{mine / other:.1%}"
+        )
 
     table.add_row("checkpoints measured", str(len(ours)), str(len(theirs)), "")
-    compared("bytes a checkpoint, mean", mean(save["stored_bytes"] for save in ours), whole, "MB", 1e6)
+    compared(
+        "bytes a checkpoint, mean", mean(save["stored_bytes"] for save in ours), whole, "MB", 1e6
+    )
     if deltas:
-        compared("bytes after the first, mean", mean(save["stored_bytes"] for save in deltas), whole, "MB", 1e6)
+        compared(
+            "bytes after the first, mean",
+            mean(save["stored_bytes"] for save in deltas),
+            whole,
+            "MB",
+            1e6,
+        )
     compared("training waits, median", blocking, torch_blocking, "ms", 1e-3)
-    table.add_row("until durable, median", f"{median(save['durable_seconds'] for save in ours) * 1e3:.1f} ms", "as above", "")
+    table.add_row(
+        "until durable, median",
+        f"{median(save['durable_seconds'] for save in ours) * 1e3:.1f} ms",
+        "as above",
+        "",
+    )
     table.add_row("restore after the kill", f"{outcome.restore_seconds * 1e3:.0f} ms", "", "")
-    table.add_row("one training step, median", f"{median(outcome.step_seconds) * 1e3:.0f} ms", "", "")
-    table.add_row("steps lost to the kill", str(outcome.kill["last_step"] - outcome.kill["newest_checkpoint"]), "", "")
+    table.add_row(
+        "one training step, median", f"{median(outcome.step_seconds) * 1e3:.0f} ms", "", ""
+    )
+    table.add_row(
+        "steps lost to the kill",
+        str(outcome.kill["last_step"] - outcome.kill["newest_checkpoint"]),
+        "",
+        "",
+    )
     return table
 
 
@@ -80,7 +109,9 @@ def _classes(outcome: Outcome) -> Table:
     for name in CLASSES:
         found = [classes[name] for classes in deltas if name in classes]
         if found:
-            raw, words, changed = (sum(sums[field] for sums in found) for field in ("raw_bytes", "words", "changed"))
+            raw, words, changed = (
+                sum(sums[field] for sums in found) for field in ("raw_bytes", "words", "changed")
+            )
             table.add_row(name, f"{raw / len(found) / 1e6:.2f} MB", f"{changed / words:.2%}")
     return table
 
@@ -91,5 +122,9 @@ def _verdicts(outcome: Outcome) -> Table:
     table.add_column("")
     table.add_column("")
     for verdict in outcome.verdicts:
-        table.add_row(verdict.claim, "[green]equal[/]" if verdict.holds else "[bold red]DIFFERENT[/]", verdict.detail)
+        table.add_row(
+            verdict.claim,
+            "[green]equal[/]" if verdict.holds else "[bold red]DIFFERENT[/]",
+            verdict.detail,
+        )
     return table

@@ -1,4 +1,6 @@
-"""The story of the demo: train, kill, resume, compare, read back elsewhere. Each act is a child process; this one only watches."""
+"""The story of the demo: train, kill, resume, compare, read back elsewhere. Each act is a child
+process; this one only watches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 import deltacheck
 from deltacheck.errors import DeltacheckError
@@ -78,22 +87,30 @@ def main(
     keep: Path | None = None,
     json_file: Path | None = None,
 ) -> int:
-    """Run the demo, print it, and give the exit code: 0 where every comparison held, 1 where one did not, 2 where it could not run.
+    """Run the demo, print it, and give the exit code: 0 where every comparison held, 1 where one
+    did
+    not, 2 where it could not run.
 
-    ``seed``: of weights, data order, dropout and the time of the kill; random where not given, and printed. ``steps``: of fine-tuning.
-    ``quick``: a tiny model, for a look at the story in seconds. ``keep``: a new or empty folder that is left with the checkpoints and
-    logs. ``json_file``: where all figures go.
+    ``seed``: of weights, data order, dropout and the time of the kill; random where not given, and
+    printed. ``steps``: of fine-tuning. ``quick``: a tiny model, for a look at the story in seconds.
+    ``keep``: a new or empty folder that is left with the checkpoints and logs. ``json_file``: where
+    all figures go.
     """
     console = Console()
     if importlib.util.find_spec("torch") is None:
-        console.print("The demo trains with PyTorch, which is not installed: pip install 'deltacheck[all]'")
+        console.print(
+            "The demo trains with PyTorch, which is not installed: pip install 'deltacheck[all]'"
+        )
         return 2
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     plan = tiny(seed) if quick else Plan(seed=seed)
     if steps is not None:
         plan = replace(plan, steps=steps)
     if len(plan.checkpoints()) < 4:
-        console.print(f"--steps {plan.steps} leaves too few checkpoints to kill between; give at least {4 * plan.every}")
+        console.print(
+            f"--steps {plan.steps} leaves too few checkpoints to kill between; give at least"
+            f" {4 * plan.every}"
+        )
         return 2
     try:
         with _folder(keep) as folder:
@@ -118,17 +135,23 @@ def perform(plan: Plan, folder: Path, console: Console) -> report.Outcome:
         pretrained = Told()
         watch(folder, "pretrain", pretrained, _bar(progress, "pre-training", plan.pretrain_steps))
         reference = Told()
-        watch(folder, "reference", reference, _bar(progress, "fine-tuning, uninterrupted", plan.steps))
+        watch(
+            folder, "reference", reference, _bar(progress, "fine-tuning, uninterrupted", plan.steps)
+        )
         killed, resumed = Told(), Told()
-        kill = watch_and_kill(plan, folder, killed, _bar(progress, "fine-tuning, with checkpoints", plan.steps))
+        kill = watch_and_kill(
+            plan, folder, killed, _bar(progress, "fine-tuning, with checkpoints", plan.steps)
+        )
         progress.console.print(
-            f"killed with SIGKILL {kill.seconds_after_call:.2f} s after save({kill.saving_step}) was called, "
-            f"after step {kill.last_step}; newest checkpoint: step {kill.newest_checkpoint}"
+            f"killed with SIGKILL {kill.seconds_after_call:.2f} s after save({kill.saving_step})"
+            f" was called, after step {kill.last_step}; newest checkpoint: step"
+            f" {kill.newest_checkpoint}"
         )
         watch(folder, "finetune", resumed, _bar(progress, "fine-tuning, resumed", plan.steps))
         if resumed.resumed is None or resumed.resumed["step"] != kill.newest_checkpoint:
             raise DemoFailed(
-                f"the second process did not resume from step {kill.newest_checkpoint}, but from {resumed.resumed}"
+                f"the second process did not resume from step {kill.newest_checkpoint}, but from"
+                f" {resumed.resumed}"
             )
 
         verdicts = [
@@ -174,11 +197,16 @@ def watch(folder: Path, part: str, told: Told, bar: Bar) -> None:
         for event in children.events(child):
             _hear(event, told, bar)
     if child.returncode != 0:
-        raise DemoFailed(f"{part} ended with exit code {child.returncode}; the end of its log:\n{children.end_of_log(folder)}")
+        raise DemoFailed(
+            f"{part} ended with exit code {child.returncode}; the end of its"
+            f" log:\n{children.end_of_log(folder)}"
+        )
 
 
 def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
-    """Let the fine-tuning run up to a random one of its saves, and kill it during that save or at some time before the next one."""
+    """Let the fine-tuning run up to a random one of its saves, and kill it during that save or at
+    some time before the next one.
+    """
     dice = random.Random(plan.seed)
     saving_step = dice.choice(plan.checkpoints()[1:-1])
     mid_save, share = dice.random() < 0.5, dice.random()
@@ -189,8 +217,15 @@ def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
             if event["event"] == "saving" and event["step"] == saving_step:
                 break
         else:
-            raise DemoFailed(f"fine-tuning ended before step {saving_step}; the end of its log:\n{children.end_of_log(folder)}")
-        span = told.saved[-1]["durable_seconds"] if mid_save else plan.every * sum(told.step_seconds) / len(told.step_seconds)
+            raise DemoFailed(
+                f"fine-tuning ended before step {saving_step}; the end of its"
+                f" log:\n{children.end_of_log(folder)}"
+            )
+        span = (
+            told.saved[-1]["durable_seconds"]
+            if mid_save
+            else plan.every * sum(told.step_seconds) / len(told.step_seconds)
+        )
         time.sleep(span * share)
         child.send_signal(signal.SIGKILL)
         for event in events:  # what it had said before it died
@@ -198,7 +233,8 @@ def watch_and_kill(plan: Plan, folder: Path, told: Told, bar: Bar) -> Kill:
     bar.stop()
     if child.returncode != -signal.SIGKILL:
         raise DemoFailed(
-            f"the child was to be killed but ended with exit code {child.returncode}; the end of its log:\n{children.end_of_log(folder)}"
+            f"the child was to be killed but ended with exit code {child.returncode}; the end of"
+            f" its log:\n{children.end_of_log(folder)}"
         )
     newest = max(deltacheck.open(folder / "checkpoints").steps(), default=None)
     if newest is None:
@@ -221,7 +257,9 @@ def _write_rows(plan: Plan, folder: Path, progress: Progress) -> None:
 
 
 def _compare_states(plan: Plan, folder: Path, bar: Bar) -> Iterator[Verdict]:
-    """The uninterrupted run's final state against the last checkpoint of the killed and resumed one, read back in every way."""
+    """The uninterrupted run's final state against the last checkpoint of the killed and resumed
+    one, read back in every way.
+    """
     import torch
 
     from deltacheck.backends.torch import Engine
@@ -230,11 +268,17 @@ def _compare_states(plan: Plan, folder: Path, bar: Bar) -> Iterator[Verdict]:
     with Engine(folder / "checkpoints") as engine:
         yield checks.compare("final state in PyTorch", expected, engine.restore(plan.steps))
     bar.at(1)
-    yield checks.compare("final state in NumPy", expected, deltacheck.open(folder / "checkpoints").restore(plan.steps))
+    yield checks.compare(
+        "final state in NumPy",
+        expected,
+        deltacheck.open(folder / "checkpoints").restore(plan.steps),
+    )
     bar.at(2)
     yield checks.in_jax("final state as a JAX pytree", expected, folder / "checkpoints", plan.steps)
     bar.at(3)
-    yield checks.in_plain_zarr("first checkpoint in plain zarr", folder / "checkpoints", plan.checkpoints()[0])
+    yield checks.in_plain_zarr(
+        "first checkpoint in plain zarr", folder / "checkpoints", plan.checkpoints()[0]
+    )
     bar.at(4)
 
 
@@ -251,7 +295,12 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console)
 
 

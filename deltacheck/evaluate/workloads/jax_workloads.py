@@ -1,4 +1,5 @@
-"""The runs in JAX: the same transformer in plain JAX, trained with Optax, its state a pytree for Orbax.
+"""The runs in JAX: the same transformer in plain JAX, trained with Optax, its state a pytree for
+Orbax.
 
 Optax updates the float32 master; the bfloat16 weight is the master, rounded.
 """
@@ -24,9 +25,15 @@ State = dict[str, Any]
 
 
 def pretrained(recipe: Recipe) -> Tree:
-    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of plain training."""
+    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of
+    plain training.
+    """
     params = _initial(recipe, jax.random.key(recipe.seed))
-    training = {"params": _rounded(params), "master": params, "optimizer": _pretraining_optimizer(recipe).init(params)}
+    training = {
+        "params": _rounded(params),
+        "master": params,
+        "optimizer": _pretraining_optimizer(recipe).init(params),
+    }
     batches = data.pretraining_batches(recipe)
     for _ in range(recipe.pretrain_steps):
         rows = next(batches)
@@ -35,10 +42,13 @@ def pretrained(recipe: Recipe) -> Tree:
 
 
 class Workload:
-    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts it back.
+    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts
+    it
+    back.
 
-    The state is a pytree: ``training`` (``params`` bfloat16, ``master`` float32, ``optimizer`` of Optax), ``base`` (frozen weights,
-    under "lora"), ``data``, ``key`` and ``step``. ``weights``: as in the PyTorch runs.
+    The state is a pytree: ``training`` (``params`` bfloat16, ``master`` float32, ``optimizer`` of
+    Optax), ``base`` (frozen weights, under "lora"), ``data``, ``key`` and ``step``. ``weights``: as
+    in the PyTorch runs.
     """
 
     def __init__(self, recipe: Recipe, weights: Tree | None = None) -> None:
@@ -50,7 +60,11 @@ class Workload:
         self.base = weights if lora else {}
         self.optimizer = _post_training_optimizer(recipe)
         master = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
-        self.training = {"params": params, "master": master, "optimizer": self.optimizer.init(master)}
+        self.training = {
+            "params": params,
+            "master": master,
+            "optimizer": self.optimizer.init(master),
+        }
         self.key = key
         self.batches = data.training_batches(recipe)
         held_out = data.evaluation_rows(recipe)
@@ -58,7 +72,9 @@ class Workload:
         self.step = 0
 
     def train_step(self, rows: Rows | None = None) -> float:
-        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean reward)."""
+        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean
+        reward).
+        """
         rows = next(self.batches) if rows is None else rows
         self.key, drawn = jax.random.split(self.key)
         if self.recipe.task == "rl":
@@ -66,7 +82,12 @@ class Workload:
             self.training, _ = _policy_step(self.recipe, self.training, tokens, weight)
         else:
             self.training, loss = _supervised_step(
-                self.recipe, self.training, self.base, rows.tokens.astype(np.int32), rows.graded, drawn
+                self.recipe,
+                self.training,
+                self.base,
+                rows.tokens.astype(np.int32),
+                rows.graded,
+                drawn,
             )
             told = float(loss)
         self.step += 1
@@ -77,7 +98,9 @@ class Workload:
         return float(_evaluated(self.recipe, self._weights(), *self.held_out))
 
     def logits(self) -> jax.Array:
-        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits mean equal weights."""
+        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits
+        mean equal weights.
+        """
         return _logits(self.recipe, self._weights(), self.held_out[0][:, :-1])
 
     def reorder(self, seed: int) -> None:
@@ -104,43 +127,72 @@ class Workload:
 
     def _completed(self, rows: Rows, key: jax.Array) -> tuple[float, jax.Array, jax.Array]:
         """Prompts with sampled answers, and the advantage of each row."""
-        asked, right = (np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows))
+        asked, right = (
+            np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows)
+        )
         tokens = _sampled(self.recipe, self._weights(), asked.astype(np.int32), key)
         rewards = data.reward(np.asarray(tokens[:, asked.shape[1] :]), right)
-        return 1.0 - float(rewards.mean()), tokens, jnp.asarray(data.advantages(rewards, self.recipe.group))
+        return (
+            1.0 - float(rewards.mean()),
+            tokens,
+            jnp.asarray(data.advantages(rewards, self.recipe.group)),
+        )
 
 
-# --- the model: RMSNorm, rotary positions, causal attention, SwiGLU, tied embedding ------------------------------------------
+# --- the model: RMSNorm, rotary positions, causal attention, SwiGLU, tied embedding ---------------
 
 
 def _initial(recipe: Recipe, key: jax.Array) -> Tree:
-    """New weights, float32: each matrix has the scale of its inputs. Matrices are (inputs, outputs)."""
+    """New weights, float32: each matrix has the scale of its inputs. Matrices are (inputs,
+    outputs).
+    """
     width, hidden = recipe.width, recipe.hidden
-    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 2 * hidden), "down": (hidden, width)}
+    shapes = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 2 * hidden),
+        "down": (hidden, width),
+    }
     keys = iter(jax.random.split(key, 1 + 4 * recipe.layers))
 
     def layer() -> Tree:
-        matrices = {name: jax.random.normal(next(keys), shape) * shape[0] ** -0.5 for name, shape in shapes.items()}
+        matrices = {
+            name: jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+            for name, shape in shapes.items()
+        }
         return matrices | {"attn_norm": jnp.ones(width), "mlp_norm": jnp.ones(width)}
 
     embedding = jax.random.normal(next(keys), (VOCABULARY, width)) * 0.02
-    return {"embed": embedding, "layers": {f"layer_{n}": layer() for n in range(recipe.layers)}, "norm": jnp.ones(width)}
+    return {
+        "embed": embedding,
+        "layers": {f"layer_{n}": layer() for n in range(recipe.layers)},
+        "norm": jnp.ones(width),
+    }
 
 
 def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
-    """LoRA (Hu et al., 2021) on the input of each attention: a trained correction of low rank, which begins at zero."""
+    """LoRA (Hu et al., 2021) on the input of each attention: a trained correction of low rank,
+    which begins at zero.
+    """
     layers = {}
     for number, drawn in enumerate(jax.random.split(key, recipe.layers)):
         down = jax.random.normal(drawn, (recipe.width, recipe.rank)) * recipe.width**-0.5
-        layers[f"layer_{number}"] = {"qkv_down": down, "qkv_up": jnp.zeros((recipe.rank, 3 * recipe.width))}
+        layers[f"layer_{number}"] = {
+            "qkv_down": down,
+            "qkv_up": jnp.zeros((recipe.rank, 3 * recipe.width)),
+        }
     return _rounded({"layers": layers})
 
 
 def _merged(base: Tree, params: Tree) -> Tree:
-    """The frozen weights with the adapters beside the matrices that they correct; without a base, the weights themselves."""
+    """The frozen weights with the adapters beside the matrices that they correct; without a base,
+    the weights themselves.
+    """
     if not base:
         return params
-    return base | {"layers": {name: layer | params["layers"][name] for name, layer in base["layers"].items()}}
+    return base | {
+        "layers": {name: layer | params["layers"][name] for name, layer in base["layers"].items()}
+    }
 
 
 def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = None) -> jax.Array:
@@ -169,10 +221,13 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
         if "qkv_down" in layer:
             qkv += normal @ layer["qkv_down"] @ layer["qkv_up"]
         query, attended, value = (
-            part.reshape(*part.shape[:2], recipe.heads, head_width) for part in jnp.split(qkv, 3, axis=-1)
+            part.reshape(*part.shape[:2], recipe.heads, head_width)
+            for part in jnp.split(qkv, 3, axis=-1)
         )
         scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(query), rotated(attended)) * head_width**-0.5
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value)
+        mixed = jnp.einsum(
+            "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value
+        )
         x += dropped(mixed.reshape(x.shape) @ layer["out"], 2 * number)
         gate, up = jnp.split(_normed(x, layer["mlp_norm"]) @ layer["up"], 2, axis=-1)
         x += dropped((jax.nn.silu(gate) * up) @ layer["down"], 2 * number + 1)
@@ -184,28 +239,40 @@ def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * weight
 
 
-def _loss(recipe: Recipe, weights: Tree, tokens: Any, graded: Any, key: jax.Array | None = None) -> jax.Array:
+def _loss(
+    recipe: Recipe, weights: Tree, tokens: Any, graded: Any, key: jax.Array | None = None
+) -> jax.Array:
     """Mean cross-entropy of the graded tokens, each predicted from those before it."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(_logits(recipe, weights, tokens[:, :-1], key), tokens[:, 1:])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        _logits(recipe, weights, tokens[:, :-1], key), tokens[:, 1:]
+    )
     return jnp.sum(losses * graded[:, 1:]) / jnp.sum(graded[:, 1:])
 
 
-# --- its training ------------------------------------------------------------------------------------------------------------
+# --- its training ---------------------------------------------------------------------------------
 
 
 @functools.cache
 def _pretraining_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     warmup, steps = max(1, recipe.pretrain_steps // 10), max(2, recipe.pretrain_steps)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.pretrain_rate, warmup, steps, 0.1 * recipe.pretrain_rate)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, recipe.pretrain_rate, warmup, steps, 0.1 * recipe.pretrain_rate
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
 
 
 @functools.cache
 def _post_training_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     beta1, beta2 = recipe.betas
-    schedule = optax.linear_schedule(recipe.rate / max(1, recipe.warmup_steps), recipe.rate, max(1, recipe.warmup_steps - 1))
+    schedule = optax.linear_schedule(
+        recipe.rate / max(1, recipe.warmup_steps), recipe.rate, max(1, recipe.warmup_steps - 1)
+    )
     # Injected, so that the state tells the rate and the betas, as PyTorch's parameter groups do.
-    adamw = optax.inject_hyperparams(optax.adamw)(schedule, beta1, beta2, recipe.eps, weight_decay=recipe.weight_decay)
+    adamw = optax.inject_hyperparams(optax.adamw)(
+        schedule, beta1, beta2, recipe.eps, weight_decay=recipe.weight_decay
+    )
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
@@ -221,14 +288,21 @@ def _rounded(weights: Tree) -> Tree:
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _pretraining_step(recipe: Recipe, training: State, tokens: jax.Array, graded: jax.Array) -> State:
+def _pretraining_step(
+    recipe: Recipe, training: State, tokens: jax.Array, graded: jax.Array
+) -> State:
     gradients = jax.grad(lambda params: _loss(recipe, params, tokens, graded))(training["params"])
     return _updated(_pretraining_optimizer(recipe), training, gradients)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _supervised_step(
-    recipe: Recipe, training: State, base: Tree, tokens: jax.Array, graded: jax.Array, key: jax.Array
+    recipe: Recipe,
+    training: State,
+    base: Tree,
+    tokens: jax.Array,
+    graded: jax.Array,
+    key: jax.Array,
 ) -> tuple[State, jax.Array]:
     def loss_of(params: Tree) -> jax.Array:
         return _loss(recipe, _merged(base, params), tokens, graded, key)
@@ -238,8 +312,12 @@ def _supervised_step(
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _policy_step(recipe: Recipe, training: State, tokens: jax.Array, weight: jax.Array) -> tuple[State, jax.Array]:
-    """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio to clip."""
+def _policy_step(
+    recipe: Recipe, training: State, tokens: jax.Array, weight: jax.Array
+) -> tuple[State, jax.Array]:
+    """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio to
+    clip.
+    """
 
     def loss_of(params: Tree) -> jax.Array:
         logits = _logits(recipe, params, tokens[:, :-1])[:, -data.DIGITS :]

@@ -1,4 +1,6 @@
-"""The runs that `deltacheck eval` knows by itself, in PyTorch: each a factory as ``deltacheck.evaluate.Workload`` describes it."""
+"""The runs that `deltacheck eval` knows by itself, in PyTorch: each a factory as
+``deltacheck.evaluate.Workload`` describes it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def _small(task: str) -> Recipe:
 
 
 def _made(recipe: Recipe, seed: int) -> Judged:
-    """Every seed goes on from the same pre-trained weights, as people who fine-tune do: the noise is that of data order, dropout and sampling."""
+    """Every seed goes on from the same pre-trained weights, as people who fine-tune do: the noise
+    is that of data order, dropout and sampling.
+    """
     folder = Path(os.environ[FOLDER])
     weights, rows = folder / "weights.pt", folder / "rows.npz"
     if not weights.exists():

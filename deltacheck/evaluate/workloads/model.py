@@ -1,7 +1,8 @@
-"""A small decoder-only transformer over bytes: RMSNorm, rotary positions, causal attention, SwiGLU, tied embedding.
+"""A small decoder-only transformer over bytes: RMSNorm, rotary positions, causal attention, SwiGLU,
+tied embedding.
 
-Weights are bfloat16, as in post-training. The arithmetic is float32: processors without bfloat16 units are several times faster so,
-and a checkpoint sees the weights only.
+Weights are bfloat16, as in post-training. The arithmetic is float32: processors without bfloat16
+units are several times faster so, and a checkpoint sees the weights only.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         query, key = _rotate(qkv[:2], cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, qkv[2], is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
@@ -64,7 +69,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        out_std = 0.02 / (2 * plan.layers) ** 0.5  # keeps the residual stream's variance independent of the depth
+        out_std = (
+            0.02 / (2 * plan.layers) ** 0.5
+        )  # keeps the residual stream's variance independent of the depth
         self.attn_norm, self.attn = RMSNorm(plan.width), Attention(plan, out_std)
         self.mlp_norm, self.mlp = RMSNorm(plan.width), FeedForward(plan, out_std)
         self.dropout = nn.Dropout(plan.dropout)
@@ -86,7 +93,9 @@ class LanguageModel(nn.Module):
         self.head = Linear(plan.width, VOCABULARY)
         self.head.weight = self.embed.weight  # type: ignore[assignment]  # tied: two names, one tensor
         head_width = plan.width // plan.heads
-        angles = torch.outer(torch.arange(plan.context), 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width))
+        angles = torch.outer(
+            torch.arange(plan.context), 10_000.0 ** -(torch.arange(0, head_width, 2) / head_width)
+        )
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -105,7 +114,9 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def spread(model: LanguageModel) -> None:
-    """Give every matrix the scale of its inputs: trained narrow models have weights of that size, not of a wide model's 0.02."""
+    """Give every matrix the scale of its inputs: trained narrow models have weights of that size,
+    not of a wide model's 0.02.
+    """
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and name != "embed.weight":
             weight.copy_(torch.randn(weight.shape) * weight.shape[1] ** -0.5)

@@ -1,7 +1,8 @@
 """AdamW for bfloat16 weights: master weights and moments in float32, owned by the optimizer.
 
-An update of post-training is mostly smaller than the spacing of bfloat16, and would be lost if it were added to the weight itself. It
-is added to the float32 master; the weight is the master, rounded.
+An update of post-training is mostly smaller than the spacing of bfloat16, and would be lost if it
+were added to the weight itself. It is added to the float32 master; the weight is the master,
+rounded.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch.optim import Optimizer
 
 
 class MixedPrecisionAdamW(Optimizer):
-    """Decoupled weight decay (Loshchilov & Hutter, 2019); deterministic; one fused pass per operation over all tensors.
+    """Decoupled weight decay (Loshchilov & Hutter, 2019); deterministic; one fused pass per
+    operation
+    over all tensors.
 
-    `state[parameter]` holds `master`, `exp_avg` and `exp_avg_sq`, all float32 and of the parameter's shape, from construction on.
+    `state[parameter]` holds `master`, `exp_avg` and `exp_avg_sq`, all float32 and of the
+    parameter's shape, from construction on.
     """
 
     def __init__(
@@ -28,7 +32,9 @@ class MixedPrecisionAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
+        )
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = parameter.detach().float().clone()
@@ -48,7 +54,8 @@ class MixedPrecisionAdamW(Optimizer):
             group["step"] += 1
             beta1, beta2 = group["betas"]
             masters, averages, squares = (
-                [self.state[parameter][name] for parameter in parameters] for name in ("master", "exp_avg", "exp_avg_sq")
+                [self.state[parameter][name] for parameter in parameters]
+                for name in ("master", "exp_avg", "exp_avg_sq")
             )
             gradients = [parameter.grad.float() for parameter in parameters]
             torch._foreach_lerp_(averages, gradients, 1 - beta1)
@@ -58,14 +65,20 @@ class MixedPrecisionAdamW(Optimizer):
             torch._foreach_div_(spread, (1 - beta2 ** group["step"]) ** 0.5)
             torch._foreach_add_(spread, group["eps"])
             torch._foreach_mul_(masters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_addcdiv_(masters, averages, spread, -group["lr"] / (1 - beta1 ** group["step"]))
+            torch._foreach_addcdiv_(
+                masters, averages, spread, -group["lr"] / (1 - beta1 ** group["step"])
+            )
             torch._foreach_copy_(parameters, masters)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class does it, except that float32 state stays float32 (the base class casts it to the parameter's dtype)."""
+        """As the base class does it, except that float32 state stays float32 (the base class casts
+        it to the parameter's dtype).
+        """
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for parameter, number in zip(parameters, numbers, strict=True):
-            self.state[parameter] = {name: value.detach().clone() for name, value in state_dict["state"][number].items()}
+            self.state[parameter] = {
+                name: value.detach().clone() for name, value in state_dict["state"][number].items()
+            }

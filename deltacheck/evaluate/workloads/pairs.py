@@ -1,4 +1,6 @@
-"""Prompts and their answers, from a file of the user's or from Python's standard library; and rows of tokens made of them."""
+"""Prompts and their answers, from a file of the user's or from Python's standard library; and rows
+of tokens made of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Pair(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How text becomes tokens: ``encode`` adds none of its own, ``begin`` and ``end`` stand around a pair."""
+    """How text becomes tokens: ``encode`` adds none of its own, ``begin`` and ``end`` stand around
+    a pair.
+    """
 
     encode: Callable[[str], list[int]]
     begin: int
@@ -32,30 +36,42 @@ BYTES = Coding(lambda characters: list(characters.encode()), text.BEGIN, text.EN
 
 
 def read(path: Path) -> list[Pair]:
-    """The pairs of a file: ``.jsonl``, each line an object with ``prompt`` and ``completion`` or with ``text``; else its paragraphs.
+    """The pairs of a file: ``.jsonl``, each line an object with ``prompt`` and ``completion`` or
+    with
+    ``text``; else its paragraphs.
 
     Raises ``OSError``, ``ValueError`` naming the line.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [Pair("", paragraph) for paragraph in content.split("\n\n") if paragraph.strip()]
-    lines = enumerate(content.split("\n"), start=1)  # not splitlines(): JSON may hold other line separators as they are
+    lines = enumerate(
+        content.split("\n"), start=1
+    )  # not splitlines(): JSON may hold other line separators as they are
     return [_pair(f"{path}, line {number}", line) for number, line in lines if line.strip()]
 
 
 def standard_library(files: int | None = None) -> list[Pair]:
-    """Functions of Python's standard library: signature and docstring, and the body. ``files``: of how many (default: all)."""
-    return [Pair(*found) for source in text.standard_library(files) for found in text.functions(source)]
+    """Functions of Python's standard library: signature and docstring, and the body. ``files``: of
+    how many (default: all).
+    """
+    return [
+        Pair(*found) for source in text.standard_library(files) for found in text.functions(source)
+    ]
 
 
 def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
-    """Rows of ``context`` + 1 tokens: begin, prompt, answer, end, padded with ends; of these the answer and its end are graded.
+    """Rows of ``context`` + 1 tokens: begin, prompt, answer, end, padded with ends; of these the
+    answer and its end are graded.
 
     A pair that is longer goes on in the next row; a row without a graded token is left out.
     """
     tokens, graded = [], []
     for prompt, answer in pairs:
-        question, reply = [coding.begin, *coding.encode(prompt)], [*coding.encode(answer), coding.end]
+        question, reply = (
+            [coding.begin, *coding.encode(prompt)],
+            [*coding.encode(answer), coding.end],
+        )
         line, counts = question + reply, [False] * len(question) + [True] * len(reply)
         for start in range(0, len(line) - 1, context):
             spare = context + 1 - len(line[start : start + context + 1])
@@ -64,7 +80,10 @@ def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
                 tokens.append(line[start : start + context + 1] + [coding.end] * spare)
                 graded.append(row)
     shape = (-1, context + 1)
-    return Rows(np.array(tokens, dtype=np.int64).reshape(shape), np.array(graded, dtype=np.bool_).reshape(shape))
+    return Rows(
+        np.array(tokens, dtype=np.int64).reshape(shape),
+        np.array(graded, dtype=np.bool_).reshape(shape),
+    )
 
 
 def _pair(where: str, line: str) -> Pair:
@@ -73,7 +92,14 @@ def _pair(where: str, line: str) -> Pair:
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
     fields = found if isinstance(found, dict) else {}
-    pair = ("", fields["text"]) if "text" in fields else (fields.get("prompt"), fields.get("completion"))
+    pair = (
+        ("", fields["text"])
+        if "text" in fields
+        else (fields.get("prompt"), fields.get("completion"))
+    )
     if not all(isinstance(part, str) for part in pair):
-        raise ValueError(f"{where}: wanted an object with 'prompt' and 'completion', or with 'text', each a string")
+        raise ValueError(
+            f"{where}: wanted an object with 'prompt' and 'completion', or with 'text', each a"
+            " string"
+        )
     return Pair(*pair)

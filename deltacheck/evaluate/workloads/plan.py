@@ -18,13 +18,17 @@ class Plan:
     layers: int = 4
     heads: int = 4
     context: int = 256  # bytes that the model sees
-    dropout: float = 0.1  # in fine-tuning: makes the state of torch's generator a part of a correct resume
+    dropout: float = (
+        0.1  # in fine-tuning: makes the state of torch's generator a part of a correct resume
+    )
 
     batch: int = 8
     pretrain_steps: int = 100
     pretrain_rate: float = 1e-3
     steps: int = 40  # of fine-tuning
-    rate: float = 5e-6  # at its peak; post-training rates lie between 1e-6 and 1e-5, where few bf16 weights move in a step
+    # At its peak; post-training rates lie between 1e-6 and 1e-5, where few bf16 weights move in a
+    # step
+    rate: float = 5e-6
     every: int = 4  # steps between two checkpoints
 
     def checkpoints(self) -> list[int]:
@@ -40,5 +44,18 @@ class Plan:
 
 
 def tiny(seed: int) -> Plan:
-    """The same story in a fraction of the time, with a model too small to say anything about sizes or speed."""
-    return Plan(seed=seed, threads=1, width=128, layers=2, heads=2, context=192, batch=4, pretrain_steps=10, steps=18, every=3)
+    """The same story in a fraction of the time, with a model too small to say anything about sizes
+    or speed.
+    """
+    return Plan(
+        seed=seed,
+        threads=1,
+        width=128,
+        layers=2,
+        heads=2,
+        context=192,
+        batch=4,
+        pretrain_steps=10,
+        steps=18,
+        every=3,
+    )

@@ -29,9 +29,9 @@ class Recipe:
     warmup_steps: int = 10
 
     pretrain_steps: int = 300
-    pretrain_rate: float = (
-        3e-3  # lets the weights grow to their natural size: hardly trained ones are small, and change many times faster
-    )
+    # Lets the weights grow to their natural size: hardly trained ones are small, and change many
+    # times faster
+    pretrain_rate: float = 3e-3
     pretrain_batch: int = 4
 
     rank: int = 4  # of the adapters on the attention's input, under "lora"
@@ -52,17 +52,31 @@ _RECIPES = {
 
 
 def recipe(task: str, **changes: Any) -> Recipe:
-    """The recipe of a task at its usual size: 3.3 M parameters, about 0.3 s a step on one core. ``changes``: fields of ``Recipe``."""
+    """The recipe of a task at its usual size: 3.3 M parameters, about 0.3 s a step on one core.
+    ``changes``: fields of ``Recipe``.
+    """
     return replace(_RECIPES[task], **changes)
 
 
 def small(task: str, **changes: Any) -> Recipe:
     """The same run with 0.4 M parameters, for what must be repeated many times."""
-    return recipe(task, **({"width": 128, "layers": 2, "context": min(128, _RECIPES[task].context)} | changes))
+    return recipe(
+        task, **({"width": 128, "layers": 2, "context": min(128, _RECIPES[task].context)} | changes)
+    )
 
 
 def tiny(task: str, **changes: Any) -> Recipe:
     """The same run in a second, with a model too small to say anything."""
     context = 16 if task == "rl" else 96
-    sizes = {"width": 64, "layers": 1, "heads": 2, "context": context, "batch": 2, "group": 4, "warmup_steps": 2}
-    return recipe(task, **(sizes | {"pretrain_steps": 4, "pretrain_batch": 4, "sources": 60} | changes))
+    sizes = {
+        "width": 64,
+        "layers": 1,
+        "heads": 2,
+        "context": context,
+        "batch": 2,
+        "group": 4,
+        "warmup_steps": 2,
+    }
+    return recipe(
+        task, **(sizes | {"pretrain_steps": 4, "pretrain_batch": 4, "sources": 60} | changes)
+    )

@@ -1,6 +1,7 @@
 """Training data that is on every machine: the sources of Python's standard library, as bytes.
 
-Pre-training reads the files as they are. Fine-tuning reads functions: the prompt is signature and docstring, the answer is the body.
+Pre-training reads the files as they are. Fine-tuning reads functions: the prompt is signature and
+docstring, the answer is the body.
 """
 
 from __future__ import annotations
@@ -21,13 +22,25 @@ BEGIN, ANSWER, END, PAD = 256, 257, 258, 259
 VOCABULARY = 260
 
 _NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "__pycache__"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "ensurepip",
+        "turtledemo",
+        "__pycache__",
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Training rows of equal length. `graded` marks the tokens that count in the loss when they are predicted."""
+    """Training rows of equal length. `graded` marks the tokens that count in the loss when they are
+    predicted.
+    """
 
     tokens: NDArray[np.int64]  # (rows, context + 1)
     graded: NDArray[np.bool_]  # the same shape
@@ -42,7 +55,9 @@ class Rows:
 
 
 def standard_library(files: int | None = None) -> list[str]:
-    """The sources of the standard library of the running interpreter, in the order of their paths. ``files``: the first so many alone."""
+    """The sources of the standard library of the running interpreter, in the order of their paths.
+    ``files``: the first so many alone.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -69,11 +84,16 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
         ):
             continue
         first_of_body = node.body[0].end_lineno or node.lineno
-        yield "".join(lines[node.lineno - 1 : first_of_body]), "".join(lines[first_of_body : node.end_lineno])
+        yield (
+            "".join(lines[node.lineno - 1 : first_of_body]),
+            "".join(lines[first_of_body : node.end_lineno]),
+        )
 
 
 def pretraining_rows(sources: Iterable[str], context: int, limit: int = 4096) -> Rows:
-    """The sources laid end to end and cut into rows; every token is graded. At most `limit` rows, spread over all the text."""
+    """The sources laid end to end and cut into rows; every token is graded. At most `limit` rows,
+    spread over all the text.
+    """
     text = np.frombuffer("\n".join(sources).encode(), dtype=np.uint8)
     starts = np.arange(0, len(text) - context, context)
     starts = starts[:: max(1, len(starts) // limit)][:limit]
@@ -82,7 +102,9 @@ def pretraining_rows(sources: Iterable[str], context: int, limit: int = 4096) ->
 
 
 def finetuning_rows(sources: Iterable[str], context: int) -> Rows:
-    """One row for each function that fits: BEGIN prompt ANSWER answer END PAD...; answer and END are graded."""
+    """One row for each function that fits: BEGIN prompt ANSWER answer END PAD...; answer and END
+    are graded.
+    """
     tokens, graded = [], []
     for source in sources:
         for prompt, answer in functions(source):
@@ -90,19 +112,25 @@ def finetuning_rows(sources: Iterable[str], context: int) -> Rows:
             spare = context + 1 - len(question) - len(reply) - 3
             if spare >= 0 and reply:
                 tokens.append([BEGIN, *question, ANSWER, *reply, END, *[PAD] * spare])
-                graded.append([False] * (len(question) + 2) + [True] * (len(reply) + 1) + [False] * spare)
+                graded.append(
+                    [False] * (len(question) + 2) + [True] * (len(reply) + 1) + [False] * spare
+                )
     return Rows(
-        np.array(tokens, dtype=np.int64).reshape(-1, context + 1), np.array(graded, dtype=np.bool_).reshape(-1, context + 1)
+        np.array(tokens, dtype=np.int64).reshape(-1, context + 1),
+        np.array(graded, dtype=np.bool_).reshape(-1, context + 1),
     )
 
 
 class Batches:
-    """An endless stream of batches, shuffled anew in each epoch. Its place is a few integers, and the same place gives the same batch."""
+    """An endless stream of batches, shuffled anew in each epoch. Its place is a few integers, and
+    the same place gives the same batch.
+    """
 
     def __init__(self, rows: Rows, batch: int, seed: int) -> None:
         if len(rows.tokens) < batch:
             raise ValueError(
-                f"{len(rows.tokens)} rows do not fill a batch of {batch}: more data is needed (are the standard library's sources installed?)"
+                f"{len(rows.tokens)} rows do not fill a batch of {batch}: more data is needed (are"
+                " the standard library's sources installed?)"
             )
         self._rows, self._batch, self._seed = rows, batch, seed
         self._epoch, self._position = 0, 0

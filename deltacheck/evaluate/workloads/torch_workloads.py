@@ -27,7 +27,9 @@ State = dict[str, Any]
 
 
 def pretrained(recipe: Recipe) -> State:
-    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of plain training."""
+    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of
+    plain training.
+    """
     be_deterministic(1)
     torch.manual_seed(recipe.seed)
     model = LanguageModel(_plan(replace(recipe, dropout=0.0)))
@@ -42,10 +44,13 @@ def pretrained(recipe: Recipe) -> State:
 
 
 class Workload:
-    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts it back.
+    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts
+    it
+    back.
 
-    ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first step. Dropout and sampling draw from
-    torch's own generator, of which a process has one: where two runs take turns, each must ``load`` its state first.
+    ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first
+    step. Dropout and sampling draw from torch's own generator, of which a process has one: where
+    two runs take turns, each must ``load`` its state first.
     """
 
     def __init__(self, recipe: Recipe, weights: State | None = None) -> None:
@@ -64,13 +69,17 @@ class Workload:
             eps=recipe.eps,
             weight_decay=recipe.weight_decay,
         )
-        self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup_steps)))
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+        )
         self.batches = data.training_batches(recipe)
         self.held_out = data.evaluation_rows(recipe)
         self.step = 0
 
     def train_step(self, rows: Rows | None = None) -> float:
-        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean reward)."""
+        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean
+        reward).
+        """
         self.model.train()
         rows = next(self.batches) if rows is None else rows
         if self.recipe.task == "rl":
@@ -91,7 +100,9 @@ class Workload:
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits mean equal weights."""
+        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits
+        mean equal weights.
+        """
         self.model.eval()
         return self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))  # type: ignore[no-any-return]
 
@@ -119,14 +130,22 @@ class Workload:
         self.step = state["step"]
 
     def _policy_gradient(self, rows: Rows) -> tuple[Tensor, float]:
-        """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio to clip."""
-        asked, right = (np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows))
+        """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio
+        to clip.
+        """
+        asked, right = (
+            np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows)
+        )
         prompts = torch.from_numpy(asked)
         completions = self._sample(prompts)
         rewards = data.reward(completions.numpy(), right)
         advantages = torch.from_numpy(data.advantages(rewards, self.recipe.group))
-        logits = self.model(torch.cat([prompts, completions[:, :-1]], dim=1))[:, prompts.shape[1] - 1 :]
-        chosen = -F.cross_entropy(logits.flatten(0, 1), completions.flatten(), reduction="none").view_as(completions)
+        logits = self.model(torch.cat([prompts, completions[:, :-1]], dim=1))[
+            :, prompts.shape[1] - 1 :
+        ]
+        chosen = -F.cross_entropy(
+            logits.flatten(0, 1), completions.flatten(), reduction="none"
+        ).view_as(completions)
         return -(advantages[:, None] * chosen).mean(), 1.0 - float(rewards.mean())
 
     @torch.no_grad()
@@ -139,12 +158,18 @@ class Workload:
 
 
 class Adapted(nn.Module):
-    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021), which begins at zero."""
+    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021), which begins
+    at zero.
+    """
 
     def __init__(self, base: Linear, rank: int) -> None:
         super().__init__()
         outputs, inputs = base.weight.shape
-        self.base, self.down, self.up = base, Linear(inputs, rank, inputs**-0.5), Linear(rank, outputs, 0.0)
+        self.base, self.down, self.up = (
+            base,
+            Linear(inputs, rank, inputs**-0.5),
+            Linear(rank, outputs, 0.0),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
@@ -158,7 +183,9 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
 
 
 def _plan(recipe: Recipe) -> Plan:
-    return Plan(recipe.seed, 1, recipe.width, recipe.layers, recipe.heads, recipe.context, recipe.dropout)
+    return Plan(
+        recipe.seed, 1, recipe.width, recipe.layers, recipe.heads, recipe.context, recipe.dropout
+    )
 
 
 def _loss(model: LanguageModel, rows: Rows) -> Tensor:

@@ -1,4 +1,6 @@
-"""The training recipe: pre-training, then supervised fine-tuning whose whole state can be saved and put back."""
+"""The training recipe: pre-training, then supervised fine-tuning whose whole state can be saved and
+put back.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,19 @@ def be_deterministic(threads: int) -> None:
 
 
 class Training:
-    """A model, what trains it, and the number of steps done. `state()` is everything that decides how it goes on."""
+    """A model, what trains it, and the number of steps done. `state()` is everything that decides
+    how it goes on.
+    """
 
-    def __init__(self, plan: Plan, rows: Rows, *, rate: float, steps: int, weights: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rows: Rows,
+        *,
+        rate: float,
+        steps: int,
+        weights: dict[str, Any] | None = None,
+    ) -> None:
         torch.manual_seed(plan.seed)
         random.seed(plan.seed)
         self.model = LanguageModel(plan)
@@ -82,11 +94,15 @@ def pretraining(plan: Plan, rows: Rows) -> Training:
 
 
 def small_model(plan: Plan, rows: Rows) -> LanguageModel:
-    """A small model trained here and now, for whoever has no weights at hand, its matrices as large as in models that people fine-tune."""
+    """A small model trained here and now, for whoever has no weights at hand, its matrices as large
+    as in models that people fine-tune.
+    """
     torch.manual_seed(plan.seed)
     fresh = LanguageModel(plan)
     spread(fresh)
-    training = Training(plan, rows, rate=plan.pretrain_rate, steps=plan.pretrain_steps, weights=fresh.state_dict())
+    training = Training(
+        plan, rows, rate=plan.pretrain_rate, steps=plan.pretrain_steps, weights=fresh.state_dict()
+    )
     training.model.eval()  # no dropout: it sees hardly an epoch
     while training.step < plan.pretrain_steps:
         training.train_step()

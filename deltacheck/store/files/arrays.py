@@ -1,7 +1,8 @@
 """zarr arrays through TensorStore: the metadata that we derive, write and open with.
 
-A reader never trusts a stored ``zarr.json``: it opens every array with the metadata that the leaf table implies
-(``assume_metadata``), so a forged or damaged one can neither redirect a read nor make it allocate.
+A reader never trusts a stored ``zarr.json``: it opens every array with the metadata that the leaf
+table implies (``assume_metadata``), so a forged or damaged one can neither redirect a read nor make
+it allocate.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ Attributes = Mapping[str, Any]
 
 STREAM_CHUNK_BYTES = 1 << 20
 UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
-# Of one read, or one small file: longer would only keep a caller waiting for a file system that is gone.
+# Of one read, or one small file: longer would only keep a caller waiting for a file system that is
+# gone.
 TIMEOUT_SECONDS = 600.0
-# What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError, which is a RuntimeError.
+# What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError,
+# which is a RuntimeError.
 _TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
-_SCRATCH_BYTES = 4 << 20  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
-# What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds the wrong bytes.
+_SCRATCH_BYTES = (
+    4 << 20
+)  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
+# What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds
+# the wrong bytes.
 _NOT_DAMAGE = (
     "ABORTED",
     "UNAVAILABLE",
@@ -65,9 +71,9 @@ class Pending(Protocol):
 class ArraySpec:
     """All that defines a zarr array of ours.
 
-    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for one file a chunk. ``codec``:
-    ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or ``"store"`` (uncompressed); every one ends in
-    crc32c.
+    ``dtype``: zarr data type name. ``chunk``: inner chunk. ``shard``: zarr shard, or ``None`` for
+    one file a chunk. ``codec``: ``"values"`` (blosc lz4 with bit shuffle), ``"stream"`` (zstd) or
+    ``"store"`` (uncompressed); every one ends in crc32c.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +84,9 @@ class ArraySpec:
     attributes: Attributes = field(default_factory=dict)
 
     @classmethod
-    def natural(cls, shape: tuple[int, ...], storage: str, chunk: tuple[int, ...], attributes: Attributes) -> ArraySpec:
+    def natural(
+        cls, shape: tuple[int, ...], storage: str, chunk: tuple[int, ...], attributes: Attributes
+    ) -> ArraySpec:
         """A keyframe of one leaf: the leaf's own shape, its chunks as zarr chunks."""
         shard = grid.shard_shape(shape, chunk, np.dtype(storage).itemsize)
         return cls(shape, storage, chunk, None if shard == chunk else shard, "values", attributes)
@@ -87,18 +95,28 @@ class ArraySpec:
     def flat(cls, length: int, dtype: str, codec: str, attributes: Attributes) -> ArraySpec:
         """A 1-D array: packed leaves, a stream. More than one chunk share zarr shards.
 
-        Chunks are even: zarr fills the last one up to the size of the others, which an uncompressed stream would pay for.
+        Chunks are even: zarr fills the last one up to the size of the others, which an uncompressed
+        stream would pay for.
         """
         chunks = max(1, -(-length // (STREAM_CHUNK_BYTES // np.dtype(dtype).itemsize)))
         per_chunk = max(1, -(-length // chunks))
         per_shard = per_chunk * min(chunks, grid.SHARD_BYTES // STREAM_CHUNK_BYTES)
-        return cls((length,), dtype, (per_chunk,), None if chunks == 1 else (per_shard,), codec, attributes)
+        return cls(
+            (length,), dtype, (per_chunk,), None if chunks == 1 else (per_shard,), codec, attributes
+        )
 
     @classmethod
     def table(cls, rows: int, columns: int, dtype: str, attributes: Attributes) -> ArraySpec:
         """A 2-D table of a fixed width, such as an index or digests."""
         per_chunk = max(1, STREAM_CHUNK_BYTES // (np.dtype(dtype).itemsize * columns))
-        return cls((rows, columns), dtype, (max(1, min(rows, per_chunk)), columns), None, "stream", attributes)
+        return cls(
+            (rows, columns),
+            dtype,
+            (max(1, min(rows, per_chunk)), columns),
+            None,
+            "stream",
+            attributes,
+        )
 
     @property
     def file_count(self) -> int:
@@ -109,13 +127,21 @@ class ArraySpec:
     def cells(self) -> Cells:
         """How its files are cut."""
         return chunk_files.cells(
-            self.shape, self.chunk, self.shard, np.dtype(self.dtype).itemsize, blosc=self.codec == "values"
+            self.shape,
+            self.chunk,
+            self.shard,
+            np.dtype(self.dtype).itemsize,
+            blosc=self.codec == "values",
         )
 
     def metadata(self) -> dict[str, Any]:
         """The ``zarr.json`` of the array."""
         item = np.dtype(self.dtype).itemsize
-        little = {"name": "bytes", "configuration": {"endian": "little"}} if item > 1 else {"name": "bytes"}
+        little = (
+            {"name": "bytes", "configuration": {"endian": "little"}}
+            if item > 1
+            else {"name": "bytes"}
+        )
         compressor: dict[str, list[dict[str, Any]]] = {
             "values": [
                 {
@@ -135,16 +161,25 @@ class ArraySpec:
         inner: list[dict[str, Any]] = [little, *compressor[self.codec], {"name": "crc32c"}]
         if self.shard is not None:
             index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-            configuration = {"chunk_shape": list(self.chunk), "codecs": inner, "index_codecs": index, "index_location": "end"}
+            configuration = {
+                "chunk_shape": list(self.chunk),
+                "codecs": inner,
+                "index_codecs": index,
+                "index_location": "end",
+            }
             inner = [{"name": "sharding_indexed", "configuration": configuration}]
         return {
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(self.shape),
             "data_type": self.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.shard or self.chunk)}},
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(self.shard or self.chunk)},
+            },
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            # A missing chunk is an error for us; for other readers a float hole shows as NaN and not as a plausible zero.
+            # A missing chunk is an error for us; for other readers a float hole shows as NaN and
+            # not as a plausible zero.
             "fill_value": _fill_value(self.dtype),
             "codecs": inner,
             "attributes": dict(self.attributes),
@@ -165,13 +200,20 @@ def context(
     durability: Durability = Durability.POWER,
     parent: ts.Context | None = None,
 ) -> ts.Context:
-    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for training beside it.
+    """TensorStore resources. ``threads``: of each pool; more: faster I/O, less of the processor for
+    training beside it.
 
     ``parent``: gives those that are not named here.
     """
-    resources: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": durability.syncs}
+    resources: dict[str, Any] = {
+        "cache_pool": {"total_bytes_limit": cache_bytes},
+        "file_io_sync": durability.syncs,
+    }
     if threads is not None:
-        resources |= {"data_copy_concurrency": {"limit": threads}, "file_io_concurrency": {"limit": max(4, threads)}}
+        resources |= {
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, threads)},
+        }
     return ts.Context(resources, parent)
 
 
@@ -194,20 +236,25 @@ def _open(path: Place, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Te
 def write(path: Place, spec: ArraySpec, values: NDArray[Any], where: ts.Context) -> Pending:
     """Start writing an array that is not there yet: its metadata and ``values``. Waits for no disk.
 
-    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where it lies), and ``where`` has
-    no cache.
+    REQUIRES: ``values`` stays as it is until the returned write is done (TensorStore reads it where
+    it lies), and ``where`` has no cache.
     """
-    # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until zarr.json is on the disk.
+    # Opened with the metadata assumed, as a reader does: TensorStore's own create would wait until
+    # zarr.json is on the disk.
     target = _open(path, spec, where, open=True, assume_metadata=True)
     described = _start_describe(path, spec, where)
     if math.prod(spec.shape) == 0:
         return _Writes(described, ())
-    return _Writes(described, (target.write(values, can_reference_source_data_indefinitely=True).commit,))
+    return _Writes(
+        described, (target.write(values, can_reference_source_data_indefinitely=True).commit,)
+    )
 
 
 @cache
 def native_stream_writer() -> Callable[..., int] | None:
-    """``write_stream_file`` of the native module; ``None`` where there is no module of ours, or one without libzstd."""
+    """``write_stream_file`` of the native module; ``None`` where there is no module of ours, or one
+    without libzstd.
+    """
     return getattr(extension(), "write_stream_file", None)
 
 
@@ -219,17 +266,27 @@ def write_stream_file(
     number: int,
     level: int = 1,
 ) -> None:
-    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer`` gave. ``level``: of zstd."""
+    """Write file ``number`` of a stream to an empty file. ``write``: what ``native_stream_writer``
+    gave. ``level``: of zstd.
+    """
     per_file = (spec.shard or spec.chunk)[0] // spec.chunk[0]
     error = write(
-        descriptor, pieces, spec.chunk[0], per_file, spec.shard is not None, level if spec.codec == "stream" else 0, number
+        descriptor,
+        pieces,
+        spec.chunk[0],
+        per_file,
+        spec.shard is not None,
+        level if spec.codec == "stream" else 0,
+        number,
     )
     if error:
         raise OSError(error, os.strerror(error))
 
 
 class Spent(NamedTuple):
-    """Seconds of one thread: making and handing over the bytes of files, and waiting until the storage had them."""
+    """Seconds of one thread: making and handing over the bytes of files, and waiting until the
+    storage had them.
+    """
 
     entropy_seconds: float
     storage_seconds: float
@@ -238,14 +295,17 @@ class Spent(NamedTuple):
 class StreamWriter:
     """Writes streams: 1-D uint8 arrays, in pieces that need not be joined.
 
-    The native module makes the bytes of their files, on its threads; where it was built without libzstd, TensorStore does. KvStore
-    is not used for them: it would copy a file of 32 MiB while it holds the GIL, and training with it. ``local``: whether they go to
-    files; the native module writes to nothing else.
+    The native module makes the bytes of their files, on its threads; where it was built without
+    libzstd, TensorStore does. KvStore is not used for them: it would copy a file of 32 MiB while it
+    holds the GIL, and training with it. ``local``: whether they go to files; the native module
+    writes to nothing else.
     """
 
     _THREADS = 2  # while one waits for the disk, the other makes a file
 
-    def __init__(self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True) -> None:
+    def __init__(
+        self, where: ts.Context, durability: Durability = Durability.POWER, local: bool = True
+    ) -> None:
         self._where = where
         self._durability = durability
         self._local = local
@@ -270,17 +330,24 @@ class StreamWriter:
         """Memory that ``size`` bytes of streams take until they are written."""
         return size if self._native is not None else 2 * size  # with what TensorStore makes of them
 
-    def write(self, path: Place, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1) -> Pending:
-        """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one after the other. Waits for no disk.
+    def write(
+        self, path: Place, spec: ArraySpec, pieces: Sequence[NDArray[np.uint8]], level: int = 1
+    ) -> Pending:
+        """Start writing an array that is not there yet: its metadata and its data, ``pieces`` one
+        after the other. Waits for no disk.
 
-        ``level``: of zstd; TensorStore, where it makes the files, takes 1.
-        REQUIRES: the pieces stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
+        ``level``: of zstd; TensorStore, where it makes the files, takes 1. REQUIRES: the pieces
+        stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
         native = self._native
         if native is None or isinstance(path, ObjectPath):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_describe(path, spec, self._where)
-        kept, making, durability = [np.ascontiguousarray(piece) for piece in pieces], self._making, self._durability
+        kept, making, durability = (
+            [np.ascontiguousarray(piece) for piece in pieces],
+            self._making,
+            self._durability,
+        )
 
         def work() -> None:
             spent = _write_stream(path, spec, kept, native, making, level, durability)
@@ -290,7 +357,9 @@ class StreamWriter:
         return _Writes(described, (self._background.start(work),))
 
     def take_spent(self) -> Spent:
-        """Where the time of the streams written since the last call went. Zero where TensorStore writes them."""
+        """Where the time of the streams written since the last call went. Zero where TensorStore
+        writes them.
+        """
         with self._making:
             spent, self._spent = self._spent, Spent(0.0, 0.0)
         return spent
@@ -309,11 +378,15 @@ def _write_stream(
     level: int,
     durability: Durability,
 ) -> Spent:
-    """Write the files of a stream, each created only if absent, and sync them. ``making``: held while a file is made."""
+    """Write the files of a stream, each created only if absent, and sync them. ``making``: held
+    while a file is made.
+    """
     path.mkdir(parents=True, exist_ok=True)
     made = synced = 0.0
     for number in range(spec.file_count):
-        descriptor = os.open(path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            path / f"c.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+        )
         try:
             with making:
                 begin = time.perf_counter()
@@ -339,7 +412,9 @@ class _Writes:
         for future in (*self._data, self._described):
             future.result(timeout=deadline.left)
         if not self._described.result().generation:
-            raise ValueError("ALREADY_EXISTS: the array is there already")  # as TensorStore's create would say
+            raise ValueError(
+                "ALREADY_EXISTS: the array is there already"
+            )  # as TensorStore's create would say
 
     def done(self) -> bool:
         return all(future.done() for future in (*self._data, self._described))
@@ -372,7 +447,9 @@ class ReadableArray:
         """Begin to read a box."""
         pieces = self._pieces(box)
         if pieces is not None:
-            return self._start_native(np.empty([s.stop - s.start for s in self._checked(box)], self._spec.dtype), pieces)
+            return self._start_native(
+                np.empty([s.stop - s.start for s in self._checked(box)], self._spec.dtype), pieces
+            )
         wanted = self._wanted(box)
         return Reading(wanted.read(), self._path, self._patience(wanted.size))
 
@@ -408,7 +485,10 @@ class ReadableArray:
         shape = self._spec.shape
         whole = box or [slice(0, size) for size in shape]
         if any(not 0 <= s.start <= s.stop <= size for s, size in zip(whole, shape, strict=True)):
-            raise Damaged(f"array {self._path} of shape {shape} has no part {[(s.start, s.stop) for s in whole]}")
+            raise Damaged(
+                f"array {self._path} of shape {shape} has no part"
+                f" {[(s.start, s.stop) for s in whole]}"
+            )
         return whole
 
     def _wanted(self, box: Sequence[slice]) -> Any:
@@ -421,12 +501,19 @@ class ReadableArray:
 
 
 class Reading:
-    """A read under way; its failure names the array. ``patience``: seconds until it is given up; ``None``: ``TIMEOUT_SECONDS``.
+    """A read under way; its failure names the array. ``patience``: seconds until it is given up;
+    ``None``: ``TIMEOUT_SECONDS``.
 
     ``values``: what is read into, where the future does not give it.
     """
 
-    def __init__(self, future: Any, path: Place, patience: float | None = None, values: NDArray[Any] | None = None) -> None:
+    def __init__(
+        self,
+        future: Any,
+        path: Place,
+        patience: float | None = None,
+        values: NDArray[Any] | None = None,
+    ) -> None:
         self._future = future
         self._path = path
         self._patience = patience
@@ -455,20 +542,32 @@ def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
 
 def group_json(attributes: Attributes) -> bytes:
     """The ``zarr.json`` of a group."""
-    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)},
+        separators=(",", ":"),
+    ).encode()
 
 
 def create_file(
-    directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER, timeout: float | None = None
+    directory: Place,
+    name: str,
+    content: bytes,
+    durability: Durability = Durability.POWER,
+    timeout: float | None = None,
 ) -> bool:
-    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists already.
+    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists
+    already.
 
-    On an object store also ``True`` where the same content is there: it may be ours, and only the reply was lost. ``timeout``: seconds,
-    there only.
+    On an object store also ``True`` where the same content is there: it may be ours, and only the
+    reply was lost. ``timeout``: seconds, there only.
     """
     if isinstance(directory, ObjectPath):
         return (directory / name).create(content, timeout)
-    return bool(_await(_start_create(directory, name, content, _files(durability)), directory / name).generation)
+    return bool(
+        _await(
+            _start_create(directory, name, content, _files(durability)), directory / name
+        ).generation
+    )
 
 
 @cache
@@ -477,7 +576,9 @@ def _files(durability: Durability) -> ts.Context:
 
 
 def _start_create(directory: Path, name: str, content: bytes, where: ts.Context) -> Any:
-    """The future of a file's conditional creation; its result has no generation where the file exists already."""
+    """The future of a file's conditional creation; its result has no generation where the file
+    exists already.
+    """
     store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=where).result()
     return store.write(name, content, if_equal=place.ABSENT)
 
@@ -486,32 +587,44 @@ def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
     """The future of the creation of an array's metadata."""
     content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
     if isinstance(path, ObjectPath):
-        # Not under a condition: after a lost reply, the same request sent again would find the object there. Nobody else knows the name.
+        # Not under a condition: after a lost reply, the same request sent again would find the
+        # object there. Nobody else knows the name.
         return (path / "zarr.json").start_write(content)
     return _start_create(path, "zarr.json", content, where)
 
 
-def replace_file(directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER) -> None:
-    """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step depends on."""
+def replace_file(
+    directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER
+) -> None:
+    """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step
+    depends on.
+    """
     if isinstance(directory, ObjectPath):
         (directory / name).write_bytes(content)
         return
-    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=_files(durability)).result()
+    store = ts.KvStore.open(
+        {"driver": "file", "path": f"{directory}/"}, context=_files(durability)
+    ).result()
     _await(store.write(name, content), directory / name)
 
 
 def _await(future: Any, path: Place, seconds: float | None = None) -> Any:
-    """What a future of TensorStore gives. It tries some failures of the file system again without end, so no wait is without one."""
+    """What a future of TensorStore gives. It tries some failures of the file system again without
+    end, so no wait is without one.
+    """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
     try:
         return future.result(timeout=seconds)
     except TimeoutError:
-        raise StorageTimeout(f"{path}: the storage did not answer within {seconds:.3g} s; it may hang") from None
+        raise StorageTimeout(
+            f"{path}: the storage did not answer within {seconds:.3g} s; it may hang"
+        ) from None
 
 
 def read_file(path: Place, most_bytes: int) -> bytes:
-    """A regular file's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is anything else (a link, a
-    directory, a pipe that would hang the reader) or larger than ``most_bytes``.
+    """A regular file's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is
+    anything else (a link, a directory, a pipe that would hang the reader) or larger than
+    ``most_bytes``.
     """
     if isinstance(path, ObjectPath):
         return place.read_object(path, most_bytes)
@@ -526,7 +639,10 @@ def read_file(path: Place, most_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(f"{path} is not a regular file", file=path)
         if status.st_size > most_bytes:
-            raise Damaged(f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have", file=path)
+            raise Damaged(
+                f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have",
+                file=path,
+            )
         with os.fdopen(os.dup(descriptor), "rb") as file:
             return file.read(status.st_size + 1)
     finally:

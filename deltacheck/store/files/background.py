@@ -12,27 +12,39 @@ _Task = tuple[Future[None], Callable[[], None]]
 
 
 class Background:
-    """A number of threads; they end with ``close``, or when this object goes, after what was handed to them.
+    """A number of threads; they end with ``close``, or when this object goes, after what was handed
+    to
+    them.
 
-    They are daemons, and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the saves under way. All are started
-    at once, since from Python 3.12 on none can be started then.
+    They are daemons, and no executor of ``concurrent.futures``: those are gone when ``atexit``
+    finishes the saves under way. All are started at once, since from Python 3.12 on none can be
+    started then.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._threads = [Thread(target=_serve, args=(self._tasks,), name=name, daemon=True) for _ in range(threads)]
+        self._threads = [
+            Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)
+            for _ in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
-        weakref.finalize(self, _end, self._tasks).atexit = False  # the saves under way may be finished after its time
+        weakref.finalize(
+            self, _end, self._tasks
+        ).atexit = False  # the saves under way may be finished after its time
 
     def start(self, work: Callable[[], None]) -> Future[None]:
-        """Call ``work`` on one of the threads; the future tells when it is done, and what it raised."""
+        """Call ``work`` on one of the threads; the future tells when it is done, and what it
+        raised.
+        """
         future: Future[None] = Future()
         self._tasks.put((future, work))
         return future
 
     def close(self) -> None:
-        """End after what was handed over, to which nothing may be added. Waits for the threads, but not for a disk that hangs."""
+        """End after what was handed over, to which nothing may be added. Waits for the threads, but
+        not for a disk that hangs.
+        """
         _end(self._tasks)
         for thread in self._threads:
             thread.join(1.0)

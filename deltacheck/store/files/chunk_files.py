@@ -1,8 +1,9 @@
 """How a zarr array lies in files, and a look at them before TensorStore opens them.
 
-TensorStore follows links, waits for pipes, takes whole files into memory and makes as much room as a blosc header asks for; where there is
-not enough, it ends the process. So a file must first be a regular one of this directory, no larger than its content can be, and every
-header in it must ask for exactly one chunk. Whoever can swap files between this look and the read is not kept out.
+TensorStore follows links, waits for pipes, takes whole files into memory and makes as much room as
+a blosc header asks for; where there is not enough, it ends the process. So a file must first be a
+regular one of this directory, no larger than its content can be, and every header in it must ask
+for exactly one chunk. Whoever can swap files between this look and the read is not kept out.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from deltacheck.store.files.storage import ObjectPath, Place
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
 _ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
-_BLOSC_HEADER_BYTES = 16  # version, codec's version, flags, item size; uint32: bytes decoded, block size, bytes encoded
+# Version, codec's version, flags, item size; uint32: bytes decoded, block size, bytes encoded
+_BLOSC_HEADER_BYTES = 16
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Piece(NamedTuple):
-    """``size`` bytes from byte ``begin`` on of the chunks, decoded and one after the other, of the file ``name``."""
+    """``size`` bytes from byte ``begin`` on of the chunks, decoded and one after the other, of the
+    file ``name``.
+    """
 
     name: str
     begin: int
@@ -38,8 +42,9 @@ class Piece(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds; ``chunk``: of a chunk, ``chunk_bytes``: of
-    a decoded one; ``chunks``: in one file; ``sharded``: whether an index ends the file; ``blosc``: whether chunks are encoded with it.
+    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds;
+    ``chunk``: of a chunk, ``chunk_bytes``: of a decoded one; ``chunks``: in one file; ``sharded``:
+    whether an index ends the file; ``blosc``: whether chunks are encoded with it.
     """
 
     shape: tuple[int, ...]
@@ -52,19 +57,27 @@ class Cells(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """More than any encoding of a file's chunks takes: those that do not shrink are stored, in frames of their own."""
+        """More than any encoding of a file's chunks takes: those that do not shrink are stored, in
+        frames of their own.
+        """
         return self.chunks * (self.chunk_bytes + self.chunk_bytes // 64 + 256) + 64
 
     def names(self, box: Sequence[slice]) -> Iterator[str]:
         """The files that the elements of a box (bounded, an axis each) lie in."""
-        spans = [range(s.start // c, -(-s.stop // c)) for s, c in zip(box, self.cell, strict=True) if s.stop > s.start]
+        spans = [
+            range(s.start // c, -(-s.stop // c))
+            for s, c in zip(box, self.cell, strict=True)
+            if s.stop > s.start
+        ]
         if len(spans) == len(self.shape):
             for at in itertools.product(*spans):
                 yield _name(at)
 
     def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
-        """Where the bytes of a box (bounded, an axis each) lie, in the order of memory. ``None`` where chunks do not follow each other
-        there, and for a part of an array that is neither rows of chunks as wide as the array nor one chunk.
+        """Where the bytes of a box (bounded, an axis each) lie, in the order of memory. ``None``
+        where
+        chunks do not follow each other there, and for a part of an array that is neither rows of
+        chunks as wide as the array nor one chunk.
         """
         if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
             return None
@@ -78,16 +91,27 @@ class Cells(NamedTuple):
         number = int(np.ravel_multi_index(at, grid.grid_shape(self.shape, self.chunk)))
         if tuple(box) != grid.box(self.shape, self.chunk, number):
             return None
-        return [Piece(*self.place(at), math.prod(s.stop - s.start for s in box) * self.chunk_bytes // math.prod(self.chunk))]
+        return [
+            Piece(
+                *self.place(at),
+                math.prod(s.stop - s.start for s in box)
+                * self.chunk_bytes
+                // math.prod(self.chunk),
+            )
+        ]
 
     def place(self, at: Sequence[int]) -> tuple[str, int]:
-        """The file of a chunk, named by its place in the grid, and the byte at which it begins there, decoded."""
+        """The file of a chunk, named by its place in the grid, and the byte at which it begins
+        there, decoded.
+        """
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
         within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
         return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes
 
     def _rows(self, box: Sequence[slice]) -> list[Piece] | None:
-        if any((s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)):
+        if any(
+            (s.start, s.stop) != (0, size) for s, size in zip(box[1:], self.shape[1:], strict=True)
+        ):
             return None
         row_bytes = self.chunk_bytes // self.chunk[0]
         per_file = self.chunk_bytes * self.chunks
@@ -107,8 +131,13 @@ def _name(at: Sequence[int]) -> str:
 
 @lru_cache(256)  # leaves have few shapes
 def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
-    """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the last."""
-    sizes = (np.diff(grid.bounds(cells.shape, cells.chunk)) * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))).tolist()
+    """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the
+    last.
+    """
+    sizes = (
+        np.diff(grid.bounds(cells.shape, cells.chunk))
+        * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))
+    ).tolist()
     found: list[Piece] = []
     for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
         name, begin = cells.place(at)
@@ -119,7 +148,9 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
 
 
 def check_directory(path: Place) -> None:
-    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there are no such things."""
+    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there
+    are no such things.
+    """
     if isinstance(path, ObjectPath):
         return
     try:
@@ -129,11 +160,15 @@ def check_directory(path: Place) -> None:
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if not stat.S_ISDIR(mode):
-        raise Damaged(f"{path} is not a directory; it leads out of the root or holds something else")
+        raise Damaged(
+            f"{path} is not a directory; it leads out of the root or holds something else"
+        )
 
 
 def check_file(path: Place, cells: Cells) -> None:
-    """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which TensorStore says itself."""
+    """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which
+    TensorStore says itself.
+    """
     if isinstance(path, ObjectPath):
         return
     try:
@@ -144,7 +179,9 @@ def check_file(path: Place, cells: Cells) -> None:
 
 
 def open_file(path: Path, cells: Cells) -> int:
-    """A descriptor of a file that may be read, for the caller to close. Raises ``FileNotFoundError``, else ``Damaged``."""
+    """A descriptor of a file that may be read, for the caller to close. Raises
+    ``FileNotFoundError``, else ``Damaged``.
+    """
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -164,13 +201,19 @@ def _check(descriptor: int, path: Path, cells: Cells) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise Damaged(f"{path} is not a regular file")
     if status.st_size > cells.most_bytes:
-        raise Damaged(f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks can take")
+        raise Damaged(
+            f"{path} has {status.st_size} bytes, more than the {cells.most_bytes} that its chunks"
+            " can take"
+        )
     if cells.blosc:
         for offset in _chunk_offsets(descriptor, status.st_size, cells, path):
             header = os.pread(descriptor, _BLOSC_HEADER_BYTES, offset)
             decoded = int.from_bytes(header[4:8], "little")
             if decoded != cells.chunk_bytes:
-                raise Damaged(f"{path}: a chunk says that it has {decoded} bytes, it must have {cells.chunk_bytes}")
+                raise Damaged(
+                    f"{path}: a chunk says that it has {decoded} bytes, it must have"
+                    f" {cells.chunk_bytes}"
+                )
 
 
 def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list[int]:
@@ -188,8 +231,23 @@ def _chunk_offsets(descriptor: int, size: int, cells: Cells, path: Path) -> list
     return [int(offset) for offset in offsets]
 
 
-def cells(shape: Sequence[int], chunk: Sequence[int], shard: Sequence[int] | None, item_bytes: int, *, blosc: bool) -> Cells:
+def cells(
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    shard: Sequence[int] | None,
+    item_bytes: int,
+    *,
+    blosc: bool,
+) -> Cells:
     """How an array of ``shape`` is cut. ``shard``: ``None`` for one file a chunk."""
     cell = tuple(shard or chunk)
     chunks = math.prod(s // c for s, c in zip(cell, chunk, strict=True))
-    return Cells(tuple(shape), cell, tuple(chunk), math.prod(chunk) * item_bytes, chunks, shard is not None, blosc)
+    return Cells(
+        tuple(shape),
+        cell,
+        tuple(chunk),
+        math.prod(chunk) * item_bytes,
+        chunks,
+        shard is not None,
+        blosc,
+    )

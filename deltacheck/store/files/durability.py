@@ -1,4 +1,6 @@
-"""What an acknowledged save survives, and every sync that follows from it: no other file of the store calls ``fsync``."""
+"""What an acknowledged save survives, and every sync that follows from it: no other file of the
+store calls ``fsync``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from deltacheck.store.files.storage import ObjectPath, Place
 
 
 class Durability(StrEnum):
-    """``POWER``: a save is acknowledged when it survives a power cut. Costs a flush of the disk's cache for every file and directory.
+    """``POWER``: a save is acknowledged when it survives a power cut. Costs a flush of the disk's
+    cache for every file and directory.
 
-    ``PROCESS``: when it survives the death of the process, however it dies. Nothing is synced, so saves end sooner; a power cut or a crash of
-    the operating system may take any of the last saves, acknowledged or not, and leave files of the right size and wrong content. Those are
-    found by their digests, as all damage is, and a step that lost files is an error when it is restored, never wrong values. Only the order
-    of writing, not that of reaching the disk, is the same under both.
+    ``PROCESS``: when it survives the death of the process, however it dies. Nothing is synced, so
+    saves end sooner; a power cut or a crash of the operating system may take any of the last saves,
+    acknowledged or not, and leave files of the right size and wrong content. Those are found by
+    their digests, as all damage is, and a step that lost files is an error when it is restored,
+    never wrong values. Only the order of writing, not that of reaching the disk, is the same under
+    both.
     """
 
     POWER = "power"
@@ -45,15 +50,19 @@ class Durability(StrEnum):
             sync_directory(path)
 
     def sync_tree(self, path: Place) -> None:
-        """Make the names in every directory of a tree survive, and its own (TensorStore syncs files and the directory that it puts them in)."""
+        """Make the names in every directory of a tree survive, and its own (TensorStore syncs files
+        and the directory that it puts them in).
+        """
         if self.syncs and not isinstance(path, ObjectPath):
             for directory, _, _ in os.walk(path):
                 sync_directory(Path(directory))
             sync_directory(path.parent)
 
     def sync_ancestors(self, path: Place) -> None:
-        """Make the way to ``path`` survive: its name, and that of every directory above it in the same file system, whoever made it and
-        whenever: somebody may have made it a moment ago, and a process that made it may have been killed before it could sync it.
+        """Make the way to ``path`` survive: its name, and that of every directory above it in the
+        same
+        file system, whoever made it and whenever: somebody may have made it a moment ago, and a
+        process that made it may have been killed before it could sync it.
 
         Directories that may not be read are none of ours, and are left out.
         """
@@ -68,7 +77,9 @@ class Durability(StrEnum):
 
 
 def sync_directory(path: Place) -> None:
-    """fsync a directory, so that the names in it survive a power cut. On an object store nothing: its answers say that it has the object."""
+    """fsync a directory, so that the names in it survive a power cut. On an object store nothing:
+    its answers say that it has the object.
+    """
     if isinstance(path, ObjectPath):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

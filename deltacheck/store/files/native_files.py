@@ -1,7 +1,8 @@
-"""Files of arrays, read by the native module: looked at, read, decoded and checked through one descriptor, straight to where they belong.
+"""Files of arrays, read by the native module: looked at, read, decoded and checked through one
+descriptor, straight to where they belong.
 
-TensorStore reads them as well, and does where there is no such module, or no file: it takes several times as long to open an array, and
-makes fresh memory for what it reads and for what it decodes.
+TensorStore reads them as well, and does where there is no such module, or no file: it takes several
+times as long to open an array, and makes fresh memory for what it reads and for what it decodes.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ _EXIT_SECONDS = 5.0  # longest wait at the end of the process for reads that nob
 
 @cache
 def codecs() -> frozenset[str]:
-    """Codecs of ``ArraySpec`` that the native module reads; none where there is no module of ours, or one without libzstd."""
+    """Codecs of ``ArraySpec`` that the native module reads; none where there is no module of ours,
+    or one without libzstd.
+    """
     readable: Callable[[], list[str]] | None = getattr(extension(), "readable_codecs", None)
     return frozenset() if readable is None else frozenset(readable())
 
 
 def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:
-    """Fill ``out`` with pieces of an array, one after the other; every chunk that they touch is compared with its checksum.
+    """Fill ``out`` with pieces of an array, one after the other; every chunk that they touch is
+    compared with its checksum.
 
-    REQUIRES: ``codec`` is one of ``codecs()``; the pieces have as many bytes as ``out``. Raises ``ChainBroken`` where a file is missing,
-    ``Damaged``.
+    REQUIRES: ``codec`` is one of ``codecs()``; the pieces have as many bytes as ``out``. Raises
+    ``ChainBroken`` where a file is missing, ``Damaged``.
     """
     native = required().read_array_file
     # Its own decoder looks at the headers of frames.
@@ -45,9 +49,19 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
         try:
             descriptor = chunk_files.open_file(path / name, cells)
         except FileNotFoundError:
-            raise ChainBroken(f"array {path} lacks data that was committed: {name} is not there", file=path) from None
+            raise ChainBroken(
+                f"array {path} lacks data that was committed: {name} is not there", file=path
+            ) from None
         try:
-            refusal = native(descriptor, cells.chunk_bytes, cells.chunks, cells.sharded, codec, begin, out[done : done + size])
+            refusal = native(
+                descriptor,
+                cells.chunk_bytes,
+                cells.chunks,
+                cells.sharded,
+                codec,
+                begin,
+                out[done : done + size],
+            )
         finally:
             os.close(descriptor)
         if refusal:
@@ -56,11 +70,14 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
 
 
 def start(work: Callable[[], None]) -> Future[None]:
-    """Carry out reads behind the caller; the future tells when they are done, and what they raised."""
+    """Carry out reads behind the caller; the future tells when they are done, and what they
+    raised.
+    """
     try:
         return _readers(os.getpid()).start(work)
     except RuntimeError:
-        # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished then, some of them read back.
+        # From Python 3.12 on an interpreter that ends starts no threads, and saves are finished
+        # then, some of them read back.
         done: Future[None] = Future()
         carry_out(done, work)
         return done
@@ -86,6 +103,8 @@ class _Readers:
         return future
 
     def _finish(self) -> None:
-        """Up to Python 3.13 a thread that comes back from native code while the interpreter ends is unwound, which C++ answers with an abort."""
+        """Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
+        unwound, which C++ answers with an abort.
+        """
         if os.getpid() == self._process:
             wait(list(self._under_way), _EXIT_SECONDS)

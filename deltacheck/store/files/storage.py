@@ -1,8 +1,10 @@
-"""Where a root lies: a local directory (``pathlib.Path``) or a prefix of an object store (``ObjectPath``, which does as a ``Path`` does).
+"""Where a root lies: a local directory (``pathlib.Path``) or a prefix of an object store
+(``ObjectPath``, which does as a ``Path`` does).
 
-An object store has no directories, no renames, no fsync and no locks. What stands in for them: a *directory* is the keys that begin with
-its name; an object appears whole or not at all, and is durable when its PUT is answered; one writer wins because a PUT can be made
-conditional. Every wait here has a deadline, and what the store cannot do is a ``StorageFailed``.
+An object store has no directories, no renames, no fsync and no locks. What stands in for them: a
+*directory* is the keys that begin with its name; an object appears whole or not at all, and is
+durable when its PUT is answered; one writer wins because a PUT can be made conditional. Every wait
+here has a deadline, and what the store cannot do is a ``StorageFailed``.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ import tensorstore as ts
 
 from deltacheck.errors import Damaged, StorageFailed
 
-ABSENT = b"\x02"  # a missing key's generation: a write under this condition creates, and never replaces
+ABSENT = (  # a missing key's generation: a write under this condition creates, and never replaces
+    b"\x02"
+)
 _SLOWEST_BYTES_PER_SECOND = 1_000_000  # below which a read of much data is given up
 _FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
-_AT_ONCE = 64  # requests that are handed over together; the store's own limit of those under way is ObjectStore.concurrency
+# Requests that are handed over together; the store's own limit of those under way is
+# ObjectStore.concurrency
+_AT_ONCE = 64
 _DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
@@ -34,18 +40,24 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """How an object store is reached; what is not given here comes from the environment, by the names that the vendors' own tools use.
+    """How an object store is reached; what is not given here comes from the environment, by the
+    names
+    that the vendors' own tools use.
 
-    ``endpoint``: the address of an S3-compatible store (else ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, else AWS). ``region``: of the
-    bucket (else ``AWS_REGION``, ``AWS_DEFAULT_REGION``; for AWS it can be found out by one more request). ``credentials``, of S3 only:
-    ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its companions where they are set, and otherwise looks where AWS's tools look;
-    ``"default"``, ``"environment"``, ``"anonymous"``, ``"imds"`` and ``"ecs"`` name one source. ``gs://`` takes Google's default
-    credentials. ``retries``: of a request that fails in a way that may pass (5xx, throttling, a dropped connection). More: a store that
-    is away longer fails no save; fewer: a dead one is noticed sooner. ``concurrency``: requests under way at most. More: faster, until the
-    store throttles. ``deadline_seconds``: longest wait for one small request, its retries included; reads of data have a second
-    more for each megabyte. Longer: patience with a slow store; shorter: a hanging one is an error sooner.
-    ``lease_seconds``: how long a writer that is no longer heard of keeps the root. Shorter: a run that died is replaced sooner; longer:
-    a live one keeps its root through a longer loss of the network.
+    ``endpoint``: the address of an S3-compatible store (else ``AWS_ENDPOINT_URL_S3``,
+    ``AWS_ENDPOINT_URL``, else AWS). ``region``: of the bucket (else ``AWS_REGION``,
+    ``AWS_DEFAULT_REGION``; for AWS it can be found out by one more request). ``credentials``, of S3
+    only: ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its companions where they are set, and
+    otherwise looks where AWS's tools look; ``"default"``, ``"environment"``, ``"anonymous"``,
+    ``"imds"`` and ``"ecs"`` name one source. ``gs://`` takes Google's default credentials.
+    ``retries``: of a request that fails in a way that may pass (5xx, throttling, a dropped
+    connection). More: a store that is away longer fails no save; fewer: a dead one is noticed
+    sooner. ``concurrency``: requests under way at most. More: faster, until the store throttles.
+    ``deadline_seconds``: longest wait for one small request, its retries included; reads of data
+    have a second more for each megabyte. Longer: patience with a slow store; shorter: a hanging one
+    is an error sooner. ``lease_seconds``: how long a writer that is no longer heard of keeps the
+    root. Shorter: a run that died is replaced sooner; longer: a live one keeps its root through a
+    longer loss of the network.
     """
 
     endpoint: str | None = None
@@ -59,15 +71,19 @@ class ObjectStore:
     def __post_init__(self) -> None:
         if self.retries < 0 or self.concurrency < 1:
             raise ValueError(
-                f"retries must be at least 0 and concurrency at least 1, not {self.retries} and {self.concurrency}"
+                f"retries must be at least 0 and concurrency at least 1, not {self.retries} and"
+                f" {self.concurrency}"
             )
         if not (self.deadline_seconds > 0 and self.lease_seconds > 0):
             raise ValueError(
-                f"deadline_seconds and lease_seconds must be more than 0, not {self.deadline_seconds} and {self.lease_seconds}"
+                "deadline_seconds and lease_seconds must be more than 0, not"
+                f" {self.deadline_seconds} and {self.lease_seconds}"
             )
         known = ("auto", "default", "environment", "anonymous", "imds", "ecs")
         if self.credentials not in known:
-            raise ValueError(f"credentials must be one of {', '.join(known)}, not {self.credentials!r}")
+            raise ValueError(
+                f"credentials must be one of {', '.join(known)}, not {self.credentials!r}"
+            )
 
     def spec(self, scheme: str, bucket: str, path: str = "") -> dict[str, Any]:
         """TensorStore's description of a place in a bucket; ``path`` ends in ``/`` or is empty."""
@@ -75,8 +91,14 @@ class ObjectStore:
             return {"driver": "memory", "path": f"{bucket}/{path}"}
         spec: dict[str, Any] = {"driver": _DRIVERS[scheme], "bucket": bucket, "path": path}
         if scheme == "s3":
-            endpoint = self.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-            region = self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            endpoint = (
+                self.endpoint
+                or os.environ.get("AWS_ENDPOINT_URL_S3")
+                or os.environ.get("AWS_ENDPOINT_URL")
+            )
+            region = (
+                self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            )
             # Else conditions are checked by a read before the write, and many writers win.
             spec["use_conditional_write"] = True
             if endpoint:
@@ -87,7 +109,11 @@ class ObjectStore:
 
     def resources(self, scheme: str) -> dict[str, Any]:
         """TensorStore's resources for all that is done in a bucket."""
-        patience = {"max_retries": self.retries, "initial_delay": _FIRST_DELAY, "max_delay": _LONGEST_DELAY}
+        patience = {
+            "max_retries": self.retries,
+            "initial_delay": _FIRST_DELAY,
+            "max_delay": _LONGEST_DELAY,
+        }
         if scheme == "memory":
             return {"memory_key_value_store": {}}
         kind = _DRIVERS[scheme]
@@ -97,15 +123,19 @@ class ObjectStore:
         }
         if scheme == "s3":
             found = "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
-            resources["aws_credentials"] = {"type": found if self.credentials == "auto" else self.credentials}
+            resources["aws_credentials"] = {
+                "type": found if self.credentials == "auto" else self.credentials
+            }
         return resources
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectPath:
-    """A key of an object store, or all keys below it. Its methods are those of ``pathlib.Path``, as far as a root needs them.
+    """A key of an object store, or all keys below it. Its methods are those of ``pathlib.Path``, as
+    far as a root needs them.
 
-    All raise ``StorageFailed`` where the store does not answer, or answers with an error, until the deadline.
+    All raise ``StorageFailed`` where the store does not answer, or answers with an error, until the
+    deadline.
     """
 
     scheme: str
@@ -151,7 +181,9 @@ class ObjectPath:
         return bool(self.keys())
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What lies directly below, ascending. The store lists every key below for it, a thousand with each request."""
+        """What lies directly below, ascending. The store lists every key below for it, a thousand
+        with each request.
+        """
         below = self._prefix
         for name in sorted({key[len(below) :].partition("/")[0] for key in self.keys()}):
             yield self / name
@@ -171,34 +203,48 @@ class ObjectPath:
         return content
 
     def read(self, unless: bytes = b"") -> tuple[bytes | None, bytes]:
-        """The object's content and generation. No content where the generation is ``unless``, empty where there is no object."""
+        """The object's content and generation. No content where the generation is ``unless``, empty
+        where there is no object.
+        """
         return self.finish_read(self.start_read(unless))
 
     def start_read(self, unless: bytes = b"") -> Any:
         """Begin ``read``."""
-        return self._bucket.read(self.key, if_not_equal=unless) if unless else self._bucket.read(self.key)
+        return (
+            self._bucket.read(self.key, if_not_equal=unless)
+            if unless
+            else self._bucket.read(self.key)
+        )
 
     def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
         """What ``start_read`` has begun."""
         found = self._await(started, "read")
-        return (None if found.state == "unspecified" else bytes(found.value)), bytes(found.stamp.generation)
+        return (None if found.state == "unspecified" else bytes(found.value)), bytes(
+            found.stamp.generation
+        )
 
     def create(self, content: bytes, timeout: float | None = None) -> bool:
-        """Write the object if it is absent; ``False`` where it exists with other content. ``timeout``: seconds, else the store's deadline.
+        """Write the object if it is absent; ``False`` where it exists with other content.
+        ``timeout``:
+        seconds, else the store's deadline.
 
-        REQUIRES: no other writer has the same content, as with a nonce in it. A reply that is lost leaves open who has won: what is
-        there then tells. Raises ``StorageFailed`` where it cannot be told; the object may then exist, or appear later.
+        REQUIRES: no other writer has the same content, as with a nonce in it. A reply that is lost
+        leaves open who has won: what is there then tells. Raises ``StorageFailed`` where it cannot
+        be told; the object may then exist, or appear later.
         """
         return self.swap(content, ABSENT, timeout) is not None
 
     def swap(self, content: bytes, generation: bytes, timeout: float | None = None) -> bytes | None:
-        """Write the object if its generation is this one; the new generation, or ``None`` where another writer came first.
+        """Write the object if its generation is this one; the new generation, or ``None`` where
+        another writer came first.
 
         REQUIRES and raises: as ``create``.
         """
         failed: StorageFailed | None = None
         try:
-            written = self._await(self._bucket.write(self.key, content, if_equal=generation), "write", timeout)
+            written = self._await(
+                self._bucket.write(self.key, content, if_equal=generation), "write", timeout
+            )
             if written.generation:
                 return bytes(written.generation)
         except StorageFailed as error:
@@ -229,7 +275,9 @@ class ObjectPath:
         """Delete every object below, one request each."""
         keys = self.keys()
         for begin in range(0, len(keys), _AT_ONCE):
-            for started in [self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]]:
+            for started in [
+                self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]
+            ]:
                 self._await(started, "delete")
 
     @property
@@ -250,7 +298,11 @@ class ObjectPath:
         return _open(self.scheme, self.bucket, self.store)
 
     def _await(self, future: Any, verb: str, timeout: float | None = None) -> Any:
-        wait = self.store.deadline_seconds if timeout is None else min(timeout, self.store.deadline_seconds)
+        wait = (
+            self.store.deadline_seconds
+            if timeout is None
+            else min(timeout, self.store.deadline_seconds)
+        )
         try:
             return future.result(timeout=wait)
         except TimeoutError:
@@ -265,13 +317,16 @@ Place: TypeAlias = Path | ObjectPath
 
 @cache
 def _context(scheme: str, store: ObjectStore) -> ts.Context:
-    # One for all that this process does there: the limit of requests and the credentials are the context's.
+    # One for all that this process does there: the limit of requests and the credentials are the
+    # context's.
     return ts.Context(store.resources(scheme))
 
 
 @cache
 def _open(scheme: str, bucket: str, store: ObjectStore) -> ts.KvStore:
-    return ts.KvStore.open(store.spec(scheme, bucket), context=_context(scheme, store)).result(timeout=store.deadline_seconds)
+    return ts.KvStore.open(store.spec(scheme, bucket), context=_context(scheme, store)).result(
+        timeout=store.deadline_seconds
+    )
 
 
 def _after(prefix: str) -> str:
@@ -280,21 +335,28 @@ def _after(prefix: str) -> str:
 
 
 def brief(error: Exception) -> str:
-    """TensorStore's message on one line: the status code first, without the page that the server sent with it."""
+    """TensorStore's message on one line: the status code first, without the page that the server
+    sent with it.
+    """
     return " ".join(str(error).split())[:400]
 
 
 def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = None) -> Place:
-    """A place by its name: ``s3://bucket/prefix``, ``gs://bucket/prefix``, or a path of the local file system.
+    """A place by its name: ``s3://bucket/prefix``, ``gs://bucket/prefix``, or a path of the local
+    file
+    system.
 
-    Raises ``ValueError`` for an address that is not one of these, and for a ``pathlib.Path`` made from an address.
+    Raises ``ValueError`` for an address that is not one of these, and for a ``pathlib.Path`` made
+    from an address.
     """
     if isinstance(where, ObjectPath):
         return where
     text = os.fspath(where)
     if isinstance(where, Path):
         if re.match(rf"({'|'.join(_DRIVERS)}):/", text):
-            raise ValueError(f"{text} is an address that became a path, which drops a slash: give it as a string")
+            raise ValueError(
+                f"{text} is an address that became a path, which drops a slash: give it as a string"
+            )
         return where
     parsed = _ADDRESS.match(text)
     if parsed is None:
@@ -302,20 +364,31 @@ def of(where: str | os.PathLike[str] | ObjectPath, store: ObjectStore | None = N
     scheme, rest = parsed.groups()
     bucket, _, prefix = rest.partition("/")
     if scheme not in _DRIVERS:
-        raise ValueError(f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a local path, not {scheme}://")
+        raise ValueError(
+            f"{text!r}: a root is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a local path, not"
+            f" {scheme}://"
+        )
     names = prefix.strip("/").split("/") if prefix.strip("/") else []
-    if not _BUCKET.match(bucket) or any(name in ("", ".", "..") or not name.isprintable() for name in names):
-        raise ValueError(f"{text!r} does not name a bucket and a prefix: s3://BUCKET/PREFIX, without empty names, '.' and '..'")
+    if not _BUCKET.match(bucket) or any(
+        name in ("", ".", "..") or not name.isprintable() for name in names
+    ):
+        raise ValueError(
+            f"{text!r} does not name a bucket and a prefix: s3://BUCKET/PREFIX, without empty"
+            " names, '.' and '..'"
+        )
     return ObjectPath(scheme, bucket, "/".join(names), store or ObjectStore())
 
 
 def local(where: str | os.PathLike[str] | ObjectPath, what: str) -> Path:
-    """A path of the local file system; ``StorageFailed``, saying that ``what`` needs one, for an address of an object store."""
+    """A path of the local file system; ``StorageFailed``, saying that ``what`` needs one, for an
+    address of an object store.
+    """
     place = of(where)
     if isinstance(place, ObjectPath):
         raise StorageFailed(
-            f"{what} needs a local directory, not {place}: name one (a copy of the root is a root), or use "
-            f"deltacheck.backends.torch.Engine and deltacheck.open, which take object stores"
+            f"{what} needs a local directory, not {place}: name one (a copy of the root is a root),"
+            " or use deltacheck.backends.torch.Engine and deltacheck.open, which take object"
+            " stores"
         )
     return place
 
@@ -336,7 +409,11 @@ def subdirectories(path: Place) -> list[Place]:
         return [below for below in path.iterdir()]
     try:
         with os.scandir(path) as found:
-            return [Path(e.path) for e in sorted(found, key=lambda e: e.name) if e.is_dir(follow_symlinks=False)]
+            return [
+                Path(e.path)
+                for e in sorted(found, key=lambda e: e.name)
+                if e.is_dir(follow_symlinks=False)
+            ]
     except FileNotFoundError:
         return []
 
@@ -363,15 +440,25 @@ def full_name(path: Place) -> str:
 
 
 def patience(path: Place, size: int) -> float | None:
-    """Longest wait for a read of ``size`` bytes, in seconds; ``None`` (none) in the local file system, whose reads are not to be interrupted."""
-    return path.store.deadline_seconds + size / _SLOWEST_BYTES_PER_SECOND if isinstance(path, ObjectPath) else None
+    """Longest wait for a read of ``size`` bytes, in seconds; ``None`` (none) in the local file
+    system, whose reads are not to be interrupted.
+    """
+    return (
+        path.store.deadline_seconds + size / _SLOWEST_BYTES_PER_SECOND
+        if isinstance(path, ObjectPath)
+        else None
+    )
 
 
 def read_object(path: ObjectPath, most_bytes: int) -> bytes:
-    """An object's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is larger than ``most_bytes``."""
+    """An object's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is
+    larger than ``most_bytes``.
+    """
     content = path.read_bytes()
     if len(content) > most_bytes:
-        raise Damaged(f"{path} has {len(content)} bytes, more than the {most_bytes} that it may have")
+        raise Damaged(
+            f"{path} has {len(content)} bytes, more than the {most_bytes} that it may have"
+        )
     return content
 
 
@@ -382,7 +469,8 @@ def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
 
 
 def check_conditional_writes(folder: ObjectPath) -> None:
-    """Make sure that the store honours conditional writes, on an object that is deleted again: one writer depends on them.
+    """Make sure that the store honours conditional writes, on an object that is deleted again: one
+    writer depends on them.
 
     Raises ``StorageFailed`` where it does not.
     """
@@ -398,14 +486,17 @@ def check_conditional_writes(folder: ObjectPath) -> None:
             probe.unlink()
     if not (first is not None and second is not None and refused):
         raise StorageFailed(
-            f"{folder}: the store does not honour conditional writes (PUT with If-None-Match and If-Match), without which two writers "
-            f"could commit the same step. Requests carry them (use_conditional_write of TensorStore's s3 driver is set): turn them on "
-            f"in the store, use a version of it that has them, or use another store"
+            f"{folder}: the store does not honour conditional writes (PUT with If-None-Match and"
+            " If-Match), without which two writers could commit the same step. Requests carry them"
+            " (use_conditional_write of TensorStore's s3 driver is set): turn them on in the"
+            " store, use a version of it that has them, or use another store"
         )
 
 
 class _Written:
-    """Bytes that this process has written to object stores. Listings have no sizes, and TensorStore says only the sum."""
+    """Bytes that this process has written to object stores. Listings have no sizes, and TensorStore
+    says only the sum.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -415,7 +506,9 @@ class _Written:
         """Bytes written since the last call."""
         found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/", False)
         now = sum(
-            int(m["values"][0]["value"]) for m in found if m["name"].endswith(("/s3/bytes_written", "/gcs/bytes_written"))
+            int(m["values"][0]["value"])
+            for m in found
+            if m["name"].endswith(("/s3/bytes_written", "/gcs/bytes_written"))
         )
         with self._lock:
             before, self._before = self._before, now

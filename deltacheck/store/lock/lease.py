@@ -1,7 +1,9 @@
-"""One writer a root: an advisory lock on the control group, with the holder's name in its attributes.
+"""One writer a root: an advisory lock on the control group, with the holder's name in its
+attributes.
 
-The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be cleaned up after. The fence
-that holds without the lock is the exclusive creation of the next manifest (``root.py``).
+The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be
+cleaned up after. The fence that holds without the lock is the exclusive creation of the next
+manifest (``root.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 class Lease:
-    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it. On an object store: ``ObjectLease``."""
+    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it.
+    On an object store: ``ObjectLease``.
+    """
 
     def __init__(self, root: Place) -> None:
         self._descriptor = -1
@@ -35,11 +39,15 @@ class Lease:
         folder.mkdir(exist_ok=True)
         chunk_files.check_directory(folder)
         self._root, self._path = root, folder / "zarr.json"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it is written to: never through a link
+        flags = (
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # it is written to: never through a link
         self._descriptor = os.open(self._path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self._close()
-            raise Damaged(f"{self._path} is not a regular file; remove it, it only names the writer")
+            raise Damaged(
+                f"{self._path} is not a regular file; remove it, it only names the writer"
+            )
         try:
             self._take(root)
         except BaseException:
@@ -53,15 +61,21 @@ class Lease:
         except BlockingIOError:
             holder = _holder(os.pread(self._descriptor, 4096, 0))
             raise RootBusy(
-                f"{root} is being written by {holder}. Wait for it to close, or write to another directory"
+                f"{root} is being written by {holder}. Wait for it to close, or write to another"
+                " directory"
             ) from None
-        about = {"holder": f"process {os.getpid()} on {socket.gethostname()}", "nonce": secrets.token_hex(8)}
+        about = {
+            "holder": f"process {os.getpid()} on {socket.gethostname()}",
+            "nonce": secrets.token_hex(8),
+        }
         self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
 
     def check(self) -> None:
-        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written to, as where locks do not work."""
+        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written
+        to, as where locks do not work.
+        """
         if self._object is not None:
             self._object.check()
             return
@@ -71,7 +85,8 @@ class Lease:
             found = str(error).encode()
         if self._descriptor < 0 or found != self._content:
             raise RootBusy(
-                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing more is committed or deleted by this one"
+                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing"
+                " more is committed or deleted by this one"
             )
 
     def release(self) -> None:
@@ -96,7 +111,8 @@ def _holder(content: bytes) -> str:
 
 
 def _forget_in_child() -> None:
-    # A forked data loader shares the open file: without this it would hold the root after its parent was killed.
+    # A forked data loader shares the open file: without this it would hold the root after its
+    # parent was killed.
     for lease in list(_held):
         lease._close()
 

@@ -1,7 +1,10 @@
-"""What a reader reads is not removed under it: a shared lock on each segment's table, for as long as the segment is open.
+"""What a reader reads is not removed under it: a shared lock on each segment's table, for as long
+as
+the segment is open.
 
-The kernel frees the lock when the reader ends, however it ends. It takes no right to write, and leaves nothing behind. Where the file
-system has no locks, the collector's grace period is what protects a reader.
+The kernel frees the lock when the reader ends, however it ends. It takes no right to write, and
+leaves nothing behind. Where the file system has no locks, the collector's grace period is what
+protects a reader.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ _held: weakref.WeakSet[Pin] = weakref.WeakSet()
 
 
 class Pin:
-    """A shared lock on a file, until this object goes. Takes none, silently, where the file or the means is not there."""
+    """A shared lock on a file, until this object goes. Takes none, silently, where the file or the
+    means is not there.
+    """
 
     def __init__(self, path: Place) -> None:
         self._descriptor = -1
         if isinstance(path, ObjectPath):
             return
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._descriptor = os.open(
+                path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:  # missing, being removed at this moment, no descriptor left, no locks: whoever reads it will see
             self.release()
@@ -40,7 +47,9 @@ class Pin:
 
 
 def unlink_unless_pinned(path: Place) -> bool:
-    """Remove a file that no reader has pinned; ``False`` where one has. A file that is not there counts as removed."""
+    """Remove a file that no reader has pinned; ``False`` where one has. A file that is not there
+    counts as removed.
+    """
     if isinstance(path, ObjectPath):
         path.unlink(missing_ok=True)
         return True
@@ -62,7 +71,8 @@ def unlink_unless_pinned(path: Place) -> bool:
 
 
 def _forget_in_child() -> None:
-    # A forked data loader shares the open files: without this it would hold segments for as long as it lives.
+    # A forked data loader shares the open files: without this it would hold segments for as long as
+    # it lives.
     for pin in list(_held):
         pin.release()
 

@@ -36,7 +36,18 @@ class TestFfi(CodecContract, VectorContract):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"],
+    [
+        "float32",
+        "bfloat16",
+        "float16",
+        "int8",
+        "uint32",
+        "bool",
+        "complex64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+    ],
 )
 def test_an_array_of_any_whole_byte_dtype_is_encoded_as_its_bytes(dtype):
     codec = ffi.FfiCodec()
@@ -115,7 +126,9 @@ def test_decode_on_the_device_gives_back_every_bit():
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)
 def test_decode_on_the_device_refuses_damage(damage):
     with pytest.raises(DamagedStream) as refusal:
-        ffi.FfiCodec().decode(damage.encoded, jnp.array(damage.base), damage.bounds, damage.word_bytes)
+        ffi.FfiCodec().decode(
+            damage.encoded, jnp.array(damage.base), damage.bounds, damage.word_bytes
+        )
     assert damage.says in str(refusal.value)
 
 
@@ -123,7 +136,9 @@ def test_an_array_on_several_devices_is_refused():
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
-    sharded = jax.device_put(jnp.zeros(64), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    sharded = jax.device_put(
+        jnp.zeros(64), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    )
     with pytest.raises(ValueError, match="2 devices"):
         ffi.FfiCodec().encode(sharded, sharded, np.array([0, 64], np.uint64), 4)
 
@@ -160,7 +175,10 @@ def call_encode(bases=((5000,),), word_bytes=(4,), chunks=(2,), bounds=(0, 3000,
         ({"bases": ((4999,),)}, "leaf 0: base has shape"),
         ({"bases": ((5000,), (5000,))}, "a base and a new base for each of the 1 word sizes"),
         ({"word_bytes": (3,)}, "leaf 0: word_bytes must be 1, 2, 4 or 8, not 3"),
-        ({"word_bytes": (8,)}, "leaf 0: bounds end at 5000 words of 8 bytes, but there are 20000 bytes"),
+        (
+            {"word_bytes": (8,)},
+            "leaf 0: bounds end at 5000 words of 8 bytes, but there are 20000 bytes",
+        ),
         ({"chunks": (3,)}, "leaf 0: bounds end before it"),
         ({"chunks": (-1,)}, "leaf 0: bounds end before it"),
         ({"chunks": (1,), "bounds": (0, 5000, 5000)}, "bounds go on after the last leaf"),
@@ -184,7 +202,7 @@ def test_a_payload_that_is_too_small_is_told_and_not_written_past():
     assert payload.shape == (100,)
 
 
-# --- groups ------------------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def group(shapes, density=0.05):
@@ -208,7 +226,12 @@ def test_leaves_of_a_group_are_encoded_as_each_by_itself_and_their_streams_follo
         rows.append(one.rows + np.array([2 * number, 0, 0, 0, 0], np.uint32))
         for name, content in one.streams.items():
             streams.setdefault(name, []).append(content)
-    assert same(made.encoded, Encoded(np.concatenate(rows), {name: np.concatenate(parts) for name, parts in streams.items()}))
+    assert same(
+        made.encoded,
+        Encoded(
+            np.concatenate(rows), {name: np.concatenate(parts) for name, parts in streams.items()}
+        ),
+    )
     for base, (after, _) in zip(made.bases.values(), arrays, strict=True):
         assert np.array_equal(base, after)
 
@@ -224,7 +247,9 @@ def test_a_group_has_no_more_bytes_than_its_window_but_for_one_larger_leaf():
 def test_an_empty_leaf_is_a_group_of_its_own():
     jobs, _ = group([(100, 4), (100, 4)])
     empty = GroupJob(jnp.zeros((0, 4)), jnp.zeros((0, 4)), np.zeros(1, np.uint64), 4)
-    made = list(ffi.FfiCodec().encode_group([jobs[0], empty, jobs[1]], lambda size: None, lambda: None))
+    made = list(
+        ffi.FfiCodec().encode_group([jobs[0], empty, jobs[1]], lambda size: None, lambda: None)
+    )
     assert [[span.job for span in one.spans] for one in made] == [[0], [1], [2]]
 
 
@@ -233,7 +258,9 @@ def test_leaves_on_different_devices_do_not_share_a_call():
         pytest.skip("needs two devices")
     jobs, _ = group([(100, 4), (100, 4), (100, 4)])
     other = jax.devices()[1]
-    jobs[1] = jobs[1]._replace(current=jax.device_put(jobs[1].current, other), base=jax.device_put(jobs[1].base, other))
+    jobs[1] = jobs[1]._replace(
+        current=jax.device_put(jobs[1].current, other), base=jax.device_put(jobs[1].base, other)
+    )
     made = list(ffi.FfiCodec().encode_group(jobs, lambda size: None, lambda: None))
     assert [len(one.bases) for one in made] == [1, 1, 1]
     assert made[1].bases[1].device == other
@@ -247,17 +274,21 @@ def test_the_bases_of_a_group_are_updated_where_they_lie():
 
 
 def test_an_empty_array_has_no_rows():
-    encoded, base = ffi.FfiCodec().encode(jnp.zeros((0, 4)), jnp.zeros((0, 4)), np.zeros(1, np.uint64), 4)
+    encoded, base = ffi.FfiCodec().encode(
+        jnp.zeros((0, 4)), jnp.zeros((0, 4)), np.zeros(1, np.uint64), 4
+    )
     assert encoded.rows.shape == (0, 5)
     assert base.shape == (0, 4)
     assert isinstance(encoded, Encoded)
 
 
-# --- statistics ------------------------------------------------------------------------------------------------------------------
+# --- statistics -----------------------------------------------------------------------------------
 
 
 def moved_a_little(dtype, seed=0, shape=(50, 100)):
-    """(current, base): a third of the elements moved; infinities, NaNs and zeros of both signs among them."""
+    """(current, base): a third of the elements moved; infinities, NaNs and zeros of both signs
+    among them.
+    """
     random = np.random.default_rng(seed)
     base = random.standard_normal(shape).astype(np.float32)
     current = np.where(random.random(shape) < 0.3, base * np.float32(1.01), base)
@@ -278,7 +309,9 @@ def assert_same_statistics(found, expected):
         assert np.array_equal(one, other.astype(one.dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "complex64", "float8_e4m3fn"]
+)
 @pytest.mark.parametrize("bounds", [None, BOUNDS])
 @pytest.mark.parametrize("traced", [False, True])
 def test_statistics_are_the_hosts_rounded_to_what_jax_knows(dtype, bounds, traced):
@@ -304,17 +337,26 @@ def test_statistics_of_a_sharded_array_are_rows_of_its_parts_and_nothing_is_gath
         pytest.skip("needs two devices")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
     rows = jax.sharding.PartitionSpec("x")
-    current, base = (jax.device_put(a, jax.sharding.NamedSharding(mesh, rows)) for a in moved_a_little("bfloat16"))
+    current, base = (
+        jax.device_put(a, jax.sharding.NamedSharding(mesh, rows))
+        for a in moved_a_little("bfloat16")
+    )
     bounds = np.array([0, 1000, 2500], np.uint64)  # of each part
     measure = jax.jit(
         jax.shard_map(
-            lambda c, b: ffi.statistics(c, b, bounds), mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False
+            lambda c, b: ffi.statistics(c, b, bounds),
+            mesh=mesh,
+            in_specs=(rows, rows),
+            out_specs=rows,
+            check_vma=False,
         )
     )
     found = measure(current, base)
     assert found.changed.shape == (4,)
     assert len(found.changed.sharding.device_set) == 2
-    assert_same_statistics(found, told_by_the_host(current, base, np.array([0, 1000, 2500, 3500, 5000], np.uint64)))
+    assert_same_statistics(
+        found, told_by_the_host(current, base, np.array([0, 1000, 2500, 3500, 5000], np.uint64))
+    )
     assert "all-gather" not in measure.lower(current, base).compile().as_text()
 
 
@@ -324,7 +366,9 @@ def test_what_statistics_cannot_take_is_refused_by_name():
     with pytest.raises(ValueError, match="current is int4"):
         ffi.statistics(jnp.zeros(4, "int4"), jnp.zeros(4, "int4"))
     with pytest.raises(ValueError, match="bounds end at 3 words"):
-        jax.jit(lambda c, b: ffi.statistics(c, b, np.array([0, 3], np.uint64)))(jnp.zeros(4), jnp.zeros(4))
+        jax.jit(lambda c, b: ffi.statistics(c, b, np.array([0, 3], np.uint64)))(
+            jnp.zeros(4), jnp.zeros(4)
+        )
 
 
 @pytest.mark.parametrize(
@@ -339,7 +383,13 @@ def test_what_statistics_cannot_take_is_refused_by_name():
 def test_the_statistics_handler_names_the_operand_that_does_not_fit(shapes, says):
     ffi.available()
     want = {"base": (5,), "bounds": (0, 5), "counts": (1, 2), "values": (1, 3)} | shapes
-    results = (jax.ShapeDtypeStruct(want["counts"], jnp.uint32), jax.ShapeDtypeStruct(want["values"], jnp.float32))
-    call = partial(jax.ffi.ffi_call("deltacheck_statistics_cpu", results), bounds=np.array(want["bounds"], np.int64))
+    results = (
+        jax.ShapeDtypeStruct(want["counts"], jnp.uint32),
+        jax.ShapeDtypeStruct(want["values"], jnp.float32),
+    )
+    call = partial(
+        jax.ffi.ffi_call("deltacheck_statistics_cpu", results),
+        bounds=np.array(want["bounds"], np.int64),
+    )
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=says):
         jax.block_until_ready(jax.jit(call)(jnp.zeros(5), jnp.zeros(want["base"])))

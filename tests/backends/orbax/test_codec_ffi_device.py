@@ -1,4 +1,6 @@
-"""The codec of JAX arrays on an accelerator: its path to the CUDA handlers, run on the processor by the emulator."""
+"""The codec of JAX arrays on an accelerator: its path to the CUDA handlers, run on the processor by
+the emulator.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ from tests.codec.test_codec_contract import VectorContract
 
 jax = pytest.importorskip("jax")
 ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
-emulated = pytest.importorskip("deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)")
+emulated = pytest.importorskip(
+    "deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)"
+)
 if not emulated.registrations():
     pytest.skip("this build has no XLA handlers", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module", autouse=True, params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def device(request: pytest.FixtureRequest) -> Any:
     """Where the arrays lie. The processor's are taken for a GPU's under the emulator."""
     if request.param == "cuda":
@@ -62,13 +68,19 @@ def test_digests_come_with_the_rows(device: Any) -> None:
     assert np.array_equal(made.digests, chunk_digests(after.view(np.uint8), bounds, 4, [0, 1, 3]))
 
 
-def test_only_what_is_in_use_of_the_payload_is_fetched(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_in_use_of_the_payload_is_fetched(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = words(200_000, 2)
     after = moved(before, 0.02, 3)
     fetched = []
     front = ffi._front
-    monkeypatch.setattr(ffi, "_front", lambda payload, size: fetched.append(size) or front(payload, size))
-    job = GroupJob(placed(after, device), placed(before, device), np.array([0, 200_000], np.uint64), 2)
+    monkeypatch.setattr(
+        ffi, "_front", lambda payload, size: fetched.append(size) or front(payload, size)
+    )
+    job = GroupJob(
+        placed(after, device), placed(before, device), np.array([0, 200_000], np.uint64), 2
+    )
     [made] = ffi.FfiCodec().encode_group([job], lambda size: None, lambda: None)
     used = sum(stream.size for stream in made.encoded.streams.values())
     assert len(fetched) == 1
@@ -78,7 +90,9 @@ def test_only_what_is_in_use_of_the_payload_is_fetched(device: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_decode_gives_back_every_bit_in_an_array_that_may_be_donated(width: int, device: Any) -> None:
+def test_decode_gives_back_every_bit_in_an_array_that_may_be_donated(
+    width: int, device: Any
+) -> None:
     before = words(40_000, width)
     bounds = np.array([0, 10_000, 10_000, 39_999, 40_000], np.uint64)
     for share, most in ((0.0, 1), (0.003, 3), (0.1, 100), (0.5, 3), (1.0, 100)):
@@ -95,7 +109,9 @@ def test_decode_gives_back_every_bit_in_an_array_that_may_be_donated(width: int,
 @pytest.mark.parametrize("damage", DAMAGES, ids=str)
 def test_decode_refuses_damage(damage: Damage, device: Any) -> None:
     with pytest.raises(DamagedStream) as refusal:
-        ffi.FfiCodec().decode(damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes)
+        ffi.FfiCodec().decode(
+            damage.encoded, placed(damage.base, device), damage.bounds, damage.word_bytes
+        )
     assert damage.says in str(refusal.value)
 
 

@@ -1,4 +1,6 @@
-"""The gradient log of JAX: whatever it stores of a step, a restore gives the state as it was, bit for bit, or says why it cannot."""
+"""The gradient log of JAX: whatever it stores of a step, a restore gives the state as it was, bit
+for bit, or says why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -85,17 +87,31 @@ class Run:
 
     def __init__(self) -> None:
         keys = jax.random.split(jax.random.key(3), 3)
-        master = {"a": jax.random.normal(keys[0], (48, 300)), "b": jnp.zeros(8), "c": jax.random.normal(keys[1], (300, 8))}
+        master = {
+            "a": jax.random.normal(keys[0], (48, 300)),
+            "b": jnp.zeros(8),
+            "c": jax.random.normal(keys[1], (300, 8)),
+        }
         params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), master)
         learner = Learner(params, master, OPTIMIZER.init(master))
-        self.state: dict[str, Any] = {"learner": learner, "key": keys[2], "seen": np.zeros(5), "step": 0}
+        self.state: dict[str, Any] = {
+            "learner": learner,
+            "key": keys[2],
+            "seen": np.zeros(5),
+            "step": 0,
+        }
         self.saved: dict[int, Any] = {}
 
     def train_step(self, log: GradientLog) -> None:
         state = self.state
         key, used = jax.random.split(state["key"])
         learner = log.update(state["learner"], gradients_of(state["learner"].params, used))
-        self.state = {"learner": learner, "key": key, "seen": state["seen"] + 1, "step": state["step"] + 1}
+        self.state = {
+            "learner": learner,
+            "key": key,
+            "seen": state["seen"] + 1,
+            "step": state["step"] + 1,
+        }
 
     def save(self, log: GradientLog) -> Any:
         self.saved[self.state["step"]] = copied(self.state)
@@ -117,7 +133,9 @@ def learner_of(state: dict[str, Any]) -> Any:
 class Opened:
     """A manager and a log on it, as a process has them."""
 
-    def __init__(self, root: Path, update: Callable[..., Any] = update, options: Any = None, **limits: int) -> None:
+    def __init__(
+        self, root: Path, update: Callable[..., Any] = update, options: Any = None, **limits: int
+    ) -> None:
         self.manager = manager(root, options or Options(max_to_keep=None))
         self.log = GradientLog(self.manager, update, learner_of, **limits)
 
@@ -140,10 +158,12 @@ def assert_all_restored(run: Run, root: Path, steps: Any = None) -> None:
             assert_same_leaves(run.saved[step], log.restore(step, Run().state))
 
 
-# --- what is stored and comes back ---------------------------------------------------------------------------------------------
+# --- what is stored and comes back ----------------------------------------------------------------
 
 
-def test_every_logged_step_is_restored_bit_for_bit_by_the_same_manager_and_by_a_new_one(run: Run, tmp_path: Path) -> None:
+def test_every_logged_step_is_restored_bit_for_bit_by_the_same_manager_and_by_a_new_one(
+    run: Run, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as log:
         assert run.save(log).result(60).replayed_steps == 0  # before the first update
         assert [report.replayed_steps for report in run.train_and_save(log, 5)] == [1, 2, 3, 4, 5]
@@ -166,7 +186,10 @@ with Opened(Path(sys.argv[1])) as log:
 
 
 def hexed(state: Any) -> str:
-    return " ".join(bits(leaf).hex() if hasattr(leaf, "dtype") else repr(leaf) for leaf in jax.tree.leaves(state))
+    return " ".join(
+        bits(leaf).hex() if hasattr(leaf, "dtype") else repr(leaf)
+        for leaf in jax.tree.leaves(state)
+    )
 
 
 def test_another_process_replays_the_same_bits(run: Run, tmp_path: Path) -> None:
@@ -178,7 +201,9 @@ def test_another_process_replays_the_same_bits(run: Run, tmp_path: Path) -> None
     assert done.stdout.strip() == hexed(run.saved[3])
 
 
-def test_a_logged_step_stores_gradients_and_nothing_of_the_learner(run: Run, tmp_path: Path) -> None:
+def test_a_logged_step_stores_gradients_and_nothing_of_the_learner(
+    run: Run, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as log:
         report = run.train_and_save(log, 3)[-1]
     kinds = {leaf.path: leaf.kind for leaf in report.leaves}
@@ -253,7 +278,12 @@ def test_whatever_else_an_update_takes_is_stored_too(tmp_path: Path) -> None:
     state = {"w": jnp.ones((20, 30))}
     with manager(tmp_path) as mngr, GradientLog(mngr, noisy) as log:
         for number in range(1, 4):
-            state = log.update(state, [np.full((20, 30), number, np.float32), None], jax.random.key(number), 0.1 * number)
+            state = log.update(
+                state,
+                [np.full((20, 30), number, np.float32), None],
+                jax.random.key(number),
+                0.1 * number,
+            )
             report = log.save(number, state).result(60)
         assert report.replayed_steps == 2
     with manager(tmp_path) as mngr, GradientLog(mngr, noisy) as log:
@@ -270,7 +300,9 @@ def test_shardings_of_the_target_are_those_of_the_replay(tmp_path: Path) -> None
     state = {"w": jax.device_put(jnp.ones((40, 30)), where)}
     with manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
         for number in range(1, 4):
-            state = log.update(state, jax.device_put({"w": jnp.arange(1200.0).reshape(40, 30) + number}, where))
+            state = log.update(
+                state, jax.device_put({"w": jnp.arange(1200.0).reshape(40, 30) + number}, where)
+            )
             report = log.save(number, state).result(60)
         assert report.replayed_steps == 2
         mngr.wait_until_finished()
@@ -284,7 +316,9 @@ def test_a_replay_runs_under_the_mesh_of_the_training(tmp_path: Path) -> None:
 
     @jax.jit
     def step_of(learner: Any, gradients: Any) -> Any:
-        return learner - jax.lax.with_sharding_constraint(gradients, PartitionSpec("x"))  # which mesh: the one around the call
+        return learner - jax.lax.with_sharding_constraint(
+            gradients, PartitionSpec("x")
+        )  # which mesh: the one around the call
 
     state = jnp.ones((40, 30))
     with jax.set_mesh(mesh), manager(tmp_path) as mngr, GradientLog(mngr, step_of) as log:
@@ -296,20 +330,26 @@ def test_a_replay_runs_under_the_mesh_of_the_training(tmp_path: Path) -> None:
         assert bits(log.restore(3, state)) == bits(state)
 
 
-# --- what cannot be replayed ---------------------------------------------------------------------------------------------------
+# --- what cannot be replayed ----------------------------------------------------------------------
 
 
-def test_a_weight_that_somebody_else_wrote_to_between_updates_is_stored_itself(run: Run, tmp_path: Path) -> None:
+def test_a_weight_that_somebody_else_wrote_to_between_updates_is_stored_itself(
+    run: Run, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as log:
         run.train_and_save(log, 2)
         learner = run.state["learner"]
-        run.state["learner"] = learner._replace(master=learner.master | {"b": learner.master["b"] + 0.5})
+        run.state["learner"] = learner._replace(
+            master=learner.master | {"b": learner.master["b"] + 0.5}
+        )
         report = run.train_and_save(log, 1)[0]
         assert report.replayed_steps == 0
         assert "'learner/master/b'" in report.note
         run.train_step(log)
         learner = run.state["learner"]  # and after the last one
-        run.state["learner"] = learner._replace(params=learner.params | {"b": learner.params["b"] + 0.5})
+        run.state["learner"] = learner._replace(
+            params=learner.params | {"b": learner.params["b"] + 0.5}
+        )
         report = run.save(log).result(60)
         assert "'learner/params/b'" in report.note
         assert [report.replayed_steps for report in run.train_and_save(log, 2)] == [1, 2]
@@ -338,7 +378,9 @@ class Odd(NamedTuple):
     c: Any
 
 
-def test_gradients_in_containers_that_a_restore_could_not_build_are_not_logged(run: Run, tmp_path: Path) -> None:
+def test_gradients_in_containers_that_a_restore_could_not_build_are_not_logged(
+    run: Run, tmp_path: Path
+) -> None:
     def from_odd(learner: Learner, gradients: Odd) -> Learner:
         return update(learner, gradients._asdict() if isinstance(gradients, Odd) else gradients)
 
@@ -354,12 +396,19 @@ def test_gradients_in_containers_that_a_restore_could_not_build_are_not_logged(r
         assert_same_leaves(run.state, log.restore(2, run.state))
 
 
-def test_arrays_of_the_learner_that_are_not_in_the_state_are_never_logged(run: Run, tmp_path: Path) -> None:
-    with manager(tmp_path) as mngr, GradientLog(mngr, update, lambda state: copied(state["learner"])) as log:
+def test_arrays_of_the_learner_that_are_not_in_the_state_are_never_logged(
+    run: Run, tmp_path: Path
+) -> None:
+    with (
+        manager(tmp_path) as mngr,
+        GradientLog(mngr, update, lambda state: copied(state["learner"])) as log,
+    ):
         assert [report.replayed_steps for report in run.train_and_save(log, 3)] == [0, 0, 0]
 
 
-def test_a_learner_that_the_state_does_not_have_is_refused_before_the_save_begins(run: Run, tmp_path: Path) -> None:
+def test_a_learner_that_the_state_does_not_have_is_refused_before_the_save_begins(
+    run: Run, tmp_path: Path
+) -> None:
     with manager(tmp_path) as mngr, GradientLog(mngr, update, lambda state: state["model"]) as log:
         with pytest.raises(KeyError, match="model"):
             log.save(1, run.state)
@@ -367,7 +416,11 @@ def test_a_learner_that_the_state_does_not_have_is_refused_before_the_save_begin
 
 
 def test_a_log_takes_no_base_from_another_root(run: Run, tmp_path: Path) -> None:
-    with manager(tmp_path / "one") as one, manager(tmp_path / "two") as two, GradientLog(one, update, learner_of) as log:
+    with (
+        manager(tmp_path / "one") as one,
+        manager(tmp_path / "two") as two,
+        GradientLog(one, update, learner_of) as log,
+    ):
         run.train_step(log)
         log.save(1, run.state).result(60)
         two.save(1, args=DeltaSaveArgs(Run().state))
@@ -396,7 +449,10 @@ def test_a_log_inside_of_jit_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_another_manager_or_policy_is_refused(tmp_path: Path) -> None:
-    with ocp.CheckpointManager(tmp_path / "plain") as mngr, pytest.raises(ValueError, match=r"not made by deltacheck"):
+    with (
+        ocp.CheckpointManager(tmp_path / "plain") as mngr,
+        pytest.raises(ValueError, match=r"not made by deltacheck"),
+    ):
         GradientLog(mngr, update)
     with manager(tmp_path / "derived", policy=Policy.exact(derive=True)) as mngr:  # noqa: SIM117
         with pytest.raises(ValueError, match="the state itself"):
@@ -437,13 +493,20 @@ def test_updates_of_a_step_that_orbax_leaves_out_are_in_the_next(run: Run, tmp_p
 
 
 def test_a_log_of_one_item_of_several_stores_that_item(run: Run, tmp_path: Path) -> None:
-    with manager(tmp_path, items=("state", "data")) as mngr, GradientLog(mngr, update, learner_of) as log:
+    with (
+        manager(tmp_path, items=("state", "data")) as mngr,
+        GradientLog(mngr, update, learner_of) as log,
+    ):
         for step in (1, 2, 3):
             run.train_step(log)
-            args = ocp.args.Composite(state=DeltaSaveArgs(run.state, log=log), data=DeltaSaveArgs({"cursor": step}))
+            args = ocp.args.Composite(
+                state=DeltaSaveArgs(run.state, log=log), data=DeltaSaveArgs({"cursor": step})
+            )
             mngr.save(step, args=args)
         mngr.wait_until_finished()
-        asked = ocp.args.Composite(state=DeltaRestoreArgs(Run().state, log=log), data=DeltaRestoreArgs())
+        asked = ocp.args.Composite(
+            state=DeltaRestoreArgs(Run().state, log=log), data=DeltaRestoreArgs()
+        )
         found = mngr.restore(3, args=asked)
     assert found["data"] == {"cursor": 3}
     assert_same_leaves(run.state, found["state"])
@@ -452,7 +515,7 @@ def test_a_log_of_one_item_of_several_stores_that_item(run: Run, tmp_path: Path)
     assert len(replay.steps) == 2
 
 
-# --- refusals and retention ----------------------------------------------------------------------------------------------------
+# --- refusals and retention -----------------------------------------------------------------------
 
 
 def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
@@ -468,18 +531,25 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
         return loaded
 
     monkeypatch.setattr(restore, "load", forged)
-    with Opened(tmp_path) as log, pytest.raises(errors.ReplayDiffers, match=r"leaf 'learner/.*without a replay: 1"):
+    with (
+        Opened(tmp_path) as log,
+        pytest.raises(errors.ReplayDiffers, match=r"leaf 'learner/.*without a replay: 1"),
+    ):
         log.restore(3, run.state)
 
 
-def test_another_update_is_refused_naming_leaf_both_digests_and_the_way_out(run: Run, tmp_path: Path) -> None:
+def test_another_update_is_refused_naming_leaf_both_digests_and_the_way_out(
+    run: Run, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as log:
         run.train_and_save(log, 3)
     promised = deltacheck.open(tmp_path).manifest(3).digest_of("learner/master/b")
     with Opened(tmp_path, other_update) as log:
         with pytest.raises(errors.ReplayDiffers) as refused:
             log.restore(3, run.state)
-        assert_same_leaves(run.saved[1], log.restore(1, run.state))  # the way out that the error names
+        assert_same_leaves(
+            run.saved[1], log.restore(1, run.state)
+        )  # the way out that the error names
     text = str(refused.value)
     assert "step 3, leaf 'learner/master/b': replaying 2 updates" in text
     assert promised in text
@@ -493,15 +563,25 @@ def test_a_target_of_another_structure_or_shape_is_refused(run: Run, tmp_path: P
         run.train_and_save(log, 2)
         log._manager.wait_until_finished()
         learner = run.state["learner"]
-        with pytest.raises(errors.TreeMismatch, match=r"'master/a' is not in what the update works on"):
+        with pytest.raises(
+            errors.TreeMismatch, match=r"'master/a' is not in what the update works on"
+        ):
             log.restore(2, run.state | {"learner": learner._replace(master={})})
-        with pytest.raises(errors.TreeMismatch, match=r"'master/b' .* float32\[9\], float32\[8\] was logged"):
-            log.restore(2, run.state | {"learner": learner._replace(master=learner.master | {"b": jnp.zeros(9)})})
+        with pytest.raises(
+            errors.TreeMismatch, match=r"'master/b' .* float32\[9\], float32\[8\] was logged"
+        ):
+            log.restore(
+                2,
+                run.state
+                | {"learner": learner._replace(master=learner.master | {"b": jnp.zeros(9)})},
+            )
         with pytest.raises(errors.TreeMismatch, match="'more'"):
             log.restore(2, run.state | {"more": 1})
 
 
-def test_without_the_log_a_logged_step_is_refused_naming_a_step_that_needs_none(run: Run, tmp_path: Path) -> None:
+def test_without_the_log_a_logged_step_is_refused_naming_a_step_that_needs_none(
+    run: Run, tmp_path: Path
+) -> None:
     with Opened(tmp_path) as log:
         run.train_and_save(log, 3)
         log._manager.wait_until_finished()
@@ -512,14 +592,19 @@ def test_without_the_log_a_logged_step_is_refused_naming_a_step_that_needs_none(
             partial(log.restore, 3),
         )
         for call in refused:
-            with pytest.raises(errors.ReplayNeeded, match=r"step 3 .* Newest earlier step that restores without a replay: 1"):
+            with pytest.raises(
+                errors.ReplayNeeded,
+                match=r"step 3 .* Newest earlier step that restores without a replay: 1",
+            ):
                 call()
         found = load(tmp_path, leaves=["key", "%gradient/1/0/a"])
     assert bits(found["key"]) == bits(run.saved[3]["key"])
     assert found["%gradient/1/0/a"].shape == (48, 300)
 
 
-def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(run: Run, tmp_path: Path) -> None:
+def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(
+    run: Run, tmp_path: Path
+) -> None:
     made = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
     with made as mngr, GradientLog(mngr, update, learner_of, max_replay_steps=3) as log:
         for _ in range(7):

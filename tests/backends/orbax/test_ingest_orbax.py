@@ -27,7 +27,12 @@ from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
 def state(step: int) -> dict[str, Any]:
     table = jax.random.normal(jax.random.key(0), (200, 40))  # the same at every step
     params = {"w": jnp.arange(8.0) * step, "b": jnp.full(3, step, jnp.bfloat16), "table": table}
-    return {"params": params, "opt": [jnp.int32(step), {"mu": jnp.zeros(8) + step}], "epoch": step, "lr": 0.1}
+    return {
+        "params": params,
+        "opt": [jnp.int32(step), {"mu": jnp.zeros(8) + step}],
+        "epoch": step,
+        "lr": 0.1,
+    }
 
 
 def plain(folder: Path, *steps: int) -> None:
@@ -65,28 +70,55 @@ def test_a_plain_manager_becomes_a_root_and_every_step_comes_out_the_same(
 
 def test_a_step_of_torch_is_exported_for_orbax(tmp_path: Path) -> None:
     with Engine(tmp_path / "root") as engine:
-        engine.save(1, {"a": {"w": torch.arange(6, dtype=torch.int64).reshape(2, 3)}, "name": "x", "on": True})
-    assert main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "out")]) == OK
+        engine.save(
+            1,
+            {"a": {"w": torch.arange(6, dtype=torch.int64).reshape(2, 3)}, "name": "x", "on": True},
+        )
+    assert (
+        main(
+            ["export", str(tmp_path / "root"), "1", "--to", "orbax", "--out", str(tmp_path / "out")]
+        )
+        == OK
+    )
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "out")
     assert (found["name"], found["on"]) == ("x", True)
     with ocp.StandardCheckpointer() as standard:
         np.testing.assert_array_equal(standard.restore(tmp_path / "out")["a"]["w"], found["a"]["w"])
-    np.testing.assert_array_equal(found["a"]["w"], load_torch(tmp_path / "root")["a"]["w"].numpy(), strict=True)
+    np.testing.assert_array_equal(
+        found["a"]["w"], load_torch(tmp_path / "root")["a"]["w"].numpy(), strict=True
+    )
     assert (
-        main(["export", str(tmp_path / "root"), "1", "--to", "orbax", "--leaves", "a/*", "--out", str(tmp_path / "flat")]) == OK
+        main(
+            [
+                "export",
+                str(tmp_path / "root"),
+                "1",
+                "--to",
+                "orbax",
+                "--leaves",
+                "a/*",
+                "--out",
+                str(tmp_path / "flat"),
+            ]
+        )
+        == OK
     )
     assert list(ocp.PyTreeCheckpointer().restore(tmp_path / "flat")) == ["a/w"]
 
 
 @pytest.mark.parametrize(
-    ("leaf", "said"), [(torch.empty(0, 3), "'v' is empty"), (b"raw", "'v' is b'raw'"), (2**70, "'v' is 11805")]
+    ("leaf", "said"),
+    [(torch.empty(0, 3), "'v' is empty"), (b"raw", "'v' is b'raw'"), (2**70, "'v' is 11805")],
 )
 def test_what_orbax_does_not_keep_is_refused_by_name(
     leaf: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Engine(tmp_path / "root") as engine:
         engine.save(1, {"v": leaf, "w": torch.ones(2)})
-    assert main(["export", str(tmp_path / "root"), "1", "--out", str(tmp_path / "out.orbax")]) == REFUSED
+    assert (
+        main(["export", str(tmp_path / "root"), "1", "--out", str(tmp_path / "out.orbax")])
+        == REFUSED
+    )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out.orbax").exists()
 

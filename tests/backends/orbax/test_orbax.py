@@ -1,4 +1,6 @@
-"""The Orbax handler: what ``CheckpointManager`` promises with it, and what the trees of JAX, Flax and Optax come back as."""
+"""The Orbax handler: what ``CheckpointManager`` promises with it, and what the trees of JAX, Flax
+and Optax come back as.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 import deltacheck
-from deltacheck.backends.orbax import DeltaCheckpointHandler, DeltaRestoreArgs, DeltaSaveArgs, manager
+from deltacheck.backends.orbax import (
+    DeltaCheckpointHandler,
+    DeltaRestoreArgs,
+    DeltaSaveArgs,
+    manager,
+)
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.state import load
-from deltacheck.errors import BudgetExceeded, NotACheckpointRoot, SaveFailed, StepNotFound, TreeMismatch, UnsupportedLeaf
+from deltacheck.errors import (
+    BudgetExceeded,
+    NotACheckpointRoot,
+    SaveFailed,
+    StepNotFound,
+    TreeMismatch,
+    UnsupportedLeaf,
+)
 from deltacheck.policy import Policy
 from deltacheck.save.work import Work
 from deltacheck.store.files import arrays
@@ -59,7 +73,9 @@ def bits(value: Any) -> bytes:
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
     """Where two trees differ: in type, structure, dtype, shape, or in a single bit."""
     if isinstance(a, jax.Array | np.ndarray | np.generic):
-        if not isinstance(b, jax.Array | np.ndarray | np.generic) or isinstance(a, jax.Array) != isinstance(b, jax.Array):
+        if not isinstance(b, jax.Array | np.ndarray | np.generic) or isinstance(
+            a, jax.Array
+        ) != isinstance(b, jax.Array):
             yield f"{path}: {type(a).__name__} against {type(b).__name__}"
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             yield f"{path}: {a.dtype}{a.shape} against {b.dtype}{b.shape}"
@@ -67,7 +83,10 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
             yield f"{path}: bits differ"
     elif isinstance(a, dict | OrderedDict):
         if type(a) is not type(b) or list(a) != list(b):
-            yield f"{path}: {type(a).__name__} {list(a)} against {type(b).__name__} {list(b) if isinstance(b, dict) else ''}"
+            yield (
+                f"{path}: {type(a).__name__} {list(a)} against {type(b).__name__}"
+                f" {list(b) if isinstance(b, dict) else ''}"
+            )
         else:
             for key in a:
                 yield from differences(a[key], b[key], f"{path}/{key}")
@@ -96,7 +115,10 @@ def small_state(step: int = 0) -> dict[str, Any]:
     """A leaf with an array of its own, a packed one, and a number."""
     weights = np.random.default_rng(7).standard_normal((300, 400)).astype(np.float32)
     weights[step % 300] += step
-    return {"params": {"w": jnp.asarray(weights), "b": jnp.full(5, step, jnp.bfloat16)}, "step": step}
+    return {
+        "params": {"w": jnp.asarray(weights), "b": jnp.full(5, step, jnp.bfloat16)},
+        "step": step,
+    }
 
 
 def save(mngr: Any, step: int, tree: Any, **more: Any) -> None:
@@ -118,10 +140,12 @@ def sharded(*spec: str | None, shape: tuple[int, ...] = (4,)) -> NamedSharding:
     return NamedSharding(mesh(*shape), PartitionSpec(*spec))
 
 
-# --- saves ---------------------------------------------------------------------------------------------------------------------
+# --- saves ----------------------------------------------------------------------------------------
 
 
-def test_a_manager_saves_and_restores_in_a_new_process_with_and_without_arguments(tmp_path: Path) -> None:
+def test_a_manager_saves_and_restores_in_a_new_process_with_and_without_arguments(
+    tmp_path: Path,
+) -> None:
     state = small_state(3)
     with manager(tmp_path / "run") as mngr:
         save(mngr, 3, state)
@@ -192,7 +216,9 @@ def test_arrays_may_be_donated_deleted_or_written_to_as_soon_as_save_returns(
         mngr.save(0, args=DeltaSaveArgs([donated, deleted, sharded_one, written]))
         updated = jax.jit(lambda x: x * 0, donate_argnums=0)(donated)
         assert donated.is_deleted()
-        assert updated.unsafe_buffer_pointer() == pointer, "a view held by the save kept the buffer from being donated"
+        assert updated.unsafe_buffer_pointer() == pointer, (
+            "a view held by the save kept the buffer from being donated"
+        )
         deleted.delete()
         sharded_one.delete()
         written[:] = -1
@@ -204,7 +230,9 @@ def test_arrays_may_be_donated_deleted_or_written_to_as_soon_as_save_returns(
 def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrays on the processor are read behind the training: until then donation gives other memory, and deletion frees none."""
+    """Arrays on the processor are read behind the training: until then donation gives other memory,
+    and deletion frees none.
+    """
     may_read = threading.Event()
     capture = Work.capture
 
@@ -217,8 +245,14 @@ def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_arra
     with manager(tmp_path, capture="lazy") as mngr:
         for step in range(2):
             may_read.clear()
-            donated, deleted = jnp.arange(90_000.0).reshape(300, 300) + step, jnp.arange(100_000) * (step + 1)
-            shared, written = jax.device_put(jnp.arange(4096.0) - step, sharded("x")), np.arange(70_000.0) + step
+            donated, deleted = (
+                jnp.arange(90_000.0).reshape(300, 300) + step,
+                jnp.arange(100_000) * (step + 1),
+            )
+            shared, written = (
+                jax.device_put(jnp.arange(4096.0) - step, sharded("x")),
+                np.arange(70_000.0) + step,
+            )
             before = [np.array(x) for x in (donated, deleted, shared, written)]
             pointer = donated.unsafe_buffer_pointer()
             mngr.save(step, args=DeltaSaveArgs([donated, deleted, shared, written]))
@@ -228,7 +262,9 @@ def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_arra
                 array.delete()
             written[:] = -1
             del donated, deleted
-            fresh = [jnp.full((300, 300), 7.0 + n) for n in range(20)]  # would take the memory if it were free
+            fresh = [
+                jnp.full((300, 300), 7.0 + n) for n in range(20)
+            ]  # would take the memory if it were free
             jax.block_until_ready(fresh)
             may_read.set()
             mngr.wait_until_finished()
@@ -248,7 +284,9 @@ def test_a_save_under_way_keeps_no_array_alive(tmp_path: Path, slow_disk: thread
         slow_disk.set()
 
 
-def test_a_delta_covers_every_change_since_its_base_and_unchanged_leaves_are_not_written(tmp_path: Path) -> None:
+def test_a_delta_covers_every_change_since_its_base_and_unchanged_leaves_are_not_written(
+    tmp_path: Path,
+) -> None:
     states = [small_state(step) for step in range(4)]
     with manager(tmp_path) as mngr:
         for step, state in enumerate(states):
@@ -272,7 +310,9 @@ def test_saving_without_async_checkpointing_works_too(tmp_path: Path) -> None:
 
 
 def test_the_plain_checkpoint_manager_finds_the_root_by_itself(tmp_path: Path) -> None:
-    with ocp.CheckpointManager(tmp_path, options=Options(step_prefix="ckpt", step_format_fixed_length=6)) as mngr:
+    with ocp.CheckpointManager(
+        tmp_path, options=Options(step_prefix="ckpt", step_format_fixed_length=6)
+    ) as mngr:
         mngr.save(12, args=DeltaSaveArgs(small_state(1)))
         mngr.save(13, args=DeltaSaveArgs(small_state(2)))
         mngr.wait_until_finished()
@@ -283,7 +323,9 @@ def test_the_plain_checkpoint_manager_finds_the_root_by_itself(tmp_path: Path) -
 
 
 def test_a_directory_that_is_no_managers_step_is_refused(tmp_path: Path) -> None:
-    refused = pytest.raises(ValueError, match=r"ends in no step number.*deltacheck\.backends\.orbax\.manager")
+    refused = pytest.raises(
+        ValueError, match=r"ends in no step number.*deltacheck\.backends\.orbax\.manager"
+    )
     with ocp.Checkpointer(DeltaCheckpointHandler()) as checkpointer, refused:
         checkpointer.save(tmp_path / "some" / "model", args=DeltaSaveArgs(small_state()))
     assert not list(tmp_path.glob("**/deltacheck"))
@@ -293,7 +335,11 @@ def test_metrics_are_kept_with_the_step_and_best_fn_chooses_by_orbaxs_own(tmp_pa
     options = Options(max_to_keep=1, best_fn=lambda m: m["loss"], best_mode="min")
     with manager(tmp_path, options, grace_seconds=0) as mngr:
         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
-            mngr.save(step, args=DeltaSaveArgs(small_state(step), metrics={"loss": loss}), metrics={"loss": loss})
+            mngr.save(
+                step,
+                args=DeltaSaveArgs(small_state(step), metrics={"loss": loss}),
+                metrics={"loss": loss},
+            )
         mngr.wait_until_finished()
         assert mngr.best_step() == 1
         assert mngr.all_steps() == [1]
@@ -309,7 +355,9 @@ def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path
         mngr.wait_until_finished()
         assert mngr.all_steps() == [3]
     found = deltacheck.open(tmp_path)
-    assert len(found.manifest(3).segments) == 4, "steps 1 and 2 were committed, so step 3 may build on them"
+    assert len(found.manifest(3).segments) == 4, (
+        "steps 1 and 2 were committed, so step 3 may build on them"
+    )
     assert found.verify(deep=True) == []
 
 
@@ -321,12 +369,17 @@ def test_the_chain_goes_on_over_a_step_that_orbax_deletes_at_once(tmp_path: Path
     ],
 )
 def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_processor: bool, calls: list[list[tuple[int, ...]]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_processor: bool,
+    calls: list[list[tuple[int, ...]]],
 ) -> None:
     ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
     if not ffi.available():
         pytest.skip("this build has no XLA handlers")
-    monkeypatch.setattr("deltacheck.backends.orbax.capture.array_codec._on_processor", lambda array: on_processor)
+    monkeypatch.setattr(
+        "deltacheck.backends.orbax.capture.array_codec._on_processor", lambda array: on_processor
+    )
     seen: list[list[tuple[int, ...]]] = []
     encode_group = ffi.FfiCodec.encode_group
 
@@ -365,12 +418,18 @@ def test_large_arrays_are_encoded_by_xla_and_the_rest_in_host_memory(
     ],
 )
 def test_each_device_encodes_the_shards_that_are_whole_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: tuple[str | None, ...], order: tuple[int, ...], by_shard: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    axes: tuple[str | None, ...],
+    order: tuple[int, ...],
+    by_shard: bool,
 ) -> None:
     ffi = pytest.importorskip("deltacheck.backends.orbax.capture.ffi")
     if not ffi.available() or len(jax.devices()) < 4:
         pytest.skip("needs XLA handlers and four devices")
-    monkeypatch.setattr("deltacheck.backends.orbax.capture.array_codec._on_processor", lambda array: False)
+    monkeypatch.setattr(
+        "deltacheck.backends.orbax.capture.array_codec._on_processor", lambda array: False
+    )
     seen: list[tuple[int, ...]] = []
     encode_group = ffi.FfiCodec.encode_group
 
@@ -385,10 +444,18 @@ def test_each_device_encodes_the_shards_that_are_whole_chunks(
     kernel = jax.device_put(content, where)
     with manager(tmp_path) as mngr:
         for step in range(3):
-            mngr.save(step, args=DeltaSaveArgs({"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)}))
+            mngr.save(
+                step,
+                args=DeltaSaveArgs(
+                    {"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)}
+                ),
+            )
         mngr.wait_until_finished()
         for step in range(3):
-            assert_same(mngr.restore(step), {"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)})
+            assert_same(
+                mngr.restore(step),
+                {"kernel": kernel.at[step::7].add(1), "bias": jnp.full(70_000, step)},
+            )
     assert seen.count((256, 1024)) == (8 if by_shard else 0)
     assert seen.count((1024, 1024)) == (0 if by_shard else 2)
     assert seen.count((70_000,)) == 2
@@ -446,10 +513,16 @@ def test_a_leaf_may_change_its_kind_and_its_place_and_stays_a_delta(tmp_path: Pa
     ],
     ids=["mesh", "explicit mesh", "transfer guard", "debug_nans", "default device"],
 )
-def test_saves_and_restores_work_whatever_the_training_has_set(tmp_path: Path, context: Any) -> None:
+def test_saves_and_restores_work_whatever_the_training_has_set(
+    tmp_path: Path, context: Any
+) -> None:
     values = jnp.arange(90_000.0).at[7].set(jnp.nan)
     states = [
-        {"w": values + step, "s": jax.device_put(values[:4096] + step, sharded("x")), "key": jax.random.key(step)}
+        {
+            "w": values + step,
+            "s": jax.device_put(values[:4096] + step, sharded("x")),
+            "key": jax.random.key(step),
+        }
         for step in range(2)
     ]
     with manager(tmp_path) as mngr:
@@ -457,12 +530,15 @@ def test_saves_and_restores_work_whatever_the_training_has_set(tmp_path: Path, c
             with context():
                 mngr.save(step, args=DeltaSaveArgs(state))
                 mngr.wait_until_finished()
-                plain, targeted = mngr.restore(step), mngr.restore(step, args=DeltaRestoreArgs(state))
+                plain, targeted = (
+                    mngr.restore(step),
+                    mngr.restore(step, args=DeltaRestoreArgs(state)),
+                )
             assert_same(plain, state)
             assert_same_leaves(targeted, state)
 
 
-# --- retention and collection -----------------------------------------------------------------------------------------------------
+# --- retention and collection ---------------------------------------------------------------------
 
 
 def segments_on_disk(root: Path) -> set[str]:
@@ -470,7 +546,9 @@ def segments_on_disk(root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_deleting_steps_in_any_order_never_harms_another(tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_deleting_steps_in_any_order_never_harms_another(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
     states = [small_state(step) for step in range(3)]
     with manager(tmp_path, grace_seconds=0) as mngr:
         for step in range(3):
@@ -506,14 +584,22 @@ def test_a_step_is_synced_before_the_rename_that_makes_it_exist_and_after_it(
         mngr.wait_until_finished()
         assert not (tmp_path / "0").exists()
     assert ("1.orbax-checkpoint-tmp", False, True) in seen  # the step's content, before the step
-    assert seen[-1] == (tmp_path.name, True, True)  # the step's name, before the deletion of the older one
+    assert seen[-1] == (
+        tmp_path.name,
+        True,
+        True,
+    )  # the step's name, before the deletion of the older one
     assert options.temporary_path_class is None  # the caller's options are the caller's
 
 
-def test_durability_process_leaves_orbax_as_it_is_and_a_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durability_process_leaves_orbax_as_it_is_and_a_step_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deltacheck.store.files import durability
 
-    monkeypatch.setattr(durability.os, "fsync", lambda descriptor: pytest.fail("something was synced"))
+    monkeypatch.setattr(
+        durability.os, "fsync", lambda descriptor: pytest.fail("something was synced")
+    )
     with manager(tmp_path, durability="process") as mngr:
         save(mngr, 0, small_state(0))
         mngr.wait_until_finished()
@@ -522,20 +608,30 @@ def test_durability_process_leaves_orbax_as_it_is_and_a_step_says_so(tmp_path: P
         manager(tmp_path, durability="none")
 
 
-def test_max_to_keep_deletes_old_steps_and_their_segments_go_when_nobody_needs_them(tmp_path: Path) -> None:
-    with manager(tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=2), grace_seconds=0) as mngr:
+def test_max_to_keep_deletes_old_steps_and_their_segments_go_when_nobody_needs_them(
+    tmp_path: Path,
+) -> None:
+    with manager(
+        tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=2), grace_seconds=0
+    ) as mngr:
         for step in range(10):
             save(mngr, step, small_state(step))
         assert mngr.all_steps() == [8, 9]
         for step in (8, 9):
             assert_same(mngr.restore(step), small_state(step))
-        live = {ref.id for step in (7, 8, 9) for ref in deltacheck.open(tmp_path).manifest(max(step, 8)).segments}
+        live = {
+            ref.id
+            for step in (7, 8, 9)
+            for ref in deltacheck.open(tmp_path).manifest(max(step, 8)).segments
+        }
         assert live <= segments_on_disk(tmp_path)
         assert len(segments_on_disk(tmp_path)) < 7, "segments of deleted steps are collected"
 
 
 def test_a_segment_stays_for_the_grace_period(tmp_path: Path) -> None:
-    with manager(tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=3600) as mngr:
+    with manager(
+        tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=3600
+    ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
         assert len(segments_on_disk(tmp_path)) == 4
@@ -543,7 +639,9 @@ def test_a_segment_stays_for_the_grace_period(tmp_path: Path) -> None:
 
 def test_steps_that_are_set_aside_stay_restorable(tmp_path: Path) -> None:
     options = Options(max_to_keep=1, todelete_subdir="aside")
-    with manager(tmp_path, options, policy=Policy.exact(max_chain_depth=0), grace_seconds=0) as mngr:
+    with manager(
+        tmp_path, options, policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+    ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
     assert (tmp_path / "aside" / "0").is_dir()
@@ -551,19 +649,29 @@ def test_steps_that_are_set_aside_stay_restorable(tmp_path: Path) -> None:
     assert_same(load(tmp_path, 0), small_state(0))
 
 
-def test_nothing_is_collected_while_another_formats_step_lies_beside_ours_but_ours_is_whole(tmp_path: Path) -> None:
-    """A foreign zarr.json at the depth where set-aside manifests lie neither stops a collection nor counts as a manifest."""
+def test_nothing_is_collected_while_another_formats_step_lies_beside_ours_but_ours_is_whole(
+    tmp_path: Path,
+) -> None:
+    """A foreign zarr.json at the depth where set-aside manifests lie neither stops a collection nor
+    counts as a manifest.
+    """
     foreign = tmp_path / "archive" / "params" / "w"
     foreign.mkdir(parents=True)
     (foreign / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
-    with manager(tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=0) as mngr:
+    with manager(
+        tmp_path, Options(max_to_keep=1), policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+    ) as mngr:
         for step in range(4):
             save(mngr, step, small_state(step))
         assert len(segments_on_disk(tmp_path)) == 2
 
 
-def test_a_damaged_manifest_stops_the_collection_and_not_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with manager(tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=0), grace_seconds=0) as mngr:
+def test_a_damaged_manifest_stops_the_collection_and_not_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(
+        tmp_path, Options(max_to_keep=2), policy=Policy.exact(max_chain_depth=0), grace_seconds=0
+    ) as mngr:
         for step in range(3):
             save(mngr, step, small_state(step))
         before = segments_on_disk(tmp_path)
@@ -592,7 +700,9 @@ def test_a_manager_that_only_reads_takes_no_lock_and_collects_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_only_a_manager_that_may_save_keeps_a_copy_of_what_it_restored(tmp_path: Path, read_only: bool) -> None:
+def test_only_a_manager_that_may_save_keeps_a_copy_of_what_it_restored(
+    tmp_path: Path, read_only: bool
+) -> None:
     state = {"w": jnp.arange(2_000_000.0)}
     with manager(tmp_path) as mngr:
         save(mngr, 0, state)
@@ -640,7 +750,7 @@ def test_two_managers_of_one_process_share_the_right_to_write(tmp_path: Path) ->
     assert seqs == sorted(set(seqs))
 
 
-# --- failures --------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -690,7 +800,9 @@ def test_a_failure_that_nobody_waited_for_surfaces_at_the_next_save_and_the_one_
         assert_same(mngr.restore(1), small_state(1))
 
 
-def test_a_step_that_orbax_failed_to_rename_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_orbax_failed_to_rename_is_no_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
         finalize = DeltaCheckpointHandler.finalize
@@ -729,7 +841,9 @@ def test_a_save_whose_directory_is_never_created_does_not_block_the_next(
             pytest.skip("this Orbax cannot cancel a save")
         save(mngr, 0, small_state(0))
         with monkeypatch.context() as patch:
-            patch.setattr("deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", NoDirectory)
+            patch.setattr(
+                "deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", NoDirectory
+            )
             mngr.save(1, args=DeltaSaveArgs(small_state(1)))
             if cancelled:
                 mngr._checkpointer.cancel()
@@ -763,13 +877,17 @@ def test_the_manifest_waits_for_the_directory_that_orbax_has_yet_to_create(
         return real(wait(), name=name)
 
     monkeypatch.setattr(Gate, "commit", watched)
-    monkeypatch.setattr("deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", late)
+    monkeypatch.setattr(
+        "deltacheck.backends.orbax.item.CommitFutureAwaitingContractedSignals", late
+    )
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
         assert_same(mngr.restore(0), small_state(0))
 
 
-def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(
+    tmp_path: Path,
+) -> None:
     before = set(threading.enumerate())
     deleted = jnp.ones(3)
     deleted.delete()
@@ -790,7 +908,9 @@ def test_what_cannot_be_saved_is_refused_at_the_call_and_the_next_save_works(tmp
     left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
     for thread in left:
         thread.join(10)  # it may be ending just now
-    assert [thread.name for thread in left if thread.is_alive()] == [], "they would block the program's end"
+    assert [thread.name for thread in left if thread.is_alive()] == [], (
+        "they would block the program's end"
+    )
 
 
 def test_a_closed_manager_stops_its_threads_and_gives_the_root_back(tmp_path: Path) -> None:
@@ -799,7 +919,11 @@ def test_a_closed_manager_stops_its_threads_and_gives_the_root_back(tmp_path: Pa
     save(mngr, 0, small_state(0))
 
     def ours() -> list[str]:
-        return [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("deltacheck-")]
+        return [
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if thread.name.startswith("deltacheck-")
+        ]
 
     assert ours()
     mngr.close()
@@ -827,11 +951,13 @@ def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -
         assert_same(load(tmp_path / root), {"w": jnp.arange(1000.0)})
 
 
-# --- chains over restores ---------------------------------------------------------------------------------------------------------
+# --- chains over restores -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_target", [False, True])
-def test_after_a_restore_in_a_new_manager_the_next_save_is_a_delta(tmp_path: Path, with_target: bool) -> None:
+def test_after_a_restore_in_a_new_manager_the_next_save_is_a_delta(
+    tmp_path: Path, with_target: bool
+) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
     with manager(tmp_path) as mngr:
@@ -845,7 +971,9 @@ def test_after_a_restore_in_a_new_manager_the_next_save_is_a_delta(tmp_path: Pat
 
 
 def test_what_was_restored_does_not_change_with_the_next_save(tmp_path: Path) -> None:
-    """The restored bytes become the base of the next delta, and the base is updated in place: the arrays must not share it."""
+    """The restored bytes become the base of the next delta, and the base is updated in place: the
+    arrays must not share it.
+    """
     with manager(tmp_path) as mngr:
         save(mngr, 0, {"j": jnp.arange(80_000.0), "n": np.arange(90_000.0)})
     with manager(tmp_path) as mngr:
@@ -879,7 +1007,9 @@ def test_segments_that_were_collected_since_the_restore_are_not_built_on(tmp_pat
         save(mngr, 0, small_state(0))
     with manager(tmp_path, grace_seconds=0) as late:
         late.restore(0)
-        with manager(tmp_path, Options(max_to_keep=1), policy=Policy.exact(0), grace_seconds=0) as mngr:
+        with manager(
+            tmp_path, Options(max_to_keep=1), policy=Policy.exact(0), grace_seconds=0
+        ) as mngr:
             for step in (1, 2, 3):
                 save(mngr, step, small_state(step))
         late.reload()
@@ -894,27 +1024,35 @@ def test_restored_arrays_can_be_donated(tmp_path: Path) -> None:
     tree = {name: jnp.arange(65536.0) for name in shardings}
     with manager(tmp_path) as mngr:
         save(mngr, 0, tree)
-        targets = {name: jax.ShapeDtypeStruct((65536,), jnp.float32, sharding=sharding) for name, sharding in shardings.items()}
+        targets = {
+            name: jax.ShapeDtypeStruct((65536,), jnp.float32, sharding=sharding)
+            for name, sharding in shardings.items()
+        }
         restored = mngr.restore(0, args=DeltaRestoreArgs(targets))
     for name, array in restored.items():
         pointers = [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
         result = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
         assert array.is_deleted(), name
-        assert [shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards] == pointers, name
+        assert [
+            shard.data.unsafe_buffer_pointer() for shard in result.addressable_shards
+        ] == pointers, name
 
 
-# --- what trees come back as --------------------------------------------------------------------------------------------------------
+# --- what trees come back as ----------------------------------------------------------------------
 
 
 DTYPES = [
-    *("bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64 bfloat16".split()),
-    *("float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()),
-    *("float8_e8m0fnu float4_e2m1fn int2 int4 uint2 uint4".split()),
+    *"bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64 bfloat16".split(),
+    *"float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2"
+    " float8_e5m2fnuz".split(),
+    *"float8_e8m0fnu float4_e2m1fn int2 int4 uint2 uint4".split(),
 ]
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    """Random bits, NaN payloads among them; valid values for types that do not use all of theirs."""
+    """Random bits, NaN payloads among them; valid values for types that do not use all of
+    theirs.
+    """
     rng = np.random.default_rng(seed)
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     if dtype == "bool" or dtype.endswith(("int2", "int4", "e2m1fn")):
@@ -926,15 +1064,30 @@ def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 def test_every_dtype_shape_and_kind_of_leaf_comes_back_bit_for_bit(tmp_path: Path) -> None:
     shapes = [(), (0,), (3, 0), (7,), (130, 515)]
     tree: dict[str, Any] = {
-        "jax": {d: [jnp.asarray(random_array(d, s, n)) for n, s in enumerate(shapes)] for d in DTYPES},
-        "numpy": {
-            d: [random_array(d, s, n) for n, s in enumerate(shapes)] for d in [*DTYPES, "int64", "float64", "complex128"]
+        "jax": {
+            d: [jnp.asarray(random_array(d, s, n)) for n, s in enumerate(shapes)] for d in DTYPES
         },
-        "numpy scalars": [np.int64(-5), np.float32(np.nan), np.bool_(True), np.array(3, ml_dtypes.bfloat16)[()]],
+        "numpy": {
+            d: [random_array(d, s, n) for n, s in enumerate(shapes)]
+            for d in [*DTYPES, "int64", "float64", "complex128"]
+        },
+        "numpy scalars": [
+            np.int64(-5),
+            np.float32(np.nan),
+            np.bool_(True),
+            np.array(3, ml_dtypes.bfloat16)[()],
+        ],
         "python": [1, -(2**70), 1.5, float("nan"), -0.0, True, None, "text", "", b"bytes", 2 + 3j],
         "text keys": {"0": jnp.ones(2), "a/b": jnp.ones(3), "": 1, "%": 2},
         "integer keys": {0: jnp.zeros(2), 10: jnp.ones(1), 2: 5},
-        "containers": (OrderedDict(z=jnp.ones(1), a=2), deque([jnp.zeros(2), 3], maxlen=7), [], {}, (), [[{}]]),
+        "containers": (
+            OrderedDict(z=jnp.ones(1), a=2),
+            deque([jnp.zeros(2), 3], maxlen=7),
+            [],
+            {},
+            (),
+            [[{}]],
+        ),
         "prng": {
             "one": jax.random.key(1),
             "many": jax.random.split(jax.random.key(2), (2, 3)),
@@ -959,7 +1112,10 @@ def test_a_bare_array_is_a_tree_too(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, jnp.arange(4))
         assert_same(mngr.restore(0), jnp.arange(4))
-        assert_same(mngr.restore(0, args=DeltaRestoreArgs(jax.ShapeDtypeStruct((4,), jnp.int32))), jnp.arange(4))
+        assert_same(
+            mngr.restore(0, args=DeltaRestoreArgs(jax.ShapeDtypeStruct((4,), jnp.int32))),
+            jnp.arange(4),
+        )
 
 
 class Pair(NamedTuple):
@@ -988,8 +1144,14 @@ class Unnamed:
         return cls(*children)
 
 
-def test_pytree_nodes_are_kept_as_named_fields_and_built_again_from_a_target(tmp_path: Path) -> None:
-    tree = {"pair": Pair(jnp.ones(2), 3), "node": Node(jnp.zeros(3), [jnp.ones(1)]), "unnamed": Unnamed(jnp.ones(4), None)}
+def test_pytree_nodes_are_kept_as_named_fields_and_built_again_from_a_target(
+    tmp_path: Path,
+) -> None:
+    tree = {
+        "pair": Pair(jnp.ones(2), 3),
+        "node": Node(jnp.zeros(3), [jnp.ones(1)]),
+        "unnamed": Unnamed(jnp.ones(4), None),
+    }
     with manager(tmp_path) as mngr:
         save(mngr, 0, tree)
         plain = mngr.restore(0)
@@ -1013,19 +1175,25 @@ def test_pytree_nodes_are_kept_as_named_fields_and_built_again_from_a_target(tmp
     assert leaves == ["node/inner/0", "node/w", "pair/left", "unnamed/0"]
 
 
-def test_the_same_array_at_two_places_is_stored_once_and_comes_back_as_two_that_can_be_donated(tmp_path: Path) -> None:
+def test_the_same_array_at_two_places_is_stored_once_and_comes_back_as_two_that_can_be_donated(
+    tmp_path: Path,
+) -> None:
     shared = jnp.arange(70_000.0)
     with manager(tmp_path) as mngr:
         save(mngr, 0, {"params": shared, "ema": shared})
         assert sorted(deltacheck.open(tmp_path).manifest(0).leaves) == ["ema"]
         restored = mngr.restore(0)
         assert_same(restored, {"params": shared, "ema": shared})
-        jax.jit(lambda a, b: (a + 1, b + 2), donate_argnums=(0, 1))(restored["params"], restored["ema"])
+        jax.jit(lambda a, b: (a + 1, b + 2), donate_argnums=(0, 1))(
+            restored["params"], restored["ema"]
+        )
         save(mngr, 1, {"params": shared + 1, "ema": shared})  # and may go separate ways
         assert_same(mngr.restore(1), {"params": shared + 1, "ema": shared})
 
 
-def test_sixty_four_bit_leaves_come_back_as_numpy_where_jax_would_round_them(tmp_path: Path) -> None:
+def test_sixty_four_bit_leaves_come_back_as_numpy_where_jax_would_round_them(
+    tmp_path: Path,
+) -> None:
     exact = np.array([2**60 + 1, -1])
     with manager(tmp_path) as mngr:
         with jax.enable_x64(True):
@@ -1034,12 +1202,16 @@ def test_sixty_four_bit_leaves_come_back_as_numpy_where_jax_would_round_them(tmp
             save(mngr, 0, {"wide": wide})
             assert_same(mngr.restore(0), {"wide": wide})
         assert_same(mngr.restore(0), {"wide": exact})
-        assert_same(mngr.restore(0, args=DeltaRestoreArgs({"wide": np.zeros(2, np.int64)})), {"wide": exact})
+        assert_same(
+            mngr.restore(0, args=DeltaRestoreArgs({"wide": np.zeros(2, np.int64)})), {"wide": exact}
+        )
         assert_same(mngr.restore(0, args=DeltaRestoreArgs(mngr.item_metadata(0))), {"wide": exact})
 
 
 def test_flax_train_state_with_optax_continues_bit_for_bit(tmp_path: Path) -> None:
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask={"w": True, "b": False}))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mask={"w": True, "b": False})
+    )
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
         return x @ p["w"] + p["b"]
@@ -1050,7 +1222,9 @@ def test_flax_train_state_with_optax_continues_bit_for_bit(tmp_path: Path) -> No
 
     @jax.jit
     def step(state: TrainState, x: jax.Array) -> TrainState:
-        return state.apply_gradients(grads=jax.grad(lambda p: (state.apply_fn(p, x) ** 2).mean())(state.params))
+        return state.apply_gradients(
+            grads=jax.grad(lambda p: (state.apply_fn(p, x) ** 2).mean())(state.params)
+        )
 
     x = jnp.ones((4, 300))
     state = fresh()
@@ -1060,7 +1234,9 @@ def test_flax_train_state_with_optax_continues_bit_for_bit(tmp_path: Path) -> No
         state = step(step(state, x), x)
         save(mngr, 2, state)
     with manager(tmp_path) as mngr:
-        restored = mngr.restore(2, args=DeltaRestoreArgs(fresh()))  # whose step is the number 0, and no array
+        restored = mngr.restore(
+            2, args=DeltaRestoreArgs(fresh())
+        )  # whose step is the number 0, and no array
         assert int(restored.step) == 2
         assert_same_leaves(restored, state)
         assert_same_leaves(step(restored, x), step(state, x))
@@ -1098,12 +1274,14 @@ def test_flax_nnx_state_is_split_saved_and_merged_again(tmp_path: Path) -> None:
         assert type(restored["model"]) is nnx.State
         assert_same_leaves(restored, {"model": nnx.state(model), "optimizer": nnx.state(optimizer)})
         again = nnx.merge(definition, restored["model"])
-        assert_same(again(jnp.ones((2, 20))), model(jnp.ones((2, 20))))  # the dropout's key and count too
+        assert_same(
+            again(jnp.ones((2, 20))), model(jnp.ones((2, 20)))
+        )  # the dropout's key and count too
         plain = mngr.restore(0)
         assert_same(plain["model"]["first"]["kernel"]["value"], model.first.kernel[...])
 
 
-# --- targets, shardings, partial restores -------------------------------------------------------------------------------------------
+# --- targets, shardings, partial restores ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1117,15 +1295,23 @@ def test_flax_nnx_state_is_split_saved_and_merged_again(tmp_path: Path) -> None:
             lambda t: t["params"].update(w=jnp.zeros((300, 400), jnp.int32)),
             r"float32\[300, 400\] in step 0, int32\[300, 400\] in the t",
         ),
-        (lambda t: t["params"].update(more=jnp.zeros(1)), "leaf 'params/more' of the target is not in step 0"),
+        (
+            lambda t: t["params"].update(more=jnp.zeros(1)),
+            "leaf 'params/more' of the target is not in step 0",
+        ),
         (lambda t: t["params"].pop("b"), "leaf 'params/b' of step 0 is not in the target"),
-        (lambda t: t.update(step=jnp.zeros(2, jnp.int32)), r"leaf 'step' is 0 in step 0, int32\[2\] in the target"),
+        (
+            lambda t: t.update(step=jnp.zeros(2, jnp.int32)),
+            r"leaf 'step' is 0 in step 0, int32\[2\] in the target",
+        ),
         (lambda t: t.update(name="x"), "leaf 'name' of the target is not in step 0"),
         (lambda t: t.pop("step"), "leaf 'step' of step 0 is not in the target"),
         (lambda t: t["params"].update(b=None), "leaf 'params/b' of the target is not in step 0"),
     ],
 )
-def test_a_target_that_does_not_match_is_refused_naming_leaf_and_both_values(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_target_that_does_not_match_is_refused_naming_leaf_and_both_values(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
         target = small_state(0)
@@ -1148,20 +1334,43 @@ def test_a_number_and_an_array_of_one_number_are_targets_for_each_other(tmp_path
             "d": np.zeros((), np.float32),
         }
         restored = mngr.restore(0, args=DeltaRestoreArgs(abstract))
-        assert_same(restored, {"a": jnp.int32(3), "b": jnp.int32(4), "c": np.int64(5), "d": np.array(2.5, np.float32)})
+        assert_same(
+            restored,
+            {
+                "a": jnp.int32(3),
+                "b": jnp.int32(4),
+                "c": np.int64(5),
+                "d": np.array(2.5, np.float32),
+            },
+        )
         save(mngr, 1, {"a": 300, "b": 0.1})
-        with pytest.raises(TreeMismatch, match=r"leaf 'a' is 300 in step 1, int8\[\] in the target"):
+        with pytest.raises(
+            TreeMismatch, match=r"leaf 'a' is 300 in step 1, int8\[\] in the target"
+        ):
             mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.int8(0), "b": 0.0}))
-        with pytest.raises(TreeMismatch, match=r"leaf 'a' is 300 in step 1, float32\[\] in the target"):
+        with pytest.raises(
+            TreeMismatch, match=r"leaf 'a' is 300 in step 1, float32\[\] in the target"
+        ):
             mngr.restore(1, args=DeltaRestoreArgs({"a": jnp.float32(0), "b": 0.0}))
-        with pytest.raises(TreeMismatch, match=r"leaf 'b' is 0\.1 in step 1, float32\[\] in the target"):
+        with pytest.raises(
+            TreeMismatch, match=r"leaf 'b' is 0\.1 in step 1, float32\[\] in the target"
+        ):
             mngr.restore(1, args=DeltaRestoreArgs({"a": 0, "b": jnp.float32(0)}))
 
 
 def test_a_target_says_whether_a_leaf_comes_back_as_jax_numpy_or_key(tmp_path: Path) -> None:
     key = jax.random.key(5)
     with manager(tmp_path) as mngr:
-        save(mngr, 0, {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32), "key": key, "raw": jax.random.key_data(key)})
+        save(
+            mngr,
+            0,
+            {
+                "a": jnp.arange(3),
+                "b": np.arange(3, dtype=np.int32),
+                "key": key,
+                "raw": jax.random.key_data(key),
+            },
+        )
         target = {
             "a": np.zeros(3, np.int32),
             "b": jax.ShapeDtypeStruct((3,), jnp.int32),
@@ -1169,14 +1378,22 @@ def test_a_target_says_whether_a_leaf_comes_back_as_jax_numpy_or_key(tmp_path: P
             "raw": jax.eval_shape(lambda: key),
         }
         restored = mngr.restore(0, args=DeltaRestoreArgs(target))
-        expected = {"a": np.arange(3, dtype=np.int32), "b": jnp.arange(3), "key": jax.random.key_data(key), "raw": key}
+        expected = {
+            "a": np.arange(3, dtype=np.int32),
+            "b": jnp.arange(3),
+            "key": jax.random.key_data(key),
+            "raw": key,
+        }
         assert_same(restored, expected)
 
 
 def test_a_key_of_another_implementation_is_refused(tmp_path: Path) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, {"key": jax.random.key(0, impl="rbg")})
-        with pytest.raises(TreeMismatch, match=r"leaf 'key' is a jax\.key:rbg in step 0, a jax\.key:unsafe_rbg in the target"):
+        with pytest.raises(
+            TreeMismatch,
+            match=r"leaf 'key' is a jax\.key:rbg in step 0, a jax\.key:unsafe_rbg in the target",
+        ):
             mngr.restore(0, args=DeltaRestoreArgs({"key": jax.random.key(0, impl="unsafe_rbg")}))
 
 
@@ -1194,7 +1411,13 @@ def test_a_sharded_array_is_restored_under_any_other_sharding_and_as_numpy(tmp_p
         save(mngr, 0, tree)
         plain = mngr.restore(0)
         assert all(array.sharding.device_set == {jax.devices()[0]} for array in plain.values())
-        for wanted in (sharded("x"), sharded(None, "x"), sharded("y", "x", shape=(2, 2)), sharded(), jax.devices()[2]):
+        for wanted in (
+            sharded("x"),
+            sharded(None, "x"),
+            sharded("y", "x", shape=(2, 2)),
+            sharded(),
+            jax.devices()[2],
+        ):
             arrays_only = [path for path in tree if path != "keys"]
             some = mngr.restore(0, args=DeltaRestoreArgs(leaves=arrays_only, shardings=wanted))
             for path, array in some.items():
@@ -1207,7 +1430,9 @@ def test_a_sharded_array_is_restored_under_any_other_sharding_and_as_numpy(tmp_p
         for path, array in same.items():
             assert array.sharding.is_equivalent_to(tree[path].sharding, array.ndim), path
             assert bits(array) == bits(tree[path])
-        turned = mngr.restore(0, args=DeltaRestoreArgs(tree, shardings={"rows": sharded(None, "x")}))
+        turned = mngr.restore(
+            0, args=DeltaRestoreArgs(tree, shardings={"rows": sharded(None, "x")})
+        )
         assert turned["rows"].sharding.is_equivalent_to(sharded(None, "x"), 2)
         assert turned["columns"].sharding.is_equivalent_to(tree["columns"].sharding, 2)
     assert bits(deltacheck.open(tmp_path).restore()["both"]) == bits(whole)
@@ -1221,7 +1446,9 @@ def test_a_chain_goes_on_over_a_change_of_sharding(tmp_path: Path) -> None:
         save(mngr, 1, {"w": jax.device_put(changed, sharded(None, "x"))})
         assert is_delta(tmp_path, 1)
         save(mngr, 2, {"w": changed})
-        assert len(deltacheck.open(tmp_path).manifest(2).segments) == 2, "nothing changed but where it lies"
+        assert len(deltacheck.open(tmp_path).manifest(2).segments) == 2, (
+            "nothing changed but where it lies"
+        )
         assert_same(mngr.restore(1), {"w": changed})
 
 
@@ -1238,8 +1465,13 @@ def test_some_leaves_can_be_restored_alone(tmp_path: Path) -> None:
     state = small_state(4)
     with manager(tmp_path) as mngr:
         save(mngr, 4, state)
-        assert_same(mngr.restore(4, args=DeltaRestoreArgs(leaves=["params/b"])), {"params/b": state["params"]["b"]})
-        with pytest.raises(StepNotFound, match=r"step 4 has no leaf 'params/c'; near it: 'params/b'"):
+        assert_same(
+            mngr.restore(4, args=DeltaRestoreArgs(leaves=["params/b"])),
+            {"params/b": state["params"]["b"]},
+        )
+        with pytest.raises(
+            StepNotFound, match=r"step 4 has no leaf 'params/c'; near it: 'params/b'"
+        ):
             mngr.restore(4, args=DeltaRestoreArgs(leaves=["params/c"]))
         with pytest.raises(ValueError, match="not both"):
             mngr.restore(4, args=DeltaRestoreArgs(state, leaves=["params/b"]))
@@ -1247,7 +1479,7 @@ def test_some_leaves_can_be_restored_alone(tmp_path: Path) -> None:
             mngr.restore(4, args=DeltaRestoreArgs(max_bytes=1000))
 
 
-# --- several items, and neighbours ----------------------------------------------------------------------------------------------------
+# --- several items, and neighbours ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("instances", ["one", "two"])
@@ -1263,7 +1495,10 @@ def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: s
         mngr = ocp.CheckpointManager(tmp_path, handler_registry=registry)
     with mngr:
         for step in range(3):
-            items = {"policy": DeltaSaveArgs(small_state(step)), "log": ocp.args.JsonSave({"step": step})}
+            items = {
+                "policy": DeltaSaveArgs(small_state(step)),
+                "log": ocp.args.JsonSave({"step": step}),
+            }
             if step != 1:
                 items["reference"] = DeltaSaveArgs(small_state(100 + step))
             mngr.save(step, args=ocp.args.Composite(**items))
@@ -1271,27 +1506,40 @@ def test_two_items_of_one_manager_have_a_chain_each(tmp_path: Path, instances: s
         mngr.delete(0)
         mngr.save(3, args=ocp.args.Composite(policy=DeltaSaveArgs(small_state(3))))
         mngr.wait_until_finished()
-        restored = mngr.restore(2, args=ocp.args.Composite(policy=DeltaRestoreArgs(), reference=DeltaRestoreArgs()))
+        restored = mngr.restore(
+            2, args=ocp.args.Composite(policy=DeltaRestoreArgs(), reference=DeltaRestoreArgs())
+        )
         assert_same(restored.policy, small_state(2))
         assert_same(restored.reference, small_state(102))
         assert mngr.item_metadata(2).policy["step"] == 2
         assert mngr.restore(1).policy["step"] == 1
-    policy, reference = deltacheck.open(tmp_path, item="policy"), deltacheck.open(tmp_path, item="reference")
+    policy, reference = (
+        deltacheck.open(tmp_path, item="policy"),
+        deltacheck.open(tmp_path, item="reference"),
+    )
     assert (policy.steps(), reference.steps()) == ([1, 2, 3], [2])
     assert policy.verify(deep=True) == reference.verify(deep=True) == []
     assert len(policy.manifest(3).segments) == 4
     assert len(reference.manifest(2).segments) == 2
-    seqs = [found.manifest(step).seq for found, steps in ((policy, (1, 2, 3)), (reference, (2,))) for step in steps]
+    seqs = [
+        found.manifest(step).seq
+        for found, steps in ((policy, (1, 2, 3)), (reference, (2,)))
+        for step in steps
+    ]
     assert len(set(seqs)) == 4
     with pytest.raises(StepNotFound, match="has the items policy, reference"):
         deltacheck.open(tmp_path).manifest(2)
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_an_item_that_is_saved_seldom_keeps_its_base_when_all_its_steps_are_gone(tmp_path: Path, restored: bool) -> None:
+def test_an_item_that_is_saved_seldom_keeps_its_base_when_all_its_steps_are_gone(
+    tmp_path: Path, restored: bool
+) -> None:
     def both(step: int) -> Any:
         items = {"often": DeltaSaveArgs(small_state(step))}
-        return ocp.args.Composite(**items, **({"seldom": DeltaSaveArgs(small_state(step))} if step in (0, 4) else {}))
+        return ocp.args.Composite(
+            **items, **({"seldom": DeltaSaveArgs(small_state(step))} if step in (0, 4) else {})
+        )
 
     mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
     for step in range(6):
@@ -1299,7 +1547,9 @@ def test_an_item_that_is_saved_seldom_keeps_its_base_when_all_its_steps_are_gone
         if step == 0 and restored:
             mngr.close()
             mngr = manager(tmp_path, Options(max_to_keep=1), grace_seconds=0)
-            mngr.restore(0, args=ocp.args.Composite(seldom=DeltaRestoreArgs(), often=DeltaRestoreArgs()))
+            mngr.restore(
+                0, args=ocp.args.Composite(seldom=DeltaRestoreArgs(), often=DeltaRestoreArgs())
+            )
         if step == 4:
             mngr.wait_until_finished()
             assert len(deltacheck.open(tmp_path, item="seldom").manifest(4).segments) == 2
@@ -1357,7 +1607,9 @@ def test_a_step_is_read_without_any_framework(tmp_path: Path) -> None:
     assert bits(np.load(tmp_path / "w.npy")) == bits(state["params"]["w"])
 
 
-def test_unfinished_steps_of_killed_runs_do_not_disturb_and_orbax_removes_them(tmp_path: Path) -> None:
+def test_unfinished_steps_of_killed_runs_do_not_disturb_and_orbax_removes_them(
+    tmp_path: Path,
+) -> None:
     with manager(tmp_path) as mngr:
         save(mngr, 0, small_state(0))
     left = tmp_path / "1.orbax-checkpoint-tmp" / "default.orbax-checkpoint-tmp"
@@ -1371,12 +1623,16 @@ def test_unfinished_steps_of_killed_runs_do_not_disturb_and_orbax_removes_them(t
     assert_same(load(tmp_path, 0), small_state(0))
 
 
-def test_steps_written_in_place_form_a_chain_and_orbaxs_clean_up_spares_the_store(tmp_path: Path) -> None:
+def test_steps_written_in_place_form_a_chain_and_orbaxs_clean_up_spares_the_store(
+    tmp_path: Path,
+) -> None:
     if not hasattr(ocp.options, "AtomicityMode"):
         pytest.skip("this Orbax has no public option for it")
     atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     for first in (0, 2):
-        with manager(tmp_path, Options(atomicity_options=atomicity, cleanup_tmp_directories=True)) as mngr:
+        with manager(
+            tmp_path, Options(atomicity_options=atomicity, cleanup_tmp_directories=True)
+        ) as mngr:
             for step in (first, first + 1):
                 save(mngr, step, small_state(step))
         assert is_delta(tmp_path, first + 1)
@@ -1384,9 +1640,18 @@ def test_steps_written_in_place_form_a_chain_and_orbaxs_clean_up_spares_the_stor
     assert deltacheck.open(tmp_path).verify(deep=True) == []
 
 
-def test_a_handler_logs_nothing_while_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="deltacheck"), manager(tmp_path, grace_seconds=0) as mngr:
+def test_a_handler_logs_nothing_while_all_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="deltacheck"),
+        manager(tmp_path, grace_seconds=0) as mngr,
+    ):
         for step in range(3):
             save(mngr, step, small_state(step))
         mngr.restore(2)
-    assert [record for record in caplog.records if record.name == "deltacheck" and "NumPy codec" not in record.message] == []
+    assert [
+        record
+        for record in caplog.records
+        if record.name == "deltacheck" and "NumPy codec" not in record.message
+    ] == []

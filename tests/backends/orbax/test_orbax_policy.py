@@ -28,9 +28,15 @@ def train(state: dict[str, Any], key: jax.Array, steps: int) -> dict[str, Any]:
         leaves, shape = jax.tree.flatten(state["master"])
         keys = jax.random.split(key, len(leaves))
         noise = [0.1 + jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        updates, opt = optimizer.update(jax.tree.unflatten(shape, noise), state["opt_state"], state["master"])
+        updates, opt = optimizer.update(
+            jax.tree.unflatten(shape, noise), state["opt_state"], state["master"]
+        )
         master = optax.apply_updates(state["master"], updates)
-        return {"params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), master), "master": master, "opt_state": opt}
+        return {
+            "params": jax.tree.map(lambda x: x.astype(jnp.bfloat16), master),
+            "master": master,
+            "opt_state": opt,
+        }
 
     for k in jax.random.split(key, steps):
         state = step(state, k)
@@ -39,7 +45,10 @@ def train(state: dict[str, Any], key: jax.Array, steps: int) -> dict[str, Any]:
 
 def fresh() -> dict[str, Any]:
     random = np.random.default_rng(0)
-    master = {n: {"kernel": jnp.asarray(random.normal(0, 0.02, (64, 80)), jnp.float32)} for n in ("a", "b")}
+    master = {
+        n: {"kernel": jnp.asarray(random.normal(0, 0.02, (64, 80)), jnp.float32)}
+        for n in ("a", "b")
+    }
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), master)
     return {"params": params, "master": master, "opt_state": optax.adamw(RATE).init(master)}
 
@@ -51,7 +60,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]
     states: dict[int, Any] = {}
     state = fresh()
     policy = Policy.model_exact(betas=(0.9, 0.999))
-    with backend.manager(root, ocp.CheckpointManagerOptions(max_to_keep=None), policy=policy) as manager:
+    with backend.manager(
+        root, ocp.CheckpointManagerOptions(max_to_keep=None), policy=policy
+    ) as manager:
         for number in range(20):
             state = train(state, jax.random.key(number), 10)
             states[10 * (number + 1)] = jax.tree.map(np.asarray, state)
@@ -61,16 +72,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]
     return root, states
 
 
-def test_a_jax_run_becomes_stable_and_its_weights_stay_exact(run: tuple[Path, dict[int, Any]]) -> None:
+def test_a_jax_run_becomes_stable_and_its_weights_stay_exact(
+    run: tuple[Path, dict[int, Any]],
+) -> None:
     root, states = run
     opened = deltacheck.open(root)
     manifest = opened.manifest()
     assert manifest.stage == "stable"
     assert manifest.contract == "reused"
     found = opened.restore()
-    assert all(np.array_equal(found["params"][n]["kernel"], states[200]["params"][n]["kernel"]) for n in "ab")
+    assert all(
+        np.array_equal(found["params"][n]["kernel"], states[200]["params"][n]["kernel"])
+        for n in "ab"
+    )
     for n in "ab":
-        assert np.abs(found["master"][n]["kernel"] - states[200]["master"][n]["kernel"]).max() <= 32 * RATE
+        assert (
+            np.abs(found["master"][n]["kernel"] - states[200]["master"][n]["kernel"]).max()
+            <= 32 * RATE
+        )
     assert manifest.contracts["opt_state/0/nu/a/kernel"].measured <= 0.35
 
 
@@ -83,13 +102,19 @@ def test_a_manager_restores_what_every_reader_restores(run: tuple[Path, dict[int
     plain = deltacheck.open(root).restore(200)
     torch_state = load_as_torch(root, 200)
     for n in "ab":
-        np.testing.assert_array_equal(np.asarray(found["master"][n]["kernel"]), plain["master"][n]["kernel"])
-        np.testing.assert_array_equal(torch_state["master"][n]["kernel"].numpy(), plain["master"][n]["kernel"])
+        np.testing.assert_array_equal(
+            np.asarray(found["master"][n]["kernel"]), plain["master"][n]["kernel"]
+        )
+        np.testing.assert_array_equal(
+            torch_state["master"][n]["kernel"].numpy(), plain["master"][n]["kernel"]
+        )
 
 
 def test_without_a_learning_rate_masters_stay_exact(tmp_path: Path) -> None:
     state = fresh()
-    with backend.manager(tmp_path / "root", policy=Policy.model_exact(betas=(0.9, 0.999), moments="dropped")) as manager:
+    with backend.manager(
+        tmp_path / "root", policy=Policy.model_exact(betas=(0.9, 0.999), moments="dropped")
+    ) as manager:
         for number in range(18):
             state = train(state, jax.random.key(number), 10)
             manager.save(number, args=backend.DeltaSaveArgs(state))

@@ -1,4 +1,6 @@
-"""Parts of the Orbax handler for several processes that one process can test: what it says to the others, and its tiles. See ``tests/ranks``."""
+"""Parts of the Orbax handler for several processes that one process can test: what it says to the
+others, and its tiles. See ``tests/ranks``.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,20 @@ class Store:
 
     def key_value_delete(self, key: str) -> None:
         with self._changed:
-            self.kept = {name: value for name, value in self.kept.items() if name != key and not name.startswith(f"{key}/")}
+            self.kept = {
+                name: value
+                for name, value in self.kept.items()
+                if name != key and not name.startswith(f"{key}/")
+            }
 
 
-def in_each(size: int, store: Any, talk: Callable[[StoreChannel], Any], timeout_seconds: float = 30.0) -> list[Any]:
-    channels = [StoreChannel("deltacheck/x/0/begin", rank, size, store, timeout_seconds) for rank in range(size)]
+def in_each(
+    size: int, store: Any, talk: Callable[[StoreChannel], Any], timeout_seconds: float = 30.0
+) -> list[Any]:
+    channels = [
+        StoreChannel("deltacheck/x/0/begin", rank, size, store, timeout_seconds)
+        for rank in range(size)
+    ]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(talk, channels))
 
@@ -108,9 +119,15 @@ def test_tiles_are_cut_from_the_shards_that_hold_them() -> None:
         "host": values[:, 0],
     }
     flat = tree.flatten(state, leaves.describe, leaves.expand)
-    held = {path: [tuple((s.start, s.stop) for s in box) for box in one.boxes] for path, one in pieces.held(flat).items()}
+    held = {
+        path: [tuple((s.start, s.stop) for s in box) for box in one.boxes]
+        for path, one in pieces.held(flat).items()
+    }
     assert held["cut"] == [((0, 4), (0, 3)), ((0, 4), (3, 6)), ((4, 8), (0, 3)), ((4, 8), (3, 6))]
-    assert held["alike"] == [((0, 8), (0, 3)), ((0, 8), (3, 6))]  # each once, whichever devices have it
+    assert held["alike"] == [
+        ((0, 8), (0, 3)),
+        ((0, 8), (3, 6)),
+    ]  # each once, whichever devices have it
     assert held["keys"] == [((0, 2), (0, 2)), ((2, 4), (0, 2))]
     assert held["host"] == [((0, 8),)]
     own = {

@@ -1,4 +1,6 @@
-"""DCP storage in one process: names, objects, cached plans, failures. On several ranks: ``tests/ranks/test_dcp.py``."""
+"""DCP storage in one process: names, objects, cached plans, failures. On several ranks:
+``tests/ranks/test_dcp.py``.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ def root(tmp_path: Path) -> Iterator[Path]:
 def state() -> dict[str, Any]:
     made = torch.Generator().manual_seed(2)
     return {
-        "model": {"layers.0/w": torch.randn(300, 400, generator=made), "b": torch.randn(7, generator=made).bfloat16()},
-        "optimizer": {"state": {0: {"m": torch.randn(10, generator=made)}}, "groups": [{"lr": 0.1}, torch.ones(2)]},
+        "model": {
+            "layers.0/w": torch.randn(300, 400, generator=made),
+            "b": torch.randn(7, generator=made).bfloat16(),
+        },
+        "optimizer": {
+            "state": {0: {"m": torch.randn(10, generator=made)}},
+            "groups": [{"lr": 0.1}, torch.ones(2)],
+        },
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(2.5),
         "step": 4,
@@ -73,13 +81,20 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return type(one) is type(other) and (
-        len(one) == len(other) and all(map(same, one, other)) if isinstance(one, list) else bool(one == other)
+        len(one) == len(other) and all(map(same, one, other))
+        if isinstance(one, list)
+        else bool(one == other)
     )
 
 
 def save(what: Any, step: int, root: Path, **options: Any) -> None:
     planner = options.pop("planner", None)
-    dcp.save(what, checkpoint_id=step, storage_writer=DeltaStorageWriter(root, **options), planner=planner)
+    dcp.save(
+        what,
+        checkpoint_id=step,
+        storage_writer=DeltaStorageWriter(root, **options),
+        planner=planner,
+    )
 
 
 def load(root: Path, into: Any = None, step: int | str | None = None, **options: Any) -> Any:
@@ -105,8 +120,14 @@ def test_a_state_comes_back_bit_for_bit_and_a_second_save_is_its_changes(root: P
     assert same(load(root, step=1), expected)
     opened = deltacheck.open(root)
     assert opened.verify(deep=True) == []
-    assert np.array_equal(opened.restore()["model"]["layers.0/w"], one["model"]["layers.0/w"].numpy())
-    assert list(array_paths(opened.manifest().tree))[:3] == ["model/layers.0%2Fw", "model/b", "optimizer/state/%30/m"]
+    assert np.array_equal(
+        opened.restore()["model"]["layers.0/w"], one["model"]["layers.0/w"].numpy()
+    )
+    assert list(array_paths(opened.manifest().tree))[:3] == [
+        "model/layers.0%2Fw",
+        "model/b",
+        "optimizer/state/%30/m",
+    ]
 
 
 def test_a_state_can_be_loaded_without_knowing_what_is_in_it(root: Path) -> None:
@@ -140,10 +161,14 @@ def _run() -> str:
     return "it ran"
 
 
-def test_an_object_that_would_run_code_is_refused_by_name_unless_pickle_is_allowed(root: Path) -> None:
+def test_an_object_that_would_run_code_is_refused_by_name_unless_pickle_is_allowed(
+    root: Path,
+) -> None:
     Evil.ran = False
     save({"w": torch.ones(3), "evil": Evil()}, 7, root)
-    with pytest.raises(CheckpointException, match=r"'evil' of step 7 is an object(.|\n)*allow_pickle=True") as caught:
+    with pytest.raises(
+        CheckpointException, match=r"'evil' of step 7 is an object(.|\n)*allow_pickle=True"
+    ) as caught:
         load(root, {"w": torch.zeros(3), "evil": 0})
     assert isinstance(caught.value.failures[0][0], UnsupportedLeaf)
     assert not Evil.ran
@@ -172,7 +197,9 @@ def test_what_the_planner_unpickles_was_pickled_in_this_process(root: Path) -> N
 
 
 def test_cached_plans_are_used_for_the_saves_that_they_are_for(root: Path, tmp_path: Path) -> None:
-    caches = [getattr(SavePlanner, name) for name in vars(SavePlanner) if name.startswith("_cached_")]
+    caches = [
+        getattr(SavePlanner, name) for name in vars(SavePlanner) if name.startswith("_cached_")
+    ]
     try:
         one = state()
         for step in (1, 2, 3):
@@ -181,7 +208,9 @@ def test_cached_plans_are_used_for_the_saves_that_they_are_for(root: Path, tmp_p
             save(one, step, root, planner=DefaultSavePlanner(enable_plan_caching=True))
             assert same(load(root), one)
         other = tmp_path / "other"
-        with pytest.raises(CheckpointException, match=r"not of this root(.|\n)*enable_plan_caching"):
+        with pytest.raises(
+            CheckpointException, match=r"not of this root(.|\n)*enable_plan_caching"
+        ):
             save(one, 1, other, planner=DefaultSavePlanner(enable_plan_caching=True))
         assert deltacheck.open(other).steps() == []
         DeltaStorageWriter(other).close()
@@ -209,8 +238,12 @@ def test_a_save_that_was_not_committed_is_no_base_of_the_next(root: Path) -> Non
     save(one, 3, root)
     assert same(load(root), one)
     opened = deltacheck.open(root)
-    assert not {ref.id for ref in opened.manifest(3).segments} & {ref.id for ref in opened.manifest(1).segments}
-    assert len({path.name for path in (root / "segments").iterdir() if path.is_dir()}) == 3  # the one of step 2 is nobody's
+    assert not {ref.id for ref in opened.manifest(3).segments} & {
+        ref.id for ref in opened.manifest(1).segments
+    }
+    assert (
+        len({path.name for path in (root / "segments").iterdir() if path.is_dir()}) == 3
+    )  # the one of step 2 is nobody's
     assert len(opened.manifest(3).segments) == 1
 
 
@@ -257,7 +290,14 @@ def test_a_process_that_resumes_goes_on_with_deltas_where_it_says_so(root: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [(0, 0), (12, 12), ("step-1200", 1200), ("run/iter_0000070/", 70), (Path("a") / "checkpoint_3", 3)]
+    ("name", "step"),
+    [
+        (0, 0),
+        (12, 12),
+        ("step-1200", 1200),
+        ("run/iter_0000070/", 70),
+        (Path("a") / "checkpoint_3", 3),
+    ],
 )
 def test_a_checkpoint_id_names_a_step_by_its_number(name: Any, step: int) -> None:
     assert storage.names.step_of(name) == step
@@ -281,14 +321,18 @@ def test_a_save_without_a_step_says_how_to_name_one(root: Path) -> None:
 def test_a_tensor_of_another_type_is_refused_and_not_rounded(root: Path) -> None:
     save({"w": torch.ones(3)}, 2, root)
     with pytest.raises(
-        CheckpointException, match=r"leaf 'w' is torch.float32\[3\] in step 2, torch.float16\[3\] in the target"
+        CheckpointException,
+        match=r"leaf 'w' is torch.float32\[3\] in step 2, torch.float16\[3\] in the target",
     ):
         load(root, {"w": torch.zeros(3, dtype=torch.float16)})
 
 
 def test_damage_names_step_and_leaf(root: Path) -> None:
     save({"w": torch.randn(5000)}, 1, root)
-    data = max((path for path in (root / "segments").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = max(
+        (path for path in (root / "segments").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(content)
@@ -296,7 +340,9 @@ def test_damage_names_step_and_leaf(root: Path) -> None:
         load(root, {"w": torch.zeros(5000)})
 
 
-def test_a_root_of_an_engine_is_read_by_dcp_and_one_of_dcp_by_an_engine(root: Path, tmp_path: Path) -> None:
+def test_a_root_of_an_engine_is_read_by_dcp_and_one_of_dcp_by_an_engine(
+    root: Path, tmp_path: Path
+) -> None:
     held = {
         "model": {"0.weight": torch.randn(4, 3)},
         "step": 3,
@@ -306,7 +352,13 @@ def test_a_root_of_an_engine_is_read_by_dcp_and_one_of_dcp_by_an_engine(root: Pa
     }
     with Engine(tmp_path / "engine") as engine:
         engine.save(3, held).result()
-    target = {"model": {"0.weight": torch.zeros(4, 3)}, "step": 0, "betas": [], "rng": 0, "state": [torch.zeros(2), 0]}
+    target = {
+        "model": {"0.weight": torch.zeros(4, 3)},
+        "step": 0,
+        "betas": [],
+        "rng": 0,
+        "state": [torch.zeros(2), 0],
+    }
     load(tmp_path / "engine", target)
     assert torch.equal(target["model"]["0.weight"], held["model"]["0.weight"])
     assert (target["step"], target["betas"], target["state"][1]) == (3, [0.9, 0.99], 7)
@@ -318,7 +370,9 @@ def test_a_root_of_an_engine_is_read_by_dcp_and_one_of_dcp_by_an_engine(root: Pa
         assert torch.equal(engine.restore()["model"]["0.weight"], held["model"]["0.weight"])
 
 
-def test_only_the_chunks_that_an_item_needs_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_chunks_that_an_item_needs_are_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save({"w": torch.randn(2000, 512)}, 1, root)
     reader = DeltaStorageReader(root)
     metadata = reader.read_metadata()

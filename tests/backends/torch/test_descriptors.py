@@ -1,4 +1,6 @@
-"""Megatron-style descriptors as leaves: by their keys, and back. On several ranks: ``tests/ranks/test_megatron.py``."""
+"""Megatron-style descriptors as leaves: by their keys, and back. On several ranks:
+``tests/ranks/test_megatron.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from deltacheck.backends.torch.state.shards import Shard, Shards
 from deltacheck.errors import UnsupportedLeaf
 
 
-def tensor(key: str, data: Any, shape: tuple[int, ...], offset: tuple[int, ...], **more: Any) -> Any:
+def tensor(
+    key: str, data: Any, shape: tuple[int, ...], offset: tuple[int, ...], **more: Any
+) -> Any:
     fields = {"replica_id": 0, "prepend_axis_num": 0, **more}
     return SimpleNamespace(key=key, data=data, global_shape=shape, global_offset=offset, **fields)
 
@@ -41,9 +45,13 @@ def test_layers_that_a_stage_numbers_for_itself_become_parts_of_one_leaf() -> No
     assert found["sharded"].keys() == {"layers", "w", "rng/shard_0_1"}
     assert found["sharded"]["rng/shard_0_1"] == b"abc"
     pieces = list(shards.pieces(found["sharded"]["layers"]))
-    assert [piece.box for piece in pieces] == [(slice(i, i + 1), slice(0, 2), slice(0, 3)) for i in (2, 3)]
+    assert [piece.box for piece in pieces] == [
+        (slice(i, i + 1), slice(0, 2), slice(0, 3)) for i in (2, 3)
+    ]
     assert isinstance(pieces[0].values, torch.Tensor)
-    assert pieces[0].values.data_ptr() == first.data_ptr()  # what is restored into it is in the model
+    assert (
+        pieces[0].values.data_ptr() == first.data_ptr()
+    )  # what is restored into it is in the model
 
 
 def test_a_state_without_descriptors_is_left_as_it_is() -> None:
@@ -66,8 +74,12 @@ def test_what_was_restored_goes_back_to_the_places_of_the_target() -> None:
     assert text.data == "said"
 
 
-@pytest.mark.parametrize(("replica_id", "saved"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 0, 2), False)])
-def test_of_objects_the_main_replica_is_saved_and_every_replica_restored(replica_id: object, saved: bool) -> None:
+@pytest.mark.parametrize(
+    ("replica_id", "saved"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 0, 2), False)]
+)
+def test_of_objects_the_main_replica_is_saved_and_every_replica_restored(
+    replica_id: object, saved: bool
+) -> None:
     state = {"rng": thing("rng", "x", replica_id), "n": 1}
     found: Any = descriptors.by_key(state)
     assert found["sharded"] == ({"rng/shard_0_1": "x"} if saved else {})
@@ -79,9 +91,15 @@ def test_of_objects_the_main_replica_is_saved_and_every_replica_restored(replica
     ("value", "why"),
     [
         (tensor("k", None, (4,), (0,)), "'k' has no tensor as its data; call init_data first"),
-        (tensor("k", torch.ones(2), (4,), (0,), flattened_range=slice(0, 2)), "'k' is a range of a flattened tensor"),
+        (
+            tensor("k", torch.ones(2), (4,), (0,), flattened_range=slice(0, 2)),
+            "'k' is a range of a flattened tensor",
+        ),
         (tensor("k", torch.ones(2), (4,), (3,)), "'k': a shard of shape"),
-        (SimpleNamespace(key="k", build_fn=print, merge_fn=print), "'k' is a factory of shards; call apply_factories"),
+        (
+            SimpleNamespace(key="k", build_fn=print, merge_fn=print),
+            "'k' is a factory of shards; call apply_factories",
+        ),
     ],
 )
 def test_what_is_no_part_of_a_leaf_is_refused_by_its_key(value: Any, why: str) -> None:
@@ -90,7 +108,10 @@ def test_what_is_no_part_of_a_leaf_is_refused_by_its_key(value: Any, why: str) -
 
 
 def test_parts_of_one_leaf_agree_on_its_type_and_shape() -> None:
-    state = {"a": tensor("k", torch.ones(2), (4,), (0,)), "b": tensor("k", torch.ones(2).half(), (4,), (2,))}
+    state = {
+        "a": tensor("k", torch.ones(2), (4,), (0,)),
+        "b": tensor("k", torch.ones(2).half(), (4,), (2,)),
+    }
     with pytest.raises(UnsupportedLeaf, match="'k': parts of one leaf have one dtype"):
         descriptors.by_key(state)
     with pytest.raises(ValueError, match="one dtype and one global shape"):

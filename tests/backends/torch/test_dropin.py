@@ -27,7 +27,11 @@ def _released() -> Iterator[None]:
 
 def state(step: int) -> dict[str, Any]:
     frozen = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
-    return {"model": {"frozen": frozen, "head": torch.full((64,), float(step))}, "step": step, "name": "run"}
+    return {
+        "model": {"frozen": frozen, "head": torch.full((64,), float(step))},
+        "step": step,
+        "name": "run",
+    }
 
 
 def stored_bytes(folder: Path) -> int:
@@ -37,10 +41,15 @@ def stored_bytes(folder: Path) -> int:
 def test_what_is_saved_to_a_path_is_loaded_from_it(tmp_path: Path) -> None:
     drop_in.save(state(1), tmp_path / "last.pt")
     assert_same(state(1), drop_in.load(tmp_path / "last.pt"))
-    assert_same(state(1), drop_in.load(str(tmp_path / "last.pt"), map_location="cpu", weights_only=True, mmap=True))
+    assert_same(
+        state(1),
+        drop_in.load(str(tmp_path / "last.pt"), map_location="cpu", weights_only=True, mmap=True),
+    )
 
 
-def test_the_same_path_takes_a_new_step_and_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_the_same_path_takes_a_new_step_and_what_did_not_change_is_not_written_again(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "last.pt"
     drop_in.save(state(1), path)
     first = stored_bytes(tmp_path)
@@ -57,7 +66,9 @@ def test_names_that_differ_in_their_last_number_share_a_root(tmp_path: Path) -> 
     for step in (100, 200, 300):
         drop_in.save(state(step), tmp_path / f"v2-ckpt_{step}.pt")
     assert deltacheck.open(tmp_path / "v2-ckpt_#.pt.deltacheck").steps() == [100, 200, 300]
-    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"v2-ckpt_{s}.pt" for s in (100, 200, 300)]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == [
+        f"v2-ckpt_{s}.pt" for s in (100, 200, 300)
+    ]
     for step in (100, 200, 300):
         assert_same(state(step), drop_in.load(tmp_path / f"v2-ckpt_{step}.pt"))
 
@@ -94,7 +105,9 @@ def test_a_step_that_is_saved_again_is_what_its_file_shows(tmp_path: Path) -> No
 def test_keep_last_deletes_older_steps_and_their_files_say_so(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         drop_in.save(state(step), tmp_path / f"ckpt_{step}.pt", keep_last=2)
-    with pytest.raises(errors.StepNotFound, match=r"step 1 .* not there any more.*Steps that it has: 2, 3"):
+    with pytest.raises(
+        errors.StepNotFound, match=r"step 1 .* not there any more.*Steps that it has: 2, 3"
+    ):
         drop_in.load(tmp_path / "ckpt_1.pt")
     assert_same(state(2), drop_in.load(tmp_path / "ckpt_2.pt"))
 
@@ -135,7 +148,13 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 def test_every_form_of_map_location_is_understood_and_ties_stay_ties(tmp_path: Path) -> None:
     weight = torch.ones(4)
     drop_in.save({"a": weight, "b": weight}, tmp_path / "a.pt")
-    forms: list[Any] = [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, location: storage]
+    forms: list[Any] = [
+        None,
+        "cpu",
+        torch.device("cpu"),
+        {"cuda:0": "cpu"},
+        lambda storage, location: storage,
+    ]
     for form in forms:
         found = drop_in.load(tmp_path / "a.pt", map_location=form)
         assert found["a"] is found["b"]
@@ -152,5 +171,9 @@ def test_only_so_many_series_are_held_open(tmp_path: Path) -> None:
     assert_same({"w": torch.zeros(2)}, drop_in.load(tmp_path / "a.pt"))
 
 
-def test_the_example_writes_what_does_not_change_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forked.example("torch_save.py", tmp_path).startswith("3 checkpoints take 1.")  # the frozen layer alone takes 1.05 MB
+def test_the_example_writes_what_does_not_change_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forked.example("torch_save.py", tmp_path).startswith(
+        "3 checkpoints take 1."
+    )  # the frozen layer alone takes 1.05 MB

@@ -1,4 +1,6 @@
-"""The torch engine: what is saved is the state as of the call, and what is restored is that state, bit for bit."""
+"""The torch engine: what is saved is the state as of the call, and what is restored is that state,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.restore import resolve as restore
-from tests.support.states import TORCH_DTYPES, assert_same, bits, kinds, nudge, random_tensor, training_state
+from tests.support.states import (
+    TORCH_DTYPES,
+    assert_same,
+    bits,
+    kinds,
+    nudge,
+    random_tensor,
+    training_state,
+)
 
 
 def test_every_dtype_shape_and_layout_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -63,7 +73,9 @@ def test_nested_state_with_every_python_scalar_comes_back(tmp_path: Path) -> Non
 
 def test_module_and_optimizer_state_dicts_continue_training_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 
@@ -140,7 +152,9 @@ def test_what_did_not_change_is_not_written(tmp_path: Path) -> None:
         assert_same(state, engine.restore(2))
 
 
-def test_a_leaf_that_changes_shape_or_dtype_gets_a_keyframe_and_the_others_stay_deltas(tmp_path: Path) -> None:
+def test_a_leaf_that_changes_shape_or_dtype_gets_a_keyframe_and_the_others_stay_deltas(
+    tmp_path: Path,
+) -> None:
     state = {"grows": torch.zeros(4), "casts": torch.zeros(4), "stays": torch.zeros(4)}
     with Engine(tmp_path) as engine:
         engine.save(0, state)
@@ -151,7 +165,12 @@ def test_a_leaf_that_changes_shape_or_dtype_gets_a_keyframe_and_the_others_stay_
             "new": torch.ones(1),
         }
         handle = engine.save(1, state)
-        assert kinds(handle) == {"grows": "keyframe", "casts": "keyframe", "stays": "delta", "new": "keyframe"}
+        assert kinds(handle) == {
+            "grows": "keyframe",
+            "casts": "keyframe",
+            "stays": "delta",
+            "new": "keyframe",
+        }
         assert_same(state, engine.restore(1))
 
 
@@ -162,7 +181,9 @@ def test_a_chain_never_grows_beyond_its_limit_and_keyframes_are_staggered(tmp_pa
         for step in range(12):
             for leaf in state.values():
                 leaf += 1
-            keyframes.append(sum(kind is LeafKind.KEYFRAME for kind in kinds(engine.save(step, state)).values()))
+            keyframes.append(
+                sum(kind is LeafKind.KEYFRAME for kind in kinds(engine.save(step, state)).values())
+            )
             assert_same(state, engine.restore())
     assert keyframes[0] == 12
     assert max(keyframes[1:]) < 12
@@ -174,7 +195,9 @@ def test_a_chain_never_grows_beyond_its_limit_and_keyframes_are_staggered(tmp_pa
 def test_depth_zero_writes_keyframes_only(tmp_path: Path) -> None:
     with Engine(tmp_path, policy=Policy.exact(max_chain_depth=0)) as engine:
         for step in range(2):
-            assert kinds(engine.save(step, {"x": torch.full((3,), float(step))})) == {"x": "keyframe"}
+            assert kinds(engine.save(step, {"x": torch.full((3,), float(step))})) == {
+                "x": "keyframe"
+            }
 
 
 def test_a_new_process_continues_the_chain_of_the_step_that_it_restored(tmp_path: Path) -> None:
@@ -202,7 +225,7 @@ def test_an_engine_that_restored_nothing_starts_with_keyframes(tmp_path: Path) -
         assert set(kinds(engine.save(1, state)).values()) == {LeafKind.KEYFRAME}
 
 
-# --- capture ------------------------------------------------------------------------------------------------------------------
+# --- capture --------------------------------------------------------------------------------------
 
 
 def stepped_optimizer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
@@ -213,7 +236,9 @@ def stepped_optimizer() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
     return layer, optimizer
 
 
-def test_the_next_optimizer_step_waits_until_its_tensors_are_captured(tmp_path: Path, slow_encoder: threading.Event) -> None:
+def test_the_next_optimizer_step_waits_until_its_tensors_are_captured(
+    tmp_path: Path, slow_encoder: threading.Event
+) -> None:
     layer, optimizer = stepped_optimizer()
     with Engine(tmp_path) as engine:
         engine.guard(optimizer)
@@ -228,7 +253,9 @@ def test_the_next_optimizer_step_waits_until_its_tensors_are_captured(tmp_path: 
         assert handle.blocking_seconds > 0.2
 
 
-def test_an_optimizer_is_known_from_its_first_step_on(tmp_path: Path, slow_encoder: threading.Event) -> None:
+def test_an_optimizer_is_known_from_its_first_step_on(
+    tmp_path: Path, slow_encoder: threading.Event
+) -> None:
     layer = torch.nn.Linear(5, 5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(torch.ones(1, 5)).sum().backward()
@@ -270,7 +297,9 @@ def test_a_write_that_breaks_the_promise_of_the_guard_fails_the_save_and_not_the
         assert_same(layer.state_dict(), engine.restore(1))
 
 
-@pytest.mark.parametrize("wait", [lambda engine: engine.before_update(), lambda engine: engine.lock().__enter__()])
+@pytest.mark.parametrize(
+    "wait", [lambda engine: engine.before_update(), lambda engine: engine.lock().__enter__()]
+)
 def test_before_update_and_lock_wait_for_the_capture(
     tmp_path: Path, slow_encoder: threading.Event, wait: Callable[[Engine], None]
 ) -> None:
@@ -308,7 +337,7 @@ def test_a_tiny_host_cache_gives_the_same_checkpoint(tmp_path: Path) -> None:
     assert len(list((tmp_path / "segments" / segment / "delta").glob("[0-9]*"))) > 1
 
 
-# --- handles, back-pressure, ends ---------------------------------------------------------------------------------------------
+# --- handles, back-pressure, ends -----------------------------------------------------------------
 
 
 def test_a_handle_passes_through_its_states_in_order(tmp_path: Path) -> None:
@@ -322,7 +351,10 @@ def test_a_handle_passes_through_its_states_in_order(tmp_path: Path) -> None:
         assert report.raw_bytes == sum(leaf.raw_bytes for leaf in report.leaves)
         on_disk = sum(
             f.stat().st_size
-            for f in (*(tmp_path / "segments").rglob("s*/**/*"), *(tmp_path / "checkpoints").rglob("c*/*"))
+            for f in (
+                *(tmp_path / "segments").rglob("s*/**/*"),
+                *(tmp_path / "checkpoints").rglob("c*/*"),
+            )
             if f.is_file()
         )
         assert report.stored_bytes == on_disk
@@ -347,7 +379,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
     with Engine(tmp_path, on_busy="skip", max_pending=1) as engine:
         engine.save(0, {"x": torch.zeros(3)})
         skipped = engine.save(1, {"x": torch.ones(3)})
@@ -358,7 +392,9 @@ def test_a_save_is_skipped_while_too_many_are_under_way_if_the_user_said_so(tmp_
         assert engine.steps() == [0]
 
 
-def test_save_waits_for_room_and_the_handle_says_how_long(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_save_waits_for_room_and_the_handle_says_how_long(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
     with Engine(tmp_path, max_pending=1) as engine:
         engine.save(0, {"x": torch.zeros(3)})
         threading.Timer(0.3, slow_disk.set).start()
@@ -368,7 +404,9 @@ def test_save_waits_for_room_and_the_handle_says_how_long(tmp_path: Path, slow_d
         assert engine.steps() == [0, 1]
 
 
-def test_two_saves_may_be_under_way_and_the_later_stands_on_the_earlier(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_two_saves_may_be_under_way_and_the_later_stands_on_the_earlier(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
     state = training_state()
     with Engine(tmp_path, max_pending=2) as engine:
         engine.save(0, state)
@@ -403,7 +441,7 @@ def test_threads_and_hooks_are_gone_after_close(tmp_path: Path) -> None:
     assert threading.active_count() <= threads  # those of earlier tests may have ended since
 
 
-# --- restore ------------------------------------------------------------------------------------------------------------------
+# --- restore --------------------------------------------------------------------------------------
 
 
 def test_restore_into_fills_the_targets_own_tensors(tmp_path: Path) -> None:
@@ -423,7 +461,10 @@ def test_restore_into_fills_the_targets_own_tensors(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s.update(extra=torch.zeros(1)), r"leaf 'extra' of the target is not in step 7"),
-        (lambda s: s["model"].pop("head.bias"), r"leaf 'model/head.bias' of step 7 is not in the target"),
+        (
+            lambda s: s["model"].pop("head.bias"),
+            r"leaf 'model/head.bias' of step 7 is not in the target",
+        ),
         (
             lambda s: s["model"].update({"head.bias": torch.zeros(65)}),
             r"'model/head.bias' is float32\[64\] in step 7, float32\[65\] in the target",
@@ -460,7 +501,9 @@ def test_restored_tensors_are_the_callers_own(tmp_path: Path) -> None:
         assert_same({"x": torch.zeros(1000)}, engine.restore(0))
 
 
-@pytest.mark.parametrize("policy", [Policy.exact(), Policy.exact(derive=True)], ids=["exact", "derive"])
+@pytest.mark.parametrize(
+    "policy", [Policy.exact(), Policy.exact(derive=True)], ids=["exact", "derive"]
+)
 @pytest.mark.parametrize("by", ["engine", "load"])
 def test_no_restored_tensor_shares_memory_with_another_or_with_what_the_next_save_compares(
     tmp_path: Path, policy: Policy, by: str
@@ -468,7 +511,11 @@ def test_no_restored_tensor_shares_memory_with_another_or_with_what_the_next_sav
     master = torch.randn(600, 512)  # larger than what is read together
     state = {
         "model": {"w": master.bfloat16(), "tied": torch.zeros(3), "small": torch.randn(50, 3)},
-        "optimizer": {"state": {0: {"master": master, "exp_avg": torch.randn(600, 512), "step": torch.tensor(3.0)}}},
+        "optimizer": {
+            "state": {
+                0: {"master": master, "exp_avg": torch.randn(600, 512), "step": torch.tensor(3.0)}
+            }
+        },
         "counts": [torch.full((2000,), 7), torch.full((2000,), 7)],
         "numpy": np.arange(100_000.0),
     }
@@ -496,11 +543,22 @@ def test_memory_is_given_away_only_where_a_leaf_has_all_of_it_alone() -> None:
 
     alone, kept, block, twice = (np.zeros(10, np.uint8) for _ in range(4))
     foreign = torch.zeros(10, dtype=torch.uint8).numpy()
-    found = {"alone": alone, "kept": kept, "part": block[:9], "one": twice, "other": twice.view(), "foreign": foreign}
-    assert restore.unshared({path: loaded(data) for path, data in found.items()}, {"kept": kept.view()}) == {"alone"}
+    found = {
+        "alone": alone,
+        "kept": kept,
+        "part": block[:9],
+        "one": twice,
+        "other": twice.view(),
+        "foreign": foreign,
+    }
+    assert restore.unshared(
+        {path: loaded(data) for path, data in found.items()}, {"kept": kept.view()}
+    ) == {"alone"}
 
 
-def test_a_restore_that_would_exceed_the_budget_is_refused_before_it_allocates(tmp_path: Path) -> None:
+def test_a_restore_that_would_exceed_the_budget_is_refused_before_it_allocates(
+    tmp_path: Path,
+) -> None:
     with Engine(tmp_path) as engine:
         engine.save(0, {"x": torch.zeros(1000)})
         with pytest.raises(errors.BudgetExceeded, match=r"4000 bytes.*max_bytes=3999"):

@@ -1,4 +1,6 @@
-"""Tensors on an accelerator: the engine's device path, run on the processor by the emulator of the CUDA encoder."""
+"""Tensors on an accelerator: the engine's device path, run on the processor by the emulator of the
+CUDA encoder.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from deltacheck.leaf.spec import LeafKind
 from deltacheck.testing.codec import CASES, Case, moved, same, words
 from tests.support.states import assert_same, kinds
 
-emulated = pytest.importorskip("deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)")
+emulated = pytest.importorskip(
+    "deltacheck._native_emulated", reason="this build has no emulator (DELTACHECK_EMULATOR=ON)"
+)
 
 
 class Emulated:
@@ -110,7 +114,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     """Where all tensors of the engine's tests lie."""
     found = Real() if request.param == "cuda" else Emulated()
     held_there = "cuda" if request.param == "cuda" else "cpu"
-    monkeypatch.setattr(codec, "accelerator_of", lambda tensor: found if tensor.device.type == held_there else None)
+    monkeypatch.setattr(
+        codec, "accelerator_of", lambda tensor: found if tensor.device.type == held_there else None
+    )
     return found
 
 
@@ -148,43 +154,73 @@ def run(jobs: list[GroupJob], device: Device, window_bytes: int = 1 << 20) -> li
     return list(group.encode(device, jobs, window_bytes, lambda size: None, lambda: None))
 
 
-# --- the codec ---------------------------------------------------------------------------------------------------------------
+# --- the codec ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.base is not None and case.current.size], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.base is not None and case.current.size], ids=str
+)
 def test_the_device_gives_the_bytes_of_the_host(case: Case, device: Device) -> None:
     assert case.base is not None
     base = device.place(torch.from_numpy(case.base.copy()))
-    [made] = run([GroupJob(device.place(torch.from_numpy(case.current.copy())), base, case.bounds, case.word_bytes)], device)
-    expected, updated = default_codec().encode(case.current, case.base.copy(), case.bounds, case.word_bytes)
+    [made] = run(
+        [
+            GroupJob(
+                device.place(torch.from_numpy(case.current.copy())),
+                base,
+                case.bounds,
+                case.word_bytes,
+            )
+        ],
+        device,
+    )
+    expected, updated = default_codec().encode(
+        case.current, case.base.copy(), case.bounds, case.word_bytes
+    )
     assert same(made.encoded, expected)
     assert np.array_equal(base.cpu().numpy(), updated)
-    assert np.array_equal(made.digests, chunk_digests(case.current, case.bounds, case.word_bytes, expected.rows[:, 0].tolist()))
+    assert np.array_equal(
+        made.digests,
+        chunk_digests(case.current, case.bounds, case.word_bytes, expected.rows[:, 0].tolist()),
+    )
 
 
 @pytest.mark.parametrize("window_bytes", [1, 20_000, 50_000, 1 << 30])
-def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(window_bytes: int, device: Device) -> None:
+def test_windows_hold_every_chunk_once_and_no_more_bytes_than_they_may(
+    window_bytes: int, device: Device
+) -> None:
     jobs, arrays = [], []
     for seed, (count, width) in enumerate([(10_000, 2), (7, 4), (30_000, 4), (0, 4), (5000, 8)]):
         before = words(count, width, seed)
         after = moved(before, 0.05, 3, seed)
         bounds = np.unique(np.array([0, count // 3, count // 2, count], np.uint64))
-        now, base = (device.place(torch.from_numpy(content.copy().view(np.uint8))) for content in (after, before))
+        now, base = (
+            device.place(torch.from_numpy(content.copy().view(np.uint8)))
+            for content in (after, before)
+        )
         jobs.append(GroupJob(now, base, bounds, width))
         arrays.append(after)
     seen: list[tuple[int, int]] = []
     for made in run(jobs, device, window_bytes):
-        chunks = [(span.job, span.first_chunk + i) for span in made.spans for i in range(span.chunks)]
-        sizes = [int(np.diff(jobs[job].bounds)[chunk]) * jobs[job].word_bytes for job, chunk in chunks]
+        chunks = [
+            (span.job, span.first_chunk + i) for span in made.spans for i in range(span.chunks)
+        ]
+        sizes = [
+            int(np.diff(jobs[job].bounds)[chunk]) * jobs[job].word_bytes for job, chunk in chunks
+        ]
         assert sum(sizes) <= window_bytes or len(chunks) == 1
         stored = [chunks[row] for row in made.encoded.rows[:, 0].tolist()]
         expected = [
-            chunk_digests(arrays[job].view(np.uint8), jobs[job].bounds, jobs[job].word_bytes, [chunk])[0]
+            chunk_digests(
+                arrays[job].view(np.uint8), jobs[job].bounds, jobs[job].word_bytes, [chunk]
+            )[0]
             for job, chunk in stored
         ]
         assert np.array_equal(made.digests, np.array(expected, np.uint64).reshape(-1, 2))
         seen += chunks
-    assert seen == [(number, chunk) for number, job in enumerate(jobs) for chunk in range(job.bounds.size - 1)]
+    assert seen == [
+        (number, chunk) for number, job in enumerate(jobs) for chunk in range(job.bounds.size - 1)
+    ]
     for job, after in zip(jobs, arrays, strict=True):
         assert np.array_equal(job.base.cpu().numpy(), after.view(np.uint8))
 
@@ -218,7 +254,11 @@ def _bytes_at(address: int) -> Any:
 
 def test_a_device_that_fails_or_is_of_another_version_is_not_used() -> None:
     class Failing:
-        INTERFACE, CHUNK_BYTES, HEAD_ENTRIES = emulated.INTERFACE, emulated.CHUNK_BYTES, emulated.HEAD_ENTRIES
+        INTERFACE, CHUNK_BYTES, HEAD_ENTRIES = (
+            emulated.INTERFACE,
+            emulated.CHUNK_BYTES,
+            emulated.HEAD_ENTRIES,
+        )
 
         def problem(self) -> str | None:
             return None
@@ -233,7 +273,7 @@ def test_a_device_that_fails_or_is_of_another_version_is_not_used() -> None:
     assert group.defect(Emulated(none())) == "there is no CUDA device"
 
 
-# --- the engine --------------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shadow", ["auto", "device", "host", "none"])
@@ -278,9 +318,14 @@ def test_what_nobody_guards_is_saved_as_it_was_when_save_was_called(
         assert_same(wanted, engine.restore(0))
 
 
-def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(tmp_path: Path, device: Device) -> None:
+def test_an_optimizer_step_is_held_back_on_the_device_until_the_state_is_read(
+    tmp_path: Path, device: Device
+) -> None:
     layer = torch.nn.Linear(300, 300)
-    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
+    layer.weight.data, layer.bias.data = (
+        device.place(layer.weight.data),
+        device.place(layer.bias.data),
+    )
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     layer(device.place(torch.ones(300))).sum().backward()
     with Engine(tmp_path) as engine:
@@ -314,15 +359,22 @@ def test_training_goes_on_before_what_changed_has_come_to_the_host(
         held = device.held
         engine.before_update()
         assert device.held == held + 1
-        assert handle.state == "started", "the memory may be written to behind the device's reads, not at once"
+        assert handle.state == "started", (
+            "the memory may be written to behind the device's reads, not at once"
+        )
         go.set()
         handle.result(60)
         assert_same(host(second), engine.restore(1))
 
 
-def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, slow_encoder: threading.Event) -> None:
+def test_a_write_that_nothing_held_back_is_told(
+    tmp_path: Path, device: Device, slow_encoder: threading.Event
+) -> None:
     layer = torch.nn.Linear(300, 300)
-    layer.weight.data, layer.bias.data = device.place(layer.weight.data), device.place(layer.bias.data)
+    layer.weight.data, layer.bias.data = (
+        device.place(layer.weight.data),
+        device.place(layer.bias.data),
+    )
     with Engine(tmp_path) as engine:
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         engine.guard(optimizer)
@@ -336,7 +388,11 @@ def test_a_write_that_nothing_held_back_is_told(tmp_path: Path, device: Device, 
 
 @pytest.mark.parametrize("shadow", ["device", "host"])
 def test_frozen_weights_of_a_guarded_module_are_not_copied_on_the_device(
-    tmp_path: Path, device: Device, slow_encoder: threading.Event, shadow: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    device: Device,
+    slow_encoder: threading.Event,
+    shadow: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = torch.nn.Linear(300, 300, bias=False).requires_grad_(False)
     layer.weight.data = device.place(layer.weight.data)
@@ -376,7 +432,9 @@ def test_a_write_to_a_frozen_weight_that_nothing_held_back_is_told(
     assert deltacheck.open(tmp_path).steps() == [0]
 
 
-def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(tmp_path: Path, device: Device) -> None:
+def test_without_a_shadow_what_changed_is_written_whole_and_the_rest_not_at_all(
+    tmp_path: Path, device: Device
+) -> None:
     first = state(device)
     second = first | {"w": changed(first)["w"]}
     with Engine(tmp_path, shadow="none") as engine:
@@ -404,7 +462,9 @@ def test_without_enough_device_memory_shadows_lie_on_the_host_and_the_log_says_s
     assert "shadows go to host memory" in caplog.text
 
 
-def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(tmp_path: Path, device: Device) -> None:
+def test_a_restored_step_goes_on_as_deltas_with_its_base_on_the_device(
+    tmp_path: Path, device: Device
+) -> None:
     first = state(device)
     second = changed(first)
     with Engine(tmp_path) as engine:
@@ -439,7 +499,7 @@ def test_a_shadow_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
         Engine(tmp_path, shadow="gpu")
 
 
-# --- staging -----------------------------------------------------------------------------------------------------------------
+# --- staging --------------------------------------------------------------------------------------
 
 
 def test_staging_copies_ahead_within_its_budget_and_in_order() -> None:

@@ -1,4 +1,6 @@
-"""Leaves that are stored flat, since ranks have runs of their elements: whole and in their shape wherever they are read."""
+"""Leaves that are stored flat, since ranks have runs of their elements: whole and in their shape
+wherever they are read.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_every_reader_gives_the_shape_that_the_leaf_has(root: Path) -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "npz", "torch"])
 @pytest.mark.parametrize("leaves", [["--leaves", "w", "--leaves", "s"], []])
-def test_every_export_gives_the_shape_that_the_leaf_has(root: Path, tmp_path: Path, form: str, leaves: list[str]) -> None:
+def test_every_export_gives_the_shape_that_the_leaf_has(
+    root: Path, tmp_path: Path, form: str, leaves: list[str]
+) -> None:
     out = tmp_path / f"out.{form}"
     assert main(["export", str(root), "1", *leaves, "--to", form, "--out", str(out)]) == 0
     found = {"safetensors": load_file, "npz": np.load, "torch": torch.load}[form](out)

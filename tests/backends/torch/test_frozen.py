@@ -1,4 +1,6 @@
-"""Frozen weights of a guarded module: read behind the training loop from the second save on, unless something has written to them."""
+"""Frozen weights of a guarded module: read behind the training loop from the second save on, unless
+something has written to them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_the_second_save_of_a_guarded_frozen_weight_returns_before_it_is_read(
     with Engine(tmp_path) as engine:
         engine.guard(layer)
         first = engine.save(0, layer.state_dict())
-        first.wait(timeout=30)  # read before save returned: the encoder, which is held back, has nothing to read
+        first.wait(
+            timeout=30
+        )  # read before save returned: the encoder, which is held back, has nothing to read
         second, behind = begun(engine, 1, layer.state_dict())
         assert (second.state, behind) == ("started", {"weight"})
         slow_encoder.set()
@@ -65,8 +69,12 @@ def test_the_second_save_of_a_guarded_frozen_weight_returns_before_it_is_read(
         assert torch.equal(engine.restore(1)["weight"], layer.weight)
 
 
-def test_of_a_module_only_what_needs_no_gradient_and_is_no_buffer_is_read_behind_the_loop(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(frozen_layer(), torch.nn.Linear(60, 8), torch.nn.BatchNorm1d(8, affine=False))
+def test_of_a_module_only_what_needs_no_gradient_and_is_no_buffer_is_read_behind_the_loop(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Sequential(
+        frozen_layer(), torch.nn.Linear(60, 8), torch.nn.BatchNorm1d(8, affine=False)
+    )
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     with Engine(tmp_path) as engine:
         engine.guard(model)
@@ -129,7 +137,9 @@ def test_a_write_by_way_of_the_parameter_is_seen_where_the_state_has_an_alias_th
 def test_before_update_waits_until_frozen_weights_are_read(
     tmp_path: Path, slow_encoder: threading.Event, announce: bool
 ) -> None:
-    """A merge through ``.data`` right after the save; where it is not announced, nothing can tell."""
+    """A merge through ``.data`` right after the save; where it is not announced, nothing can
+    tell.
+    """
     layer = frozen_layer()
     wanted = copy.deepcopy(layer.state_dict())
     with Engine(tmp_path) as engine:
@@ -161,16 +171,27 @@ def to_other_memory(weight: torch.nn.Parameter) -> None:
 
 
 def swapped(weight: torch.nn.Parameter) -> None:
-    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.ones_like(weight), requires_grad=False))
+    torch.utils.swap_tensors(
+        weight, torch.nn.Parameter(torch.ones_like(weight), requires_grad=False)
+    )
 
 
 @pytest.mark.parametrize(
-    ("write", "behind"), [(by_torch, False), (by_data, True), (by_numpy, True), (to_other_memory, False), (swapped, False)]
+    ("write", "behind"),
+    [
+        (by_torch, False),
+        (by_data, True),
+        (by_numpy, True),
+        (to_other_memory, False),
+        (swapped, False),
+    ],
 )
 def test_what_is_written_to_a_frozen_weight_between_two_saves_is_stored(
     tmp_path: Path, write: Callable[[Any], None], behind: bool
 ) -> None:
-    """``behind``: the write leaves no trace, and so the weight is read behind the loop, every byte of it all the same."""
+    """``behind``: the write leaves no trace, and so the weight is read behind the loop, every byte
+    of it all the same.
+    """
     layer = frozen_layer()
     with Engine(tmp_path) as engine:
         engine.guard(layer)
@@ -185,7 +206,9 @@ def test_what_is_written_to_a_frozen_weight_between_two_saves_is_stored(
         assert read_behind(engine, 3, layer.state_dict()) == {"weight"}
 
 
-def test_a_frozen_weight_that_is_written_to_at_every_step_is_always_read_at_once(tmp_path: Path) -> None:
+def test_a_frozen_weight_that_is_written_to_at_every_step_is_always_read_at_once(
+    tmp_path: Path,
+) -> None:
     target = frozen_layer()
     with Engine(tmp_path) as engine:
         engine.guard(target)
@@ -209,7 +232,9 @@ def test_another_parameter_in_the_place_of_a_frozen_one_is_read_at_once(tmp_path
     with Engine(tmp_path) as engine:
         engine.guard(layer)
         for step in range(3):
-            layer.weight = torch.nn.Parameter(layer.weight.detach(), requires_grad=False)  # the same memory and version
+            layer.weight = torch.nn.Parameter(
+                layer.weight.detach(), requires_grad=False
+            )  # the same memory and version
             assert read_behind(engine, step, layer.state_dict()) == set()
 
 
@@ -277,7 +302,11 @@ def test_a_frozen_parameter_that_an_optimizer_owns_is_guarded_by_its_steps(tmp_p
         engine.guard(optimizer)
         engine.guard(model)
         for step in range(3):
-            assert read_behind(engine, step, model.state_dict()) == {"0.weight", "1.weight", "1.bias"}
+            assert read_behind(engine, step, model.state_dict()) == {
+                "0.weight",
+                "1.weight",
+                "1.bias",
+            }
             model[0].weight.add_(1)
 
 
@@ -318,7 +347,9 @@ def test_a_frozen_dtensor_is_read_behind_the_loop_and_writes_to_it_are_seen(
 ) -> None:
     """Torch counts writes to a DTensor and to its part of this rank apart."""
     layer = frozen_layer()
-    layer.weight = torch.nn.Parameter(distribute_tensor(torch.ones(60, 60), ranks, [Shard(0)]), requires_grad=False)
+    layer.weight = torch.nn.Parameter(
+        distribute_tensor(torch.ones(60, 60), ranks, [Shard(0)]), requires_grad=False
+    )
     slow_encoder.set()
     with Engine(tmp_path, process_group=dist.group.WORLD) as engine:
         engine.guard(layer)
@@ -337,7 +368,9 @@ def test_a_frozen_dtensor_is_read_behind_the_loop_and_writes_to_it_are_seen(
             assert torch.equal(engine.restore(10 * step)["weight"], layer.weight.full_tensor())
 
 
-def test_frozen_weights_under_a_policy_that_derives_leaves_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_frozen_weights_under_a_policy_that_derives_leaves_come_back_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     model = torch.nn.Sequential(frozen_layer(), torch.nn.Linear(60, 4)).to(torch.bfloat16)
     masters = {name: value.float() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW([masters[name] for name in ("1.weight", "1.bias")], lr=0.1)

@@ -1,4 +1,6 @@
-"""The gradient log: whatever it stores of a step, a restore gives the state as it was, bit for bit, or says why it cannot."""
+"""The gradient log: whatever it stores of a step, a restore gives the state as it was, bit for bit,
+or says why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,35 @@ from tests.support.states import assert_same, bits
 
 
 class Run:
-    """A small training: two parameter groups, a frozen weight, one that never has a gradient, a buffer, a schedule, clipping."""
+    """A small training: two parameter groups, a frozen weight, one that never has a gradient, a
+    buffer, a schedule, clipping.
+    """
 
     def __init__(
-        self, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], dtype: torch.dtype = torch.float32
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.ModuleDict(
-            {"first": torch.nn.Linear(48, 160), "second": torch.nn.Linear(160, 8), "unused": torch.nn.Linear(4, 4)}
+            {
+                "first": torch.nn.Linear(48, 160),
+                "second": torch.nn.Linear(160, 8),
+                "unused": torch.nn.Linear(4, 4),
+            }
         ).to(dtype)
         self.model["first"].bias.requires_grad_(False)
         self.model.register_buffer("seen", torch.zeros(5))
         self.optimizer = make(
             [
                 {"params": list(self.model["first"].parameters())},
-                {"params": [*self.model["second"].parameters(), *self.model["unused"].parameters()], "weight_decay": 0.0},
+                {
+                    "params": [
+                        *self.model["second"].parameters(),
+                        *self.model["unused"].parameters(),
+                    ],
+                    "weight_decay": 0.0,
+                },
             ]
         )
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
@@ -74,7 +90,10 @@ class Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.scheduler.last_epoch, "last_lr": self.scheduler.get_last_lr()},
+            "scheduler": {
+                "last_epoch": self.scheduler.last_epoch,
+                "last_lr": self.scheduler.get_last_lr(),
+            },
             "rng": torch.get_rng_state(),
             "step": self.step,
         }
@@ -133,7 +152,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], torch.dtype]] 
     "AdamW for-loop": (lambda groups: adamw(groups, foreach=False), torch.float32),
     "AdamW fused": (lambda groups: adamw(groups, fused=True), torch.float32),
     "AdamW of bfloat16": (lambda groups: adamw(groups, amsgrad=True), torch.bfloat16),
-    "SGD": (lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True), torch.float32),
+    "SGD": (
+        lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
+        torch.float32,
+    ),
     "one that calls that of its base": (lambda groups: Derived(groups, lr=1e-2), torch.float32),
     "one that changes its gradients": (Shrinking, torch.float32),
     "MixedPrecisionAdamW": (lambda groups: MixedPrecisionAdamW(groups, lr=1e-3), torch.bfloat16),
@@ -146,17 +168,23 @@ def run() -> Run:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_logged_step_is_restored_bit_for_bit_by_a_fresh_optimizer(name: str, tmp_path: Path) -> None:
+def test_every_logged_step_is_restored_bit_for_bit_by_a_fresh_optimizer(
+    name: str, tmp_path: Path
+) -> None:
     run = Run(*OPTIMIZERS[name])
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         reports = run.train_and_save(log, 6)
     assert [report.replayed_steps for report in reports] == [0, 1, 2, 3, 4, 5]
     with Engine(tmp_path) as engine:
         for step in (6, 1, 4, 2, 5, 3):
-            assert_same(run.saved[step], engine.restore(step, optimizer=Run(*OPTIMIZERS[name]).optimizer))
+            assert_same(
+                run.saved[step], engine.restore(step, optimizer=Run(*OPTIMIZERS[name]).optimizer)
+            )
 
 
-def test_a_logged_step_stores_gradients_and_nothing_of_what_the_optimizer_owns(run: Run, tmp_path: Path) -> None:
+def test_a_logged_step_stores_gradients_and_nothing_of_what_the_optimizer_owns(
+    run: Run, tmp_path: Path
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         report = run.train_and_save(log, 3)[-1]
     kinds = {leaf.path: leaf.kind for leaf in report.leaves}
@@ -164,7 +192,9 @@ def test_a_logged_step_stores_gradients_and_nothing_of_what_the_optimizer_owns(r
     gradients = {path for path in kinds if path.startswith("%gradient/1/")}
     assert {path for path, kind in kinds.items() if kind is not LeafKind.UNCHANGED} == gradients
     assert len(gradients) == 3  # a frozen bias and two unused weights have none
-    assert report.raw_bytes == sum(leaf.raw_bytes for leaf in report.leaves if not leaf.path.startswith("%"))
+    assert report.raw_bytes == sum(
+        leaf.raw_bytes for leaf in report.leaves if not leaf.path.startswith("%")
+    )
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(run: Run, tmp_path: Path) -> None:
@@ -192,11 +222,16 @@ def test_a_logged_step_fills_the_state_at_hand_in_place(run: Run, tmp_path: Path
         log.restore(2, into=run.state())
         assert weight.data_ptr() == before
         assert bits(weight) == bits(run.saved[2]["model"]["first.weight"])
-        assert_same(run.saved[3], engine.restore(3, optimizer=run.optimizer))  # the base of the first restore was left as it is
+        assert_same(
+            run.saved[3], engine.restore(3, optimizer=run.optimizer)
+        )  # the base of the first restore was left as it is
 
 
 def test_several_updates_between_two_saves_are_all_replayed(run: Run, tmp_path: Path) -> None:
-    with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer, max_steps_per_save=3) as log:
+    with (
+        Engine(tmp_path) as engine,
+        GradientLog(engine, run.optimizer, max_steps_per_save=3) as log,
+    ):
         for steps, replayed in ((1, 0), (3, 3), (2, 5), (4, 0), (1, 1)):
             for _ in range(steps):
                 run.train_step()
@@ -255,9 +290,15 @@ def sparse_gradient(run: Run) -> None:
 Spoil = Callable[[Run], object]
 SPOILERS: dict[str, tuple[Spoil, str]] = {
     "a closure": (lambda run: run.optimizer.step(lambda: 0.0), "closure"),
-    "an option that is a tensor": (lambda run: run.optimizer.param_groups[0].update(lr=torch.tensor(1e-3)), "option '0/lr'"),
+    "an option that is a tensor": (
+        lambda run: run.optimizer.param_groups[0].update(lr=torch.tensor(1e-3)),
+        "option '0/lr'",
+    ),
     "a sparse gradient": (lambda run: sparse_gradient(run), "not a dense array"),
-    "an attribute of the optimizer": (lambda run: setattr(run.optimizer, "warmth", 3), "attributes that change"),
+    "an attribute of the optimizer": (
+        lambda run: setattr(run.optimizer, "warmth", 3),
+        "attributes that change",
+    ),
     "a new parameter": (
         lambda run: run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]}),
         "other arrays",
@@ -294,7 +335,9 @@ def test_where_there_is_no_memory_for_a_replica_the_state_itself_is_stored(
         assert_same(run.saved[3], log.restore())
 
 
-def test_a_step_that_raised_does_not_end_the_log(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raised_does_not_end_the_log(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)
         with monkeypatch.context() as patched:
@@ -308,15 +351,32 @@ def test_a_step_that_raised_does_not_end_the_log(run: Run, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_pending": 3}, {"shadow": "none"}, {"capture": "eager", "host_cache_bytes": 4096}], ids=str
+    "options",
+    [{"max_pending": 3}, {"shadow": "none"}, {"capture": "eager", "host_cache_bytes": 4096}],
+    ids=str,
 )
-def test_saves_that_nobody_waits_for_are_all_restored(options: dict[str, Any], run: Run, tmp_path: Path) -> None:
-    with Engine(tmp_path, **options) as engine, GradientLog(engine, run.optimizer, max_replay_steps=3) as log:
+def test_saves_that_nobody_waits_for_are_all_restored(
+    options: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
+    with (
+        Engine(tmp_path, **options) as engine,
+        GradientLog(engine, run.optimizer, max_replay_steps=3) as log,
+    ):
         handles = []
         for _ in range(9):
             run.train_step()
             handles.append(run.save(log))
-        assert [handle.result(60).replayed_steps for handle in handles] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+        assert [handle.result(60).replayed_steps for handle in handles] == [
+            0,
+            1,
+            2,
+            3,
+            0,
+            1,
+            2,
+            3,
+            0,
+        ]
         for step, state in run.saved.items():
             assert_same(state, log.restore(step))
     assert deltacheck.open(tmp_path).verify(deep=True) == []
@@ -333,7 +393,9 @@ def test_a_save_of_the_engine_itself_between_is_no_harm(run: Run, tmp_path: Path
             assert_same(state, log.restore(step))
 
 
-def test_gradients_of_a_skipped_save_are_in_the_next(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_a_skipped_save_are_in_the_next(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deltacheck.save import work
 
     go = threading.Event()
@@ -406,11 +468,16 @@ def test_a_kill_in_the_middle_of_a_logged_save_changes_nothing(run: Run, tmp_pat
             assert_same(run.saved[step], engine.restore(step, optimizer=run.optimizer))
 
 
-# --- what it stands on ----------------------------------------------------------------------------------------------------------
+# --- what it stands on ----------------------------------------------------------------------------
 
 
-def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(run: Run, tmp_path: Path) -> None:
-    with Engine(tmp_path, keep_last=1, grace_seconds=0) as engine, GradientLog(engine, run.optimizer) as log:
+def test_a_logged_step_outlives_the_checkpoint_that_it_is_replayed_from(
+    run: Run, tmp_path: Path
+) -> None:
+    with (
+        Engine(tmp_path, keep_last=1, grace_seconds=0) as engine,
+        GradientLog(engine, run.optimizer) as log,
+    ):
         for _ in range(4):
             run.train_and_save(log, 1)
             assert engine.steps() == [run.step]
@@ -427,7 +494,9 @@ def test_a_logged_step_that_was_compacted_is_replayed_as_before(run: Run, tmp_pa
         assert_same(run.saved[4], engine.restore(4, optimizer=run.optimizer))
 
 
-def test_segments_of_gradients_go_with_the_last_step_that_needs_them(run: Run, tmp_path: Path) -> None:
+def test_segments_of_gradients_go_with_the_last_step_that_needs_them(
+    run: Run, tmp_path: Path
+) -> None:
     with (
         Engine(tmp_path, keep_last=1, grace_seconds=0) as engine,
         GradientLog(engine, run.optimizer, max_replay_steps=3) as log,
@@ -437,14 +506,17 @@ def test_segments_of_gradients_go_with_the_last_step_that_needs_them(run: Run, t
         assert {path.name for path in (tmp_path / "segments").iterdir() if path.is_dir()} == needed
 
 
-# --- refusals at restore --------------------------------------------------------------------------------------------------------
+# --- refusals at restore --------------------------------------------------------------------------
 
 
 def test_a_damaged_gradient_is_refused(run: Run, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
     newest = sorted(path for path in (tmp_path / "segments").iterdir() if path.is_dir())[-1]
-    stream = max((path for path in newest.rglob("c*") if path.is_file()), key=lambda path: path.stat().st_size)
+    stream = max(
+        (path for path in newest.rglob("c*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(stream.read_bytes())
     content[len(content) // 3] ^= 4
     stream.write_bytes(content)
@@ -468,7 +540,10 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
         return loaded
 
     monkeypatch.setattr(restore, "load", forged)
-    with Engine(tmp_path) as engine, pytest.raises(errors.ReplayDiffers, match="without a replay: 1"):
+    with (
+        Engine(tmp_path) as engine,
+        pytest.raises(errors.ReplayDiffers, match="without a replay: 1"),
+    ):
         engine.restore(3, optimizer=run.optimizer)
 
 
@@ -482,16 +557,24 @@ class Almost(MixedPrecisionAdamW):
         moment.view(torch.int32)[0, 0] ^= 1
 
 
-def test_another_kernel_at_restore_is_refused_naming_leaf_both_digests_and_the_way_out(run: Run, tmp_path: Path) -> None:
+def test_another_kernel_at_restore_is_refused_naming_leaf_both_digests_and_the_way_out(
+    run: Run, tmp_path: Path
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
     other = Run(lambda groups: Almost(groups, lr=1e-3), torch.bfloat16)
-    number = next(k for k, p in enumerate(p for g in run.optimizer.param_groups for p in g["params"]) if p.shape == (8, 160))
+    number = next(
+        k
+        for k, p in enumerate(p for g in run.optimizer.param_groups for p in g["params"])
+        if p.shape == (8, 160)
+    )
     promised = deltacheck.open(tmp_path).manifest(3).digest_of(f"optimizer/state/{number}/exp_avg")
     with Engine(tmp_path) as engine:
         with pytest.raises(errors.ReplayDiffers) as refused:
             engine.restore(3, optimizer=other.optimizer)
-        assert_same(run.saved[1], engine.restore(1, optimizer=other.optimizer))  # the way out that the error names
+        assert_same(
+            run.saved[1], engine.restore(1, optimizer=other.optimizer)
+        )  # the way out that the error names
     text = str(refused.value)
     assert f"step 3, leaf 'optimizer/state/{number}/exp_avg': replaying 2 updates" in text
     assert promised in text
@@ -500,7 +583,9 @@ def test_another_kernel_at_restore_is_refused_naming_leaf_both_digests_and_the_w
     assert "Newest earlier step that restores without a replay: 1" in text
 
 
-def test_an_optimizer_of_another_kind_or_of_other_groups_is_refused(run: Run, tmp_path: Path) -> None:
+def test_an_optimizer_of_another_kind_or_of_other_groups_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)
     with Engine(tmp_path) as engine:
@@ -512,31 +597,44 @@ def test_an_optimizer_of_another_kind_or_of_other_groups_is_refused(run: Run, tm
             engine.restore(2, optimizer=Run(adamw).optimizer)
 
 
-def test_a_replay_uses_the_rates_of_the_run_and_not_those_of_the_optimizer_at_hand(run: Run, tmp_path: Path) -> None:
+def test_a_replay_uses_the_rates_of_the_run_and_not_those_of_the_optimizer_at_hand(
+    run: Run, tmp_path: Path
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
-        other = Run(lambda groups: MixedPrecisionAdamW(groups, lr=7.0, betas=(0.1, 0.2)), torch.bfloat16)
+        other = Run(
+            lambda groups: MixedPrecisionAdamW(groups, lr=7.0, betas=(0.1, 0.2)), torch.bfloat16
+        )
         before = copy.deepcopy(other.state())
         assert_same(run.saved[3], engine.restore(3, optimizer=other.optimizer))
         assert_same(before, other.state())  # and changes nothing of it
 
 
-def test_without_the_optimizer_a_logged_step_is_refused_naming_a_step_that_needs_none(run: Run, tmp_path: Path) -> None:
+def test_without_the_optimizer_a_logged_step_is_refused_naming_a_step_that_needs_none(
+    run: Run, tmp_path: Path
+) -> None:
     from deltacheck.backends.torch.files import load
 
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
         for refused in (engine.restore, deltacheck.open(tmp_path).restore, lambda: load(tmp_path)):
-            with pytest.raises(errors.ReplayNeeded, match=r"step 3 .* Newest earlier step that restores without a replay: 1"):
+            with pytest.raises(
+                errors.ReplayNeeded,
+                match=r"step 3 .* Newest earlier step that restores without a replay: 1",
+            ):
                 refused()
         assert_same(run.saved[1], engine.restore(1))
 
 
-def test_what_a_logged_step_stores_can_be_read_without_the_optimizer(run: Run, tmp_path: Path) -> None:
+def test_what_a_logged_step_stores_can_be_read_without_the_optimizer(
+    run: Run, tmp_path: Path
+) -> None:
     seen: dict[int, torch.Tensor] = {}
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         weight = run.model["first"].weight
-        run.optimizer.register_step_pre_hook(lambda *_: seen.update({run.step + 1: weight.grad.clone()}))
+        run.optimizer.register_step_pre_hook(
+            lambda *_: seen.update({run.step + 1: weight.grad.clone()})
+        )
         run.train_and_save(log, 3)
     found = deltacheck.open(tmp_path)
     plan = found.manifest(3).replay
@@ -551,7 +649,9 @@ def test_what_a_logged_step_stores_can_be_read_without_the_optimizer(run: Run, t
         found.restore(3, leaves=["model/first.weight"])
 
 
-def test_the_command_marks_logged_steps(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_marks_logged_steps(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
 
@@ -561,7 +661,10 @@ def test_the_command_marks_logged_steps(run: Run, tmp_path: Path, capsys: pytest
 
     assert [row["replayed_steps"] for row in json.loads(said("ls", "--json"))["steps"]] == [0, 1, 2]
     assert "REPLAYS" in said("ls")
-    assert "replays 2 updates of deltacheck.evaluate.workloads.optimizer.MixedPrecisionAdamW" in said("show", "3")
+    assert (
+        "replays 2 updates of deltacheck.evaluate.workloads.optimizer.MixedPrecisionAdamW"
+        in said("show", "3")
+    )
     shown = json.loads(said("show", "3", "--json"))
     kinds = {row["path"]: row["kind"] for row in shown["leaves"]}
     assert kinds["model/first.weight"] == "replayed"
@@ -572,14 +675,16 @@ def test_the_command_marks_logged_steps(run: Run, tmp_path: Path, capsys: pytest
     assert main(["export", str(tmp_path), "3", "--out", str(tmp_path / "x.npz")]) != 0
 
 
-def test_diff_of_logged_steps_sees_what_changed(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_logged_steps_sees_what_changed(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 2)
     assert main(["diff", str(tmp_path), "1", "2"]) == 5
     assert "kept as gradients" in (said := capsys.readouterr().err) or "gradients" in said
 
 
-# --- decisions and records ------------------------------------------------------------------------------------------------------
+# --- decisions and records ------------------------------------------------------------------------
 
 
 def test_the_reason_for_storing_the_state_itself() -> None:
@@ -602,7 +707,9 @@ def test_no_leaf_of_a_tree_can_be_called_like_a_gradient() -> None:
     from deltacheck.backends.torch.state import leaves
     from deltacheck.leaf import tree
 
-    flat = tree.flatten({"%gradient": {"0": {"1": torch.ones(1)}, 0: {1: torch.ones(1)}}}, leaves.describe)
+    flat = tree.flatten(
+        {"%gradient": {"0": {"1": torch.ones(1)}, 0: {1: torch.ones(1)}}}, leaves.describe
+    )
     assert not any(path.startswith("%gradient/") for path in flat.leaves)
 
 
@@ -620,16 +727,27 @@ def test_a_manifest_whose_replay_does_not_fit_is_refused(run: Run, tmp_path: Pat
         change(manifest, replay=None),
         change(manifest, replay=change(plan, steps=())),
         change(manifest, replay=change(plan, steps=(ReplayStep({"0": path}, {}),))),
-        change(manifest, replay=change(plan, digests={k: v for k, v in plan.digests.items() if k != path})),
+        change(
+            manifest,
+            replay=change(plan, digests={k: v for k, v in plan.digests.items() if k != path}),
+        ),
         change(manifest, replay=change(plan, places={k: path for k in plan.places})),
-        change(manifest, leaves={k: v for k, v in manifest.leaves.items() if not k.startswith("%gradient/0/0")}),
+        change(
+            manifest,
+            leaves={k: v for k, v in manifest.leaves.items() if not k.startswith("%gradient/0/0")},
+        ),
     ):
         with pytest.raises(errors.Damaged):
             encode_manifest(wrong)
 
 
-def test_a_log_refuses_an_engine_that_does_not_store_every_leaf_as_it_is(run: Run, tmp_path: Path) -> None:
-    with Engine(tmp_path, policy=Policy.exact(derive=True)) as engine, pytest.raises(ValueError, match="the state itself"):
+def test_a_log_refuses_an_engine_that_does_not_store_every_leaf_as_it_is(
+    run: Run, tmp_path: Path
+) -> None:
+    with (
+        Engine(tmp_path, policy=Policy.exact(derive=True)) as engine,
+        pytest.raises(ValueError, match="the state itself"),
+    ):
         GradientLog(engine, run.optimizer)
 
 
@@ -659,19 +777,29 @@ def test_a_gradient_of_many_chunks_is_encoded_whole_and_read_in_part(tmp_path: P
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(900, 1000).bfloat16())
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with Engine(tmp_path, host_cache_bytes=1 << 20) as engine, GradientLog(engine, optimizer) as log:
+    with (
+        Engine(tmp_path, host_cache_bytes=1 << 20) as engine,
+        GradientLog(engine, optimizer) as log,
+    ):
         log.save(0, {"w": weight})
         weight.grad = torch.randn(900, 1000).bfloat16()
         optimizer.step()
         report = log.save(1, {"w": weight}).result(60)
         assert report.replayed_steps == 1
         assert report.stored_bytes < 0.85 * weight.nbytes
-        found = deltacheck.open(tmp_path).restore(1, slices={"%gradient/0/0": (slice(700, 710), slice(3, 5))})
-        assert np.array_equal(found["%gradient/0/0"].view(np.uint16), weight.grad[700:710, 3:5].view(torch.uint16).numpy())
+        found = deltacheck.open(tmp_path).restore(
+            1, slices={"%gradient/0/0": (slice(700, 710), slice(3, 5))}
+        )
+        assert np.array_equal(
+            found["%gradient/0/0"].view(np.uint16),
+            weight.grad[700:710, 3:5].view(torch.uint16).numpy(),
+        )
         assert bits(log.restore(1)["w"]) == bits(weight)
 
 
-def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = torch.nn.Parameter(torch.ones(900, 1000).bfloat16())
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with Engine(tmp_path) as engine, GradientLog(engine, optimizer) as log:
@@ -686,7 +814,9 @@ def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(tmp_path: 
     assert rows == entry.spec("").chunk_count > 1
     fewer = msgspec.structs.replace(entry, delta=((0, 0, rows - 1),))
     parts = (msgspec.structs.replace(table.parts[0], rows=rows - 1),)
-    wrong = msgspec.structs.replace(table, leaves={"%gradient/0/0": fewer}, packed={}, parts=parts, digests=rows - 1)
+    wrong = msgspec.structs.replace(
+        table, leaves={"%gradient/0/0": fewer}, packed={}, parts=parts, digests=rows - 1
+    )
     content = json.dumps({"attributes": schema.to_attributes(wrong)}).encode()
     with pytest.raises(errors.Damaged, match=f"has {rows - 1} rows for {rows} chunks"):
         schema.from_zarr_json(content, schema.SegmentTable, "x")

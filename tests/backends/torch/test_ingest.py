@@ -31,9 +31,22 @@ class Touch:
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
-    found = {f"model.{kind}".replace("torch.", ""): random_tensor(kind, (6, 5), step) for kind in kinds}
-    return found | {"frozen": random_tensor(torch.float32, (300, 40), 0), "scalar": random_tensor(torch.float32, (), step)}
+    kinds = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.float8_e4m3fn,
+    )
+    found = {
+        f"model.{kind}".replace("torch.", ""): random_tensor(kind, (6, 5), step) for kind in kinds
+    }
+    return found | {
+        "frozen": random_tensor(torch.float32, (300, 40), 0),
+        "scalar": random_tensor(torch.float32, (), step),
+    }
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
@@ -50,7 +63,9 @@ def test_a_series_of_safetensors_becomes_steps_and_comes_out_the_same(
     code, about = told(capsys, "import", tmp_path / "root", *sorted(tmp_path.glob("*.safetensors")))
     assert code == OK
     assert [row["step"] for row in about["steps"]] == [3, 20, 100]
-    assert about["steps"][2]["stored_bytes"] < 48_000 < about["steps"][0]["stored_bytes"]  # frozen is written once
+    assert (
+        about["steps"][2]["stored_bytes"] < 48_000 < about["steps"][0]["stored_bytes"]
+    )  # frozen is written once
     for step in (3, 20, 100):
         assert_same(dict(sorted(tensors(step).items())), load(tmp_path / "root", step))
         out = tmp_path / f"out-{step}.safetensors"
@@ -63,7 +78,14 @@ def test_a_torch_file_becomes_a_step_and_comes_out_the_same(tmp_path: Path, zipp
     weight = torch.randn(8, 3)
     # The format before torch 1.6 has no types that came later.
     model = {name: value for name, value in tensors(1).items() if zipped or "float8" not in name}
-    state = {"model": model, "tied": [weight, weight], "step": 7, "lr": 0.1, "name": None, "betas": (0.9, 0.999)}
+    state = {
+        "model": model,
+        "tied": [weight, weight],
+        "step": 7,
+        "lr": 0.1,
+        "name": None,
+        "betas": (0.9, 0.999),
+    }
     (tmp_path / "checkpoint-7").mkdir()
     file = tmp_path / "checkpoint-7" / "state.pt"
     torch.save(state, file, _use_new_zipfile_serialization=zipped)
@@ -75,12 +97,20 @@ def test_a_torch_file_becomes_a_step_and_comes_out_the_same(tmp_path: Path, zipp
     assert_same(state, torch.load(tmp_path / "out.pt", weights_only=True))
 
 
-def test_a_file_that_needs_code_is_refused_and_none_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_needs_code_is_refused_and_none_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a_1.pt")
     torch.save({"w": torch.ones(2), "evil": Touch(tmp_path / "ran")}, tmp_path / "a_2.pt")
     (tmp_path / "a_3.pt").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
     for name in ("a_2.pt", "a_3.pt"):
-        code, about = told(capsys, "import", tmp_path / name.partition(".")[0], tmp_path / "a_1.pt", tmp_path / name)
+        code, about = told(
+            capsys,
+            "import",
+            tmp_path / name.partition(".")[0],
+            tmp_path / "a_1.pt",
+            tmp_path / name,
+        )
         assert code == DAMAGED
         assert f"{name} cannot be read without running code from it" in about["error"]["message"]
         assert deltacheck.open(tmp_path / name.partition(".")[0]).steps() == [1]
@@ -96,7 +126,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 def test_which_step_a_file_becomes_is_said_or_asked(tmp_path: Path) -> None:
-    assert ingest.steps_of(["run2/ckpt-30.pt", "v1/epoch=2-step=9.ckpt", "checkpoint-500/model.safetensors"]) == [
+    assert ingest.steps_of(
+        ["run2/ckpt-30.pt", "v1/epoch=2-step=9.ckpt", "checkpoint-500/model.safetensors"]
+    ) == [
         (9, Path("v1/epoch=2-step=9.ckpt")),
         (30, Path("run2/ckpt-30.pt")),
         (500, Path("checkpoint-500/model.safetensors")),

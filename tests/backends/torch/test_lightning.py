@@ -1,4 +1,6 @@
-"""Lightning with ``plugins=[DeltaCheckIO()]``: its files come and go as before, and what they stand for are steps."""
+"""Lightning with ``plugins=[DeltaCheckIO()]``: its files come and go as before, and what they stand
+for are steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.support.paths import TESTS
 pytestmark = [
     pytest.mark.xdist_group("lightning"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (find_spec("lightning") or find_spec("pytorch_lightning")), reason="Lightning is not installed"),
+    pytest.mark.skipif(
+        not (find_spec("lightning") or find_spec("pytorch_lightning")),
+        reason="Lightning is not installed",
+    ),
 ]
 
 
@@ -34,8 +39,13 @@ def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any]) -> None
     found = told["killed_and_resumed"]
     assert found["killed"] == {"killed": 9}
     assert found["whole"]["step"] == 12
-    assert found["whole"]["files"] == ["deltacheck", *(f"epoch={epoch}.ckpt" for epoch in range(4)), "last.ckpt"]
-    # Files may be more: where last.ckpt had not been written when the kill came, Lightning does an epoch again under a new name.
+    assert found["whole"]["files"] == [
+        "deltacheck",
+        *(f"epoch={epoch}.ckpt" for epoch in range(4)),
+        "last.ckpt",
+    ]
+    # Files may be more: where last.ckpt had not been written when the kill came, Lightning does an
+    # epoch again under a new name.
     for same in ("state", "step", "steps"):
         assert found["resumed"][same] == found["whole"][same]
 
@@ -48,9 +58,15 @@ def test_what_lightning_removes_is_a_step_no_more(told: dict[str, Any]) -> None:
 def test_a_checkpoint_comes_back_as_lightning_made_it(told: dict[str, Any]) -> None:
     found = told["content"]
     assert found["parameters"] == {"width": 8, "extra": {"list": [1, 2.5, None], "text": "a"}}
-    assert {"callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states", "state_dict"} <= set(
-        found["keys"]
-    )
+    assert {
+        "callbacks",
+        "epoch",
+        "global_step",
+        "loops",
+        "lr_schedulers",
+        "optimizer_states",
+        "state_dict",
+    } <= set(found["keys"])
     assert found["own"] == ["deltacheck.rng"]  # which Lightning never sees
     assert found["weights"]
 
@@ -63,7 +79,9 @@ def test_a_file_of_lightning_itself_is_not_read(told: dict[str, Any]) -> None:
     assert "deltacheck import ROOT foreign.ckpt" in told["foreign"]
 
 
-def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(told: dict[str, Any]) -> None:
+def test_a_failed_save_is_raised_by_the_next_and_leaves_the_file_as_it_was(
+    told: dict[str, Any],
+) -> None:
     assert "the save of step 2 failed" in told["failing"]["raised"]
     assert told["failing"]["kept"] == [1.0] * 4
 

@@ -1,4 +1,6 @@
-"""Objects of a framework's checkpoint: kept by a list of classes, refused with the way out, and made of nothing else when they are read."""
+"""Objects of a framework's checkpoint: kept by a list of classes, refused with the way out, and
+made of nothing else when they are read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ class Custom:
 
 
 def test_known_objects_come_back_as_they_were() -> None:
-    state = {"sizes": [torch.Size([3, 4])], "dtype": torch.bfloat16, 3: (1, None), "order": OrderedDict(b=1.5, a="x")}
+    state = {
+        "sizes": [torch.Size([3, 4])],
+        "dtype": torch.bfloat16,
+        3: (1, None),
+        "order": OrderedDict(b=1.5, a="x"),
+    }
     kept = plain.encoded(state, ("file",))
     assert kept["sizes"] == [{"deltacheck.class": "Size", "deltacheck.is": [3, 4]}]
     found = plain.decoded(kept)
@@ -27,7 +34,9 @@ def test_known_objects_come_back_as_they_were() -> None:
 
 
 def test_an_unknown_object_is_refused_with_its_path_and_the_way_out() -> None:
-    with pytest.raises(UnsupportedLeaf, match=r"leaf 'file/a%2Fb/0' is of type .*Custom, .*register\(Custom\)"):
+    with pytest.raises(
+        UnsupportedLeaf, match=r"leaf 'file/a%2Fb/0' is of type .*Custom, .*register\(Custom\)"
+    ):
         plain.encoded({"a/b": [object.__new__(Custom)]}, ("file",))
 
 

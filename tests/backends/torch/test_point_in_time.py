@@ -1,4 +1,6 @@
-"""What happens to a tensor between save() and its capture: the checkpoint has it as it was, or the save fails; never anything else."""
+"""What happens to a tensor between save() and its capture: the checkpoint has it as it was, or the
+save fails; never anything else.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,15 @@ def forget(p: torch.nn.Parameter) -> None:
 )
 @pytest.mark.parametrize("capture", ["auto", "eager"])
 def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
-    tmp_path: Path, slow_encoder: threading.Event, happens: Callable[[Any], None], told: bool, capture: str
+    tmp_path: Path,
+    slow_encoder: threading.Event,
+    happens: Callable[[Any], None],
+    told: bool,
+    capture: str,
 ) -> None:
-    """``told``: what the capture behind the training loop cannot undo it must tell; an eager one has read everything by then."""
+    """``told``: what the capture behind the training loop cannot undo it must tell; an eager one
+    has read everything by then.
+    """
     wanted = torch.arange(20_000.0)
     parameter = torch.nn.Parameter(wanted.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -87,7 +95,9 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
         handle = engine.save(0, {"p": parameter})
         assert capture == "eager" or handle.state == "started"
         if happens in (free, free_and_allocate, grow):
-            with pytest.raises(RuntimeError, match="not resizable"):  # torch refuses, since the save has a view of the memory
+            with pytest.raises(
+                RuntimeError, match="not resizable"
+            ):  # torch refuses, since the save has a view of the memory
                 happens(parameter)
         else:
             happens(parameter)
@@ -103,7 +113,9 @@ def test_what_happens_to_a_tensor_after_save_does_not_reach_the_checkpoint(
             assert torch.equal(engine.restore(0)["p"], wanted)
 
 
-def test_an_optimizer_step_cannot_reach_a_save_under_way(tmp_path: Path, slow_encoder: threading.Event) -> None:
+def test_an_optimizer_step_cannot_reach_a_save_under_way(
+    tmp_path: Path, slow_encoder: threading.Event
+) -> None:
     """The step itself, in place; its hook holds it back until the state is read."""
     parameter = torch.nn.Parameter(torch.zeros(20_000))
     optimizer = torch.optim.Adam([parameter], lr=0.1)

@@ -1,4 +1,6 @@
-"""Hugging Face's packages: a training that is killed and goes on ends as the one that was not, with nothing but the callback."""
+"""Hugging Face's packages: a training that is killed and goes on ends as the one that was not, with
+nothing but the callback.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.support.paths import TESTS
 pytestmark = [
     pytest.mark.xdist_group("trainer"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (find_spec("transformers") and find_spec("accelerate")), reason="transformers is not installed"),
+    pytest.mark.skipif(
+        not (find_spec("transformers") and find_spec("accelerate")),
+        reason="transformers is not installed",
+    ),
 ]
 
 
@@ -55,7 +60,9 @@ def test_a_trainer_without_the_callback_writes_its_own_checkpoints(told: dict[st
 
 def test_resume_from_checkpoint_takes_a_step_true_and_false(told: dict[str, Any]) -> None:
     found = told["asked_for"]
-    assert [found[how]["began_at"] for how in ("whole", "finished", "named", "asked", "afresh")] == [0, 8, 4, 8, 0]
+    assert [
+        found[how]["began_at"] for how in ("whole", "finished", "named", "asked", "afresh")
+    ] == [0, 8, 4, 8, 0]
     for how in ("finished", "named", "asked"):
         assert found[how]["state"] == found["whole"]["state"], how
     assert found["finished"]["losses"] == found["whole"]["losses"]
@@ -69,7 +76,9 @@ def test_of_a_peft_model_only_what_is_trained_is_saved(told: dict[str, Any]) -> 
     assert all("lora" in leaf for leaf in models)
 
 
-def test_frozen_weights_are_read_behind_the_training_from_the_second_save_on(told: dict[str, Any]) -> None:
+def test_frozen_weights_are_read_behind_the_training_from_the_second_save_on(
+    told: dict[str, Any],
+) -> None:
     assert told["partly_frozen"] == [False, True, True, True]
 
 

@@ -1,4 +1,6 @@
-"""TRL's trainers: a training that is killed and goes on ends as the one that was not. `make trl-test` runs it, with TRL beside .venv."""
+"""TRL's trainers: a training that is killed and goes on ends as the one that was not. `make
+trl-test` runs it, with TRL beside .venv.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.support.paths import TESTS
 pytestmark = [
     pytest.mark.xdist_group("trl"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed"),
+    pytest.mark.skipif(
+        not (find_spec("trl") and find_spec("datasets")), reason="trl is not installed"
+    ),
 ]
 
 
@@ -42,7 +46,10 @@ def test_a_killed_training_ends_with_the_same_bits(told: dict[str, Any], kind: s
     assert found["resumed"]["began_at"] in (2, 4, 6)  # which was committed when the kill came
     assert without_start(found["resumed"]) == without_start(found["whole"])
     assert len(found["whole"]["losses"]) == 8
-    assert found["whole"]["folders"] == ["README.md", "deltacheck"]  # TRL's model card, and no folders checkpoint-N
+    assert found["whole"]["folders"] == [
+        "README.md",
+        "deltacheck",
+    ]  # TRL's model card, and no folders checkpoint-N
 
 
 def test_a_resume_gives_what_trl_gives_from_its_own_checkpoints(told: dict[str, Any]) -> None:

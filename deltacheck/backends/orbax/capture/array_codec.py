@@ -1,4 +1,6 @@
-"""The codec that a save of JAX trees goes through: large arrays by XLA where they are, the rest in host memory."""
+"""The codec that a save of JAX trees goes through: large arrays by XLA where they are, the rest in
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ log = logging.getLogger("deltacheck")
 
 Base: TypeAlias = "jax.Array | U8"
 
-# From here on an array goes through XLA. Each shape is compiled once, which for small leaves costs more than reading them.
+# From here on an array goes through XLA. Each shape is compiled once, which for small leaves costs
+# more than reading them.
 _XLA_FROM_BYTES = grid.PACK_BELOW_BYTES
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _NEED_X64 = ("int64", "uint64", "float64", "complex128")
@@ -39,7 +42,9 @@ class _Part(NamedTuple):
 
 
 class LeafCodec:
-    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the same kind as its leaf."""
+    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the
+    same kind as its leaf.
+    """
 
     name = "jax"
     run_bytes: int | None = None  # a part of a jax.Array would be a copy
@@ -51,33 +56,50 @@ class LeafCodec:
     def copy(self, current: Any, out: Base | None) -> Base:
         """A base that holds ``current``; written into ``out`` where that fits."""
         if self._xla is None or not self._for_xla(current):
-            base: U8 = self._host.copy(leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None)
+            base: U8 = self._host.copy(
+                leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None
+            )
             return base
-        kept = current if self.grouped(current, out) and not current.is_fully_replicated else _gathered(current)
+        kept = (
+            current
+            if self.grouped(current, out) and not current.is_fully_replicated
+            else _gathered(current)
+        )
         return self._xla.copy(kept, out if isinstance(out, jax.Array) else None)
 
     def host(self, base: Base) -> U8:
         """The base's bytes, without a copy on the processor."""
         return leaves.bytes_of(base)
 
-    def encode(self, current: Any, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
+    def encode(
+        self, current: Any, base: Base | None, bounds: U64, word_bytes: int
+    ) -> tuple[Encoded, Base | None]:
         """As the protocol has it; ``current``: a leaf of the tree."""
         if self._xla is None or not self._for_xla(current):
             if isinstance(base, jax.Array):
                 base = leaves.bytes_of(base).copy()
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
         one = _gathered(current)
-        return self._xla.encode(one, None if base is None else _beside(one, base), bounds, word_bytes)
+        return self._xla.encode(
+            one, None if base is None else _beside(one, base), bounds, word_bytes
+        )
 
     def grouped(self, current: Any, base: Base | None) -> bool:
-        """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth sharing, and a group costs memory."""
-        return self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
+        """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth
+        sharing, and a group costs memory.
+        """
+        return (
+            self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
+        )
 
     def encode_group(
-        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+        self,
+        jobs: Sequence[GroupJob],
+        make_room: Callable[[int], None],
+        all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """As the protocol has it. Devices encode the shards that they hold; leaves that are not cut between chunks are gathered one by one,
-        and what XLA cannot take is encoded in host memory.
+        """As the protocol has it. Devices encode the shards that they hold; leaves that are not cut
+        between chunks are gathered one by one, and what XLA cannot take is encoded in host memory.
         """
         parts: list[_Part] = []
         others: list[int] = []
@@ -86,17 +108,23 @@ class LeafCodec:
             parts += own
             if not own:
                 others.append(number)
-        parts.sort(key=lambda part: part.job.current.device.id)  # stable: one device after the other, its leaves in order
+        parts.sort(
+            key=lambda part: part.job.current.device.id
+        )  # stable: one device after the other, its leaves in order
         yield from self._by_xla(jobs, parts, make_room)
         for number in others:
             current, base, bounds, word_bytes = jobs[number]
             make_room(bounds[-1].item() * word_bytes)
             encoded, base = self.encode(current, base, bounds, word_bytes)
-            yield EncodedGroup([GroupSpan(number, 0, bounds.size - 1)], encoded, {number: base}, None)
+            yield EncodedGroup(
+                [GroupSpan(number, 0, bounds.size - 1)], encoded, {number: base}, None
+            )
         all_read()
 
     def _parts(self, number: int, job: GroupJob) -> list[_Part]:
-        """A leaf as arrays on single devices, each of whole chunks; empty where it cannot be had so without a copy."""
+        """A leaf as arrays on single devices, each of whole chunks; empty where it cannot be had so
+        without a copy.
+        """
         leaf = job.current
         if not self._for_xla(leaf):
             return []
@@ -138,7 +166,12 @@ class LeafCodec:
 
     def _for_xla(self, leaf: Any) -> bool:
         """Whether the handlers take this leaf, where its devices are."""
-        if self._xla is None or not isinstance(leaf, jax.Array) or leaves.is_key(leaf.dtype) or leaf.nbytes < _XLA_FROM_BYTES:
+        if (
+            self._xla is None
+            or not isinstance(leaf, jax.Array)
+            or leaves.is_key(leaf.dtype)
+            or leaf.nbytes < _XLA_FROM_BYTES
+        ):
             return False
         name = leaf.dtype.name
         if name in _SUB_BYTE or (name in _NEED_X64 and not leaves.jax_has(name)):
@@ -169,18 +202,24 @@ def _beside(current: jax.Array, base: Base) -> jax.Array:
     if isinstance(base, jax.Array):
         return base if base.sharding == current.sharding else jax.device_put(base, current.sharding)
     values = base.view(current.dtype).reshape(current.shape)
-    return leaves.on_devices({"": values}, {"": current.sharding if current.committed else None})[""]
+    return leaves.on_devices({"": values}, {"": current.sharding if current.committed else None})[
+        ""
+    ]
 
 
 @cache
 def leaf_codec() -> LeafCodec:
-    """The codec of this installation; without XLA handlers, which is logged, every leaf is encoded in host memory."""
+    """The codec of this installation; without XLA handlers, which is logged, every leaf is encoded
+    in host memory.
+    """
     try:
         from deltacheck.backends.orbax.capture.ffi import FfiCodec, available
     except ImportError as error:
         log.warning("JAX arrays are encoded in host memory: %s", error)
         return LeafCodec(None)
     if not available():
-        log.warning("JAX arrays are encoded in host memory: deltacheck was built without XLA handlers")
+        log.warning(
+            "JAX arrays are encoded in host memory: deltacheck was built without XLA handlers"
+        )
         return LeafCodec(None)
     return LeafCodec(FfiCodec())

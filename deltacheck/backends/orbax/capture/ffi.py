@@ -1,6 +1,8 @@
-"""The codec whose bases are JAX arrays: the comparison runs where the arrays are, and only what changed leaves it.
+"""The codec whose bases are JAX arrays: the comparison runs where the arrays are, and only what
+changed leaves it.
 
-The base is donated to every call and updated in place. Nothing is registered with JAX before the first call.
+The base is donated to every call and updated in place. Nothing is registered with JAX before the
+first call.
 """
 
 from __future__ import annotations
@@ -15,14 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.codec import memory
-from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U32, U64, Encoded, EncodedGroup, GroupJob, GroupSpan
+from deltacheck.codec.base import (
+    ROW_WIDTH,
+    STREAMS,
+    U8,
+    U32,
+    U64,
+    Encoded,
+    EncodedGroup,
+    GroupJob,
+    GroupSpan,
+)
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
 
 _HEAD = 2 + len(STREAMS)  # rows, 1 if the payload was too small, then the bytes of each stream
 _LEAST_PAYLOAD_BYTES = 4096
 _STATISTICS_BYTES = 40  # of a chunk, see xla_ffi/encoder/elements.h
-# XLA may keep several in a byte, while NumPy and the format take a byte for each; and float6, which older FFI headers do not know.
+# XLA may keep several in a byte, while NumPy and the format take a byte for each; and float6, which
+# older FFI headers do not know.
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 _shaped: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor without types
 
@@ -33,12 +46,14 @@ def available() -> bool:
 
 
 class FfiCodec:
-    """Bases are single-device ``jax.Array`` of any shape and dtype, and are consumed by ``encode``, ``encode_group`` and ``decode``.
+    """Bases are single-device ``jax.Array`` of any shape and dtype, and are consumed by ``encode``,
+    ``encode_group`` and ``decode``.
 
-    Compiles once for each list of shapes, dtypes and bounds in a group. On the CPU neither array is copied, but the output takes address space
-    for as many bytes as the group has until the call returns; on a GPU it takes twice that in device memory. A NumPy view of a base that is
-    still alive makes JAX copy the base instead of donating it. ``window_bytes``: what a group has at most, but for one larger leaf. Larger:
-    fewer calls; smaller: less memory.
+    Compiles once for each list of shapes, dtypes and bounds in a group. On the CPU neither array is
+    copied, but the output takes address space for as many bytes as the group has until the call
+    returns; on a GPU it takes twice that in device memory. A NumPy view of a base that is still
+    alive makes JAX copy the base instead of donating it. ``window_bytes``: what a group has at
+    most, but for one larger leaf. Larger: fewer calls; smaller: less memory.
     """
 
     name = "ffi"
@@ -48,8 +63,15 @@ class FfiCodec:
         self.window_bytes = window_bytes
 
     def copy(self, current: jax.Array, out: jax.Array | None) -> jax.Array:
-        """A new array that holds ``current``, in the memory of ``out``, which is consumed, where shape, dtype and device agree."""
-        if out is None or out.shape != current.shape or out.dtype != current.dtype or out.sharding != current.sharding:
+        """A new array that holds ``current``, in the memory of ``out``, which is consumed, where
+        shape, dtype and device agree.
+        """
+        if (
+            out is None
+            or out.shape != current.shape
+            or out.dtype != current.dtype
+            or out.sharding != current.sharding
+        ):
             return current.copy()
         copied: jax.Array = _copy_into(current, out)
         return copied
@@ -61,9 +83,13 @@ class FfiCodec:
         self, current: jax.Array, base: jax.Array | None, bounds: U64, word_bytes: int
     ) -> tuple[Encoded, jax.Array | None]:
         if base is None:
-            bounds = memory.checked_bounds(bounds, _checked_device_array("current", current), word_bytes)
+            bounds = memory.checked_bounds(
+                bounds, _checked_device_array("current", current), word_bytes
+            )
             return NativeCodec().encode(np.asarray(current), None, bounds, word_bytes)[0], None
-        [made] = self.encode_group([GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None)
+        [made] = self.encode_group(
+            [GroupJob(current, base, bounds, word_bytes)], lambda size: None, lambda: None
+        )
         return made.encoded, made.bases[0]
 
     def takes(self, device: jax.Device) -> bool:
@@ -74,14 +100,21 @@ class FfiCodec:
         return isinstance(base, jax.Array)
 
     def encode_group(
-        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+        self,
+        jobs: Sequence[GroupJob],
+        make_room: Callable[[int], None],
+        all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
         """As ``GroupCodec`` has it. Consecutive leaves of one device share a call."""
         first = 0
         while first < len(jobs):
             total = _checked_job(jobs[first])
             stop = first + 1
-            while stop < len(jobs) and jobs[stop].current.sharding.device_set == jobs[first].current.sharding.device_set:
+            while (
+                stop < len(jobs)
+                and jobs[stop].current.sharding.device_set
+                == jobs[first].current.sharding.device_set
+            ):
                 more = _checked_job(jobs[stop])
                 if total == 0 or more == 0 or total + more > self.window_bytes:
                     break
@@ -98,7 +131,9 @@ class FfiCodec:
         NativeCodec().apply(encoded, base, bounds, word_bytes)
 
     def decode(self, encoded: Encoded, base: jax.Array, bounds: U64, word_bytes: int) -> jax.Array:
-        """``base`` with the chunks of ``encoded`` applied. Consumes ``base``; raises ``DamagedStream``, after which it is lost."""
+        """``base`` with the chunks of ``encoded`` applied. Consumes ``base``; raises
+        ``DamagedStream``, after which it is lost.
+        """
         total = _checked_device_array("base", base)
         bounds = memory.checked_bounds(bounds, total, word_bytes)
         if encoded.rows.shape[0] > bounds.size - 1:
@@ -113,14 +148,22 @@ class FfiCodec:
         rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
         if platform != "cpu":
             offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
-            there = jax.device_put((rows, _pairs(offsets).reshape(rows.shape[0], -1), _payload(encoded, sizes)), base.device)
+            there = jax.device_put(
+                (rows, _pairs(offsets).reshape(rows.shape[0], -1), _payload(encoded, sizes)),
+                base.device,
+            )
             applied: jax.Array = _apply_there(base, *there, bounds.tobytes(), word_bytes)
             return applied.block_until_ready()
         head = _pairs(np.array([encoded.rows.shape[0], 0, *sizes], np.uint64))
         try:
-            decoded: jax.Array = _apply(base, rows, head, _payload(encoded, sizes), _pairs(bounds), word_bytes)
+            decoded: jax.Array = _apply(
+                base, rows, head, _payload(encoded, sizes), _pairs(bounds), word_bytes
+            )
             return decoded.block_until_ready()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of them depends on the dispatch
+        except (
+            jax.errors.JaxRuntimeError,
+            ValueError,
+        ) as error:  # which of them depends on the dispatch
             _, refused, why = str(error).partition("DATA_LOSS: ")
             if not refused:
                 raise
@@ -128,8 +171,9 @@ class FfiCodec:
 
 
 class Statistics(NamedTuple):
-    """One entry for each chunk, as ``deltacheck.codec.statistics`` has them: ``changed``, ``nonfinite`` uint32 ``(chunks,)``; the others float64
-    ``(chunks,)`` where JAX knows 64 bits (``jax_enable_x64``), else rounded to float32, where a sum may overflow to infinity.
+    """One entry for each chunk, as ``deltacheck.codec.statistics`` has them: ``changed``,
+    ``nonfinite`` uint32 ``(chunks,)``; the others float64 ``(chunks,)`` where JAX knows 64 bits
+    (``jax_enable_x64``), else rounded to float32, where a sum may overflow to infinity.
     """
 
     changed: jax.Array
@@ -140,28 +184,36 @@ class Statistics(NamedTuple):
 
 
 def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -> Statistics:
-    """What changed from ``base`` to ``current``, in one pass over both, where they lie. May be traced: under ``jax.jit``, and on sharded
-    arrays under ``jax.shard_map(..., check_vma=False)``, where each device gives the rows of its own part, and nothing is gathered.
+    """What changed from ``base`` to ``current``, in one pass over both, where they lie. May be
+    traced:
+    under ``jax.jit``, and on sharded arrays under ``jax.shard_map(..., check_vma=False)``, where
+    each device gives the rows of its own part, and nothing is gathered.
 
-    ``current``, ``base``: the same shape and dtype, of whole bytes; neither is changed. ``bounds``: uint64 ``(chunks + 1,)``, offsets in
-    words (elements of up to 8 bytes; complex128 has two) of the array that the call sees, ascending from 0; by default one chunk. Raises
-    ``ValueError`` where arguments do not fit, ``RuntimeError`` where this build has no XLA handlers.
+    ``current``, ``base``: the same shape and dtype, of whole bytes; neither is changed. ``bounds``:
+    uint64 ``(chunks + 1,)``, offsets in words (elements of up to 8 bytes; complex128 has two) of
+    the array that the call sees, ascending from 0; by default one chunk. Raises ``ValueError``
+    where arguments do not fit, ``RuntimeError`` where this build has no XLA handlers.
     """
     item = _checked_element("current", current)
     if base.shape != current.shape or base.dtype != current.dtype:
-        raise ValueError(f"base is {base.dtype}{base.shape}, current is {current.dtype}{current.shape}")
+        raise ValueError(
+            f"base is {base.dtype}{base.shape}, current is {current.dtype}{current.shape}"
+        )
     word_bytes, total = min(item, 8), prod(current.shape) * item
     if bounds is None:
         bounds = np.array([0, total // word_bytes], np.uint64)
     bounds = memory.checked_bounds(bounds, total, word_bytes)
-    on = {platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64)) for platform in _registered()}
+    on = {
+        platform.lower(): partial(_measured, platform=platform, edges=bounds.astype(np.int64))
+        for platform in _registered()
+    }
     if not on:
         _require_handlers("cpu")
     counts, numbers = jax.lax.platform_dependent(current, base, **on)
     return Statistics(*counts.T, *numbers.T)
 
 
-# --- the programs ------------------------------------------------------------------------------------------------------------
+# --- the programs ---------------------------------------------------------------------------------
 
 
 def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
@@ -171,7 +223,12 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     spans = [GroupSpan(first + number, 0, job.bounds.size - 1) for number, job in enumerate(jobs)]
     if total == 0:
         nothing = Encoded(np.empty((0, ROW_WIDTH), np.uint32), {})
-        return EncodedGroup(spans, nothing, {span.job: job.base for span, job in zip(spans, jobs, strict=True)}, None)
+        return EncodedGroup(
+            spans,
+            nothing,
+            {span.job: job.base for span, job in zip(spans, jobs, strict=True)},
+            None,
+        )
     platform = _platform_of(jobs[0].current)
     _require_handlers(platform)
     currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
@@ -180,13 +237,16 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     count, overflow, sizes = int(said[0]), bool(said[1]), said[2:]
     if overflow:
         raise RuntimeError(
-            f"a payload of {payload.size} bytes did not hold {int(sizes.sum())}; this is a defect, please report it"
+            f"a payload of {payload.size} bytes did not hold {int(sizes.sum())}; this is a defect,"
+            " please report it"
         )
     streams = _streams(_fetched(payload, int(sizes.sum())), sizes)
     # The device has them as (high, low) pairs of 64 bits; JAX may know 32 only.
     digests = np.asarray(more[0])[:count].copy().view(np.uint64) if more else None
     bases_by_job = {span.job: base for span, base in zip(spans, new_bases, strict=True)}
-    return EncodedGroup(spans, Encoded(np.asarray(rows)[:count].copy(), streams), bases_by_job, digests)
+    return EncodedGroup(
+        spans, Encoded(np.asarray(rows)[:count].copy(), streams), bases_by_job, digests
+    )
 
 
 @partial(jax.jit, static_argnames=("bounds", "word_bytes", "platform"), donate_argnames="bases")
@@ -207,9 +267,14 @@ def _encode(
         _shaped((total,), np.uint8),  # always enough: no chunk is stored in more than its own bytes
     ]
     if platform == "CUDA":
-        results += [_shaped((chunks, 4), np.uint32), _shaped((_device().workspace_bytes(chunks, total),), np.uint8)]
+        results += [
+            _shaped((chunks, 4), np.uint32),
+            _shaped((_device().workspace_bytes(chunks, total),), np.uint8),
+        ]
     call: Any = jax.ffi.ffi_call(
-        f"deltacheck_encode_{platform.lower()}", results, input_output_aliases={len(currents) + i: i for i in range(len(bases))}
+        f"deltacheck_encode_{platform.lower()}",
+        results,
+        input_output_aliases={len(currents) + i: i for i in range(len(bases))},
     )
     made = call(
         *currents,
@@ -229,14 +294,25 @@ def _front(payload: jax.Array, size: int) -> jax.Array:
 
 
 def _fetched(payload: jax.Array, used: int) -> U8:
-    """The part of a payload that is in use, in host memory: on the CPU a view, from elsewhere not more than twice of it."""
+    """The part of a payload that is in use, in host memory: on the CPU a view, from elsewhere not
+    more than twice of it.
+    """
     if _platform_of(payload) != "cpu" and used <= payload.size // 2:
-        payload = _front(payload, max(_LEAST_PAYLOAD_BYTES, 1 << (used - 1).bit_length()))  # few programs: powers of two
+        payload = _front(
+            payload, max(_LEAST_PAYLOAD_BYTES, 1 << (used - 1).bit_length())
+        )  # few programs: powers of two
     return np.asarray(payload)
 
 
 @partial(jax.jit, static_argnames="word_bytes", donate_argnames="base")
-def _apply(base: jax.Array, rows: jax.Array, head: jax.Array, payload: jax.Array, bounds: jax.Array, word_bytes: int) -> Any:
+def _apply(
+    base: jax.Array,
+    rows: jax.Array,
+    head: jax.Array,
+    payload: jax.Array,
+    bounds: jax.Array,
+    word_bytes: int,
+) -> Any:
     result = _shaped(base.shape, base.dtype)
     call: Any = jax.ffi.ffi_call("deltacheck_apply_cpu", result, input_output_aliases={0: 0})
     return call(base, rows, head, payload, bounds, word_bytes=np.int64(word_bytes))
@@ -244,7 +320,12 @@ def _apply(base: jax.Array, rows: jax.Array, head: jax.Array, payload: jax.Array
 
 @partial(jax.jit, static_argnames=("bounds", "word_bytes"), donate_argnames="base")
 def _apply_there(
-    base: jax.Array, rows: jax.Array, offsets: jax.Array, payload: jax.Array, bounds: bytes, word_bytes: int
+    base: jax.Array,
+    rows: jax.Array,
+    offsets: jax.Array,
+    payload: jax.Array,
+    bounds: bytes,
+    word_bytes: int,
 ) -> Any:
     edges = np.frombuffer(bounds, np.int64)
     # The table of chunks, and a pointer for each stream.
@@ -254,12 +335,19 @@ def _apply_there(
     return call(base, rows, offsets, payload, word_bytes=np.int64(word_bytes), bounds=edges)[0]
 
 
-def _measured(current: jax.Array, base: jax.Array, platform: str, edges: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+def _measured(
+    current: jax.Array, base: jax.Array, platform: str, edges: np.ndarray[Any, np.dtype[np.int64]]
+) -> Any:
     chunks = edges.size - 1
-    results = [_shaped((chunks, 2), np.uint32), _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64))]
+    results = [
+        _shaped((chunks, 2), np.uint32),
+        _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64)),
+    ]
     if platform == "CUDA":
         # The results as the device has them, the table of chunks, and what their words are.
-        results.append(_shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8))
+        results.append(
+            _shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8)
+        )
     call: Any = jax.ffi.ffi_call(f"deltacheck_statistics_{platform.lower()}", results)
     return tuple(call(current, base, bounds=edges)[:2])
 
@@ -285,7 +373,10 @@ def _registered() -> frozenset[str]:
     """The platforms that have handlers, which are registered with JAX by the first call."""
     from deltacheck import _native
 
-    targets = [*_native.registrations(), *(_device().registrations() if _device() is not None else ())]
+    targets = [
+        *_native.registrations(),
+        *(_device().registrations() if _device() is not None else ()),
+    ]
     for name, capsule, platform in targets:
         jax.ffi.register_ffi_target(name, capsule, platform=platform)
     return frozenset(platform for _, _, platform in targets)
@@ -294,8 +385,8 @@ def _registered() -> frozenset[str]:
 def _require_handlers(platform: str) -> None:
     if platform not in _registered():
         raise RuntimeError(
-            f"deltacheck was built without XLA handlers for {platform}. Build it where jaxlib can be imported, or set "
-            "DELTACHECK_FFI_INCLUDE_DIR; those for CUDA need nvcc, too."
+            f"deltacheck was built without XLA handlers for {platform}. Build it where jaxlib can"
+            " be imported, or set DELTACHECK_FFI_INCLUDE_DIR; those for CUDA need nvcc, too."
         )
 
 
@@ -310,7 +401,7 @@ def _platform(device: jax.Device) -> str:
     return "CUDA" if device.platform in ("gpu", "cuda") else str(device.platform)
 
 
-# --- arguments and results -----------------------------------------------------------------------------------------------
+# --- arguments and results ------------------------------------------------------------------------
 
 
 def _checked_job(job: GroupJob) -> int:
@@ -319,7 +410,10 @@ def _checked_job(job: GroupJob) -> int:
     memory.checked_bounds(job.bounds, total, job.word_bytes)
     _checked_device_array("base", job.base)
     if job.base.shape != job.current.shape or job.base.dtype != job.current.dtype:
-        raise ValueError(f"base is {job.base.dtype}{job.base.shape}, current is {job.current.dtype}{job.current.shape}")
+        raise ValueError(
+            f"base is {job.base.dtype}{job.base.shape}, current is"
+            f" {job.current.dtype}{job.current.shape}"
+        )
     return total
 
 
@@ -327,20 +421,29 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
     """Its bytes; ``ValueError`` where it is not one array on one device."""
     item = _checked_element(name, array)
     if len(array.sharding.device_set) != 1:
-        raise ValueError(f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one")
+        raise ValueError(
+            f"{name} lies on {len(array.sharding.device_set)} devices: encode its shards one by one"
+        )
     return array.size * item
 
 
 def _checked_element(name: str, array: jax.Array) -> int:
     """The bytes of an element; ``ValueError`` where the extension cannot take it."""
     if not isinstance(array, jax.Array) or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
-        raise ValueError(f"{name} must be a jax.Array of plain numbers, not {getattr(array, 'dtype', type(array).__name__)}")
+        raise ValueError(
+            f"{name} must be a jax.Array of plain numbers, not"
+            f" {getattr(array, 'dtype', type(array).__name__)}"
+        )
     if array.dtype.name in _PACKED:
         raise ValueError(
-            f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec, or .astype(int8)"
+            f"{name} is {array.dtype.name}, which XLA packs into parts of bytes: use a host codec,"
+            " or .astype(int8)"
         )
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        raise ValueError(f"{name} is {array.dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or use a host codec")
+        raise ValueError(
+            f"{name} is {array.dtype}, which JAX would cut to 32 bits: set jax_enable_x64, or use a"
+            " host codec"
+        )
     return int(array.dtype.itemsize)
 
 
@@ -349,16 +452,22 @@ def _size(encoded: Encoded, name: str) -> int:
 
 
 def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
-    """One row a chunk, so that one program is compiled for a leaf; those that are not in use are under unchanged."""
+    """One row a chunk, so that one program is compiled for a leaf; those that are not in use are
+    under unchanged.
+    """
     rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
     rows[: encoded.rows.shape[0]] = encoded.rows
     return rows
 
 
 def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
-    """The streams one after the other; of the next power of two in size, so that few programs are compiled."""
+    """The streams one after the other; of the next power of two in size, so that few programs are
+    compiled.
+    """
     total = sum(sizes)
-    payload = np.zeros(max(_LEAST_PAYLOAD_BYTES, 1 << (total - 1).bit_length() if total else 0), np.uint8)
+    payload = np.zeros(
+        max(_LEAST_PAYLOAD_BYTES, 1 << (total - 1).bit_length() if total else 0), np.uint8
+    )
     at = 0
     for name, size in zip(STREAMS, sizes, strict=True):
         if size:
@@ -368,11 +477,18 @@ def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
 
 
 def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int, rows: int) -> U64:
-    """Where each row's part of every stream begins in the payload, after all checks that a decoder must make."""
+    """Where each row's part of every stream begins in the payload, after all checks that a decoder
+    must make.
+    """
     from deltacheck import _native
 
-    streams = [memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None for name in STREAMS]
-    refusal, found = _native.check(np.ascontiguousarray(encoded.rows, np.uint32), streams, total, bounds, word_bytes)
+    streams = [
+        memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None
+        for name in STREAMS
+    ]
+    refusal, found = _native.check(
+        np.ascontiguousarray(encoded.rows, np.uint32), streams, total, bounds, word_bytes
+    )
     if refusal is not None or found is None:
         raise DamagedStream(refusal or "")
     starts = np.cumsum([0] + [_size(encoded, name) for name in STREAMS[:-1]]).astype(np.uint64)
@@ -390,5 +506,7 @@ def _streams(payload: NDArray[np.uint8], sizes: U64) -> dict[str, U8]:
     """Copies, so that the payload, as large as the leaf, can go."""
     ends = np.cumsum(sizes).tolist()
     return {
-        name: payload[end - size : end].copy() for name, end, size in zip(STREAMS, ends, sizes.tolist(), strict=True) if size
+        name: payload[end - size : end].copy()
+        for name, end, size in zip(STREAMS, ends, sizes.tolist(), strict=True)
+        if size
     }

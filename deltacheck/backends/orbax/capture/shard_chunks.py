@@ -1,4 +1,6 @@
-"""Which chunks of a leaf lie whole in which of its shards, so that each device encodes its own and nothing is gathered."""
+"""Which chunks of a leaf lie whole in which of its shards, so that each device encodes its own and
+nothing is gathered.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ class ShardChunks(NamedTuple):
 
 
 def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[ShardChunks] | None:
-    """The chunks of every shard, ascending; ``None`` where a shard is no run of whole chunks, or where two hold the same.
+    """The chunks of every shard, ascending; ``None`` where a shard is no run of whole chunks, or
+    where
+    two hold the same.
 
-    Chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of sharding. A shard is a run of them where
-    it is contiguous in the leaf's C order and begins and ends between chunks: arrays cut along their first axis, mostly.
+    Chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of
+    sharding. A shard is a run of them where it is contiguous in the leaf's C order and begins and
+    ends between chunks: arrays cut along their first axis, mostly.
     """
     shards = leaf.addressable_shards
     if len(shards) < 2 or any(shard.replica_id != 0 for shard in shards):
@@ -42,8 +47,12 @@ def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[Shar
 
 
 def _run(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, int] | None:
-    """The elements, in C order, that a box holds; ``None`` where they are not consecutive or none."""
-    starts, stops = zip(*(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)), strict=True)
+    """The elements, in C order, that a box holds; ``None`` where they are not consecutive or
+    none.
+    """
+    starts, stops = zip(
+        *(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)), strict=True
+    )
     extents = [stop - start for start, stop in zip(starts, stops, strict=True)]
     cut = next((axis for axis, extent in enumerate(extents) if extent != 1), len(shape) - 1)
     if prod(extents) == 0 or extents[cut + 1 :] != list(shape[cut + 1 :]):

@@ -1,4 +1,6 @@
-"""What `deltacheck eval` needs of JAX: states as bytes, our saves, and the peer that they are compared with."""
+"""What `deltacheck eval` needs of JAX: states as bytes, our saves, and the peer that they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ bytes_of = leaves.bytes_of
 
 
 def peer_save(state: object, file: Path) -> int:
-    """What the state takes as one plain file, synced to disk: its arrays as bytes, uncompressed. The bytes of the file."""
+    """What the state takes as one plain file, synced to disk: its arrays as bytes, uncompressed.
+    The bytes of the file.
+    """
     file.unlink(missing_ok=True)
-    arrays = {str(number): bytes_of(array) for number, array in enumerate(flat(state).arrays.values())}
+    arrays = {
+        str(number): bytes_of(array) for number, array in enumerate(flat(state).arrays.values())
+    }
     with file.open("wb") as out:
         np.savez(out, **arrays)  # type: ignore[arg-type]
         out.flush()
@@ -55,7 +61,9 @@ class Saver:
         self._under_way = _Watched(self._manager, step, before, began)
 
     def finish(self) -> tuple[int, float, float, int] | None:
-        """As in ``deltacheck.backends.torch.files.evaluation``. The manager does not tell when it was durable: a thread that waits for it does."""
+        """As in ``deltacheck.backends.torch.files.evaluation``. The manager does not tell when it
+        was durable: a thread that waits for it does.
+        """
         watched, self._under_way = self._under_way, None
         if watched is None:
             return None

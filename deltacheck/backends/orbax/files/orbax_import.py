@@ -1,4 +1,6 @@
-"""Make steps of ours out of those of a plain Orbax ``CheckpointManager``, and a plain Orbax checkpoint out of one of ours."""
+"""Make steps of ours out of those of a plain Orbax ``CheckpointManager``, and a plain Orbax
+checkpoint out of one of ours.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ __all__ = ["ingest", "steps", "write_orbax"]
 _EXACT_INTEGERS = range(-(2**63), 2**63)
 
 
-def ingest(root: str | os.PathLike[str], source: str | os.PathLike[str], item: str | None = None) -> Iterator[tuple[Path, int]]:
-    """Save every step of ``source`` into a manager root, ascending, and give each when it is committed; its arrays are NumPy's.
+def ingest(
+    root: str | os.PathLike[str], source: str | os.PathLike[str], item: str | None = None
+) -> Iterator[tuple[Path, int]]:
+    """Save every step of ``source`` into a manager root, ascending, and give each when it is
+    committed; its arrays are NumPy's.
 
-    ``item``: which item of each step, needed only where they have several. Raises ``ValueError`` before anything is written where
-    ``root`` has one of the steps, ``StepNotFound`` for an item that is not there, ``Damaged`` naming the step that Orbax
-    cannot read.
+    ``item``: which item of each step, needed only where they have several. Raises ``ValueError``
+    before anything is written where ``root`` has one of the steps, ``StepNotFound`` for an item
+    that is not there, ``Damaged`` naming the step that Orbax cannot read.
     """
     found = steps(source)
     with manager(root, ocp.CheckpointManagerOptions(max_to_keep=None)) as target:
@@ -40,21 +45,29 @@ def ingest(root: str | os.PathLike[str], source: str | os.PathLike[str], item: s
         if taken:
             raise ValueError(f"{root} has step {taken[0]} already; import into another root")
         for step, place in found:
-            target.save(step, args=DeltaSaveArgs(_read(place / item_of(step, place, item))), force=True)
+            target.save(
+                step, args=DeltaSaveArgs(_read(place / item_of(step, place, item))), force=True
+            )
             target.wait_until_finished()
             open_root(root).manifest(step)
             yield place, step
 
 
 def _read(path: Path) -> Any:
-    """A tree as Orbax wrote it: arrays as NumPy, in the type that they were written in, and Python's numbers and texts as such."""
+    """A tree as Orbax wrote it: arrays as NumPy, in the type that they were written in, and
+    Python's numbers and texts as such.
+    """
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             about = checkpointer.metadata(path).item_metadata.tree
-            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, about)))
+            return checkpointer.restore(
+                path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, about))
+            )
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
-        raise Damaged(f"{path} cannot be read by Orbax: {type(error).__name__}: {reason}") from error
+        raise Damaged(
+            f"{path} cannot be read by Orbax: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _as_numpy(about: Any) -> Any:
@@ -64,27 +77,43 @@ def _as_numpy(about: Any) -> Any:
 
 
 def write_orbax(
-    path: Path, root: Root, manifest: Manifest, keys: Mapping[str, str] | None = None, progress: Progress | None = None
+    path: Path,
+    root: Root,
+    manifest: Manifest,
+    keys: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Write a step as the folder that ``ocp.StandardCheckpointer().restore(path)`` reads; it appears whole.
+    """Write a step as the folder that ``ocp.StandardCheckpointer().restore(path)`` reads; it
+    appears
+    whole.
 
-    Without ``keys`` the nested state, with ``keys`` (key -> leaf path) a flat dict of arrays. Holds all of the leaves in
-    memory. Raises ``UnsupportedLeaf`` naming what Orbax does not keep (empty arrays, bytes, integers of more than 64 bits),
-    ``FileExistsError``.
+    Without ``keys`` the nested state, with ``keys`` (key -> leaf path) a flat dict of arrays. Holds
+    all of the leaves in memory. Raises ``UnsupportedLeaf`` naming what Orbax does not keep (empty
+    arrays, bytes, integers of more than 64 bits), ``FileExistsError``.
     """
     owners = tree.array_paths(manifest.tree)
     loaded: dict[str, Loaded] = {}
-    for owner, leaf in resolve(root, manifest, {o: o for o in (owners if keys is None else keys).values()}).items():
+    for owner, leaf in resolve(
+        root, manifest, {o: o for o in (owners if keys is None else keys).values()}
+    ).items():
         if leaf.spec.raw_bytes == 0:
-            raise UnsupportedLeaf(f"leaf {owner!r} is empty, and Orbax keeps no empty arrays; leave it out with --leaves")
+            raise UnsupportedLeaf(
+                f"leaf {owner!r} is empty, and Orbax keeps no empty arrays; leave it out with"
+                " --leaves"
+            )
         loaded |= restore.load({owner: leaf})
         if progress is not None:
             progress(leaf.spec.raw_bytes)
     arrays = {owner: restore.as_array(item) for owner, item in loaded.items()}
     if keys is None:
         for name, value in tree.scalars(manifest.tree).items():
-            if isinstance(value, bytes | complex) or (isinstance(value, int) and value not in _EXACT_INTEGERS):
-                raise UnsupportedLeaf(f"leaf {name!r} is {value!r}, which Orbax does not keep; leave it out with --leaves")
+            if isinstance(value, bytes | complex) or (
+                isinstance(value, int) and value not in _EXACT_INTEGERS
+            ):
+                raise UnsupportedLeaf(
+                    f"leaf {name!r} is {value!r}, which Orbax does not keep; leave it out with"
+                    " --leaves"
+                )
         state = tree.unflatten(manifest.tree, lambda place, owner, tag: arrays[owner])
     else:
         state = {key: arrays[owner] for key, owner in keys.items()}

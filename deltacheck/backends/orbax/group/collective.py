@@ -1,7 +1,8 @@
-"""What a handler does otherwise where several processes save and restore together: they agree, each writes its tiles, process 0 commits.
+"""What a handler does otherwise where several processes save and restore together: they agree, each
+writes its tiles, process 0 commits.
 
-Every process calls the same methods in the same order. What is said between them goes over JAX's coordination service, never through a
-collective on the devices: those belong to the training.
+Every process calls the same methods in the same order. What is said between them goes over JAX's
+coordination service, never through a collective on the devices: those belong to the training.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from deltacheck.store.root import Written
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What a process says when a save begins. ``restored``: nonce of the step that it would go on from, where it has restored one since the
-    last save; ``alike``: digests of what all must have alike.
+    """What a process says when a save begins. ``restored``: nonce of the step that it would go on
+    from, where it has restored one since the last save; ``alike``: digests of what all must have
+    alike.
     """
 
     restored: str
@@ -33,8 +35,9 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What process 0 answers. ``seq``: the save's sequence number; ``is_committed``: whether Orbax has made the step before exist; ``resumes``:
-    all go on from the step that they have restored.
+    """What process 0 answers. ``seq``: the save's sequence number; ``is_committed``: whether Orbax
+    has
+    made the step before exist; ``resumes``: all go on from the step that they have restored.
     """
 
     seq: int
@@ -50,7 +53,9 @@ class Together:
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
         self.joint = Joint(ranks.join(name, timeout_seconds))
-        self.segments: frozenset[str] = frozenset()  # of the newest step of all processes, on process 0
+        self.segments: frozenset[str] = (
+            frozenset()
+        )  # of the newest step of all processes, on process 0
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -63,14 +68,17 @@ class Together:
             raise
 
     def open(self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]) -> Opened:
-        """Agree that a save begins. ``take()``, on process 0: makes the root its own, and gives a sequence number and whether the step before
-        exists. Raises ``RankFailed`` naming leaf and process where what must be alike is not.
+        """Agree that a save begins. ``take()``, on process 0: makes the root its own, and gives a
+        sequence number and whether the step before exists. Raises ``RankFailed`` naming leaf and
+        process where what must be alike is not.
         """
 
         def decide(said: list[Any]) -> Any:
             every = [msgspec.convert(one, Opening) for one in said]
             _require_alike([one.alike for one in every])
-            resumes = bool(every[0].restored) and all(one.restored == every[0].restored for one in every)
+            resumes = bool(every[0].restored) and all(
+                one.restored == every[0].restored for one in every
+            )
             return msgspec.to_builtins(Opened(*take(), resumes))
 
         said = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
@@ -96,13 +104,19 @@ class Together:
 
 def names_of(begun: Begun) -> list[str]:
     """What this process's tiles are stored as."""
-    return [name for path, (cuts, numbers) in begun.tiles.items() for name in sharding.names_of(path, cuts, numbers)]
+    return [
+        name
+        for path, (cuts, numbers) in begun.tiles.items()
+        for name in sharding.names_of(path, cuts, numbers)
+    ]
 
 
 def restored_by_all(joint: Joint, give: Callable[[], tuple[str, Any]]) -> Any:
-    """Let every process restore with ``give``, which also says (a digest) what was restored, and return what it gave here.
+    """Let every process restore with ``give``, which also says (a digest) what was restored, and
+    return what it gave here.
 
-    Where one fails, all do: raises ``Damaged`` where that is what another found, else ``RankFailed``; both name the process.
+    Where one fails, all do: raises ``Damaged`` where that is what another found, else
+    ``RankFailed``; both name the process.
     """
     mine: DeltacheckError | Exception | None = None
     digest, given = "", None
@@ -110,9 +124,20 @@ def restored_by_all(joint: Joint, give: Callable[[], tuple[str, Any]]) -> Any:
         digest, given = give()
     except Exception as error:  # noqa: BLE001 - all must know of it
         mine = error
-    kind = "" if mine is None else "damaged" if isinstance(mine, Damaged | NotACheckpointRoot) else "failed"
+    kind = (
+        ""
+        if mine is None
+        else "damaged"
+        if isinstance(mine, Damaged | NotACheckpointRoot)
+        else "failed"
+    )
     verdict = joint.agree(
-        {"digest": digest, "kind": kind, "error": "" if mine is None else f"{type(mine).__name__}: {mine}"}, _same
+        {
+            "digest": digest,
+            "kind": kind,
+            "error": "" if mine is None else f"{type(mine).__name__}: {mine}",
+        },
+        _same,
     )
     if mine is not None:
         raise mine
@@ -129,7 +154,10 @@ def _same(said: list[dict[str, str]]) -> dict[str, str]:
         if one["digest"] != said[0]["digest"]:
             return {
                 "kind": "failed",
-                "error": f"processes 0 and {rank} have restored different steps; every process has to ask for the same",
+                "error": (
+                    f"processes 0 and {rank} have restored different steps; every process has to"
+                    " ask for the same"
+                ),
             }
     return {"kind": "", "error": ""}
 
@@ -139,6 +167,6 @@ def _require_alike(every: list[Mapping[str, str]]) -> None:
         for path in sorted(every[0].keys() | one.keys()):
             if every[0].get(path) != one.get(path):
                 raise RankFailed(
-                    f"leaf {path!r}, a NumPy array, is another on process {rank} than on process 0; every process must have it alike, or "
-                    "make it a jax.Array of all of them"
+                    f"leaf {path!r}, a NumPy array, is another on process {rank} than on process 0;"
+                    " every process must have it alike, or make it a jax.Array of all of them"
                 )

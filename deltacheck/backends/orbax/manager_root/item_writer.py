@@ -1,4 +1,6 @@
-"""One process's right to write to a manager root, shared by its handlers: the lease, sequence numbers, collections."""
+"""One process's right to write to a manager root, shared by its handlers: the lease, sequence
+numbers, collections.
+"""
 
 from __future__ import annotations
 
@@ -54,22 +56,32 @@ class Writer:
             return self._next_seq - 1
 
     def collect(self, grace_seconds: float, timeout_seconds: float) -> None:
-        """Remove segments that no step, saved or under way, stands on. Never fails, nor waits for a hanging storage: a step is about
-        to be committed, and garbage can wait.
+        """Remove segments that no step, saved or under way, stands on. Never fails, nor waits for a
+        hanging storage: a step is about to be committed, and garbage can wait.
         """
-        if not wait([self._collector.start(partial(self._collect, grace_seconds))], timeout_seconds).done:
+        if not wait(
+            [self._collector.start(partial(self._collect, grace_seconds))], timeout_seconds
+        ).done:
             # It may go on at any time and do no harm: what no step needs, no later one will.
             self._collector = Background(1, "deltacheck-collector")
             log.warning(
-                "segments of %s were not collected within %.0f s; the storage may hang", self.store.path, timeout_seconds
+                "segments of %s were not collected within %.0f s; the storage may hang",
+                self.store.path,
+                timeout_seconds,
             )
 
     def _collect(self, grace_seconds: float) -> None:
         try:
-            protected = set().union(*(holder.protected() for holder in list(holders) if holder.root == self.root.path))
+            protected = set().union(
+                *(holder.protected() for holder in list(holders) if holder.root == self.root.path)
+            )
             collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
         except Exception:
-            log.warning("segments that are no longer needed could not be removed from %s", self.store.path, exc_info=True)
+            log.warning(
+                "segments that are no longer needed could not be removed from %s",
+                self.store.path,
+                exc_info=True,
+            )
 
     def release(self, user: object) -> None:
         """Give up a share; the last one gives the root back."""
@@ -83,7 +95,9 @@ class Writer:
 
 
 class Guest:
-    """What a process has that saves together with process 0, whose ``Writer`` has the lease, numbers the saves and collects."""
+    """What a process has that saves together with process 0, whose ``Writer`` has the lease,
+    numbers the saves and collects.
+    """
 
     def __init__(self, path: Path, durability: Durability) -> None:
         self.store: Store = create_manager_store(path, durability=durability)
@@ -94,10 +108,12 @@ class Guest:
 
 
 def writer_of(path: Path, user: object, durability: Durability = Durability.POWER) -> Writer:
-    """The right of this process to write to the root ``path``, taken where it does not have it yet; ``user`` must release it.
+    """The right of this process to write to the root ``path``, taken where it does not have it yet;
+    ``user`` must release it.
 
-    Raises ``RootBusy`` naming the holder where another process has it, ``OSError`` where the root cannot be written,
-    ``UnsupportedFormat``, ``ValueError`` where another handler of this process writes to it with another ``durability``.
+    Raises ``RootBusy`` naming the holder where another process has it, ``OSError`` where the root
+    cannot be written, ``UnsupportedFormat``, ``ValueError`` where another handler of this process
+    writes to it with another ``durability``.
     """
     with _lock:
         writer = _writers.get(path)
@@ -105,7 +121,8 @@ def writer_of(path: Path, user: object, durability: Durability = Durability.POWE
             writer = _writers[path] = Writer(path, durability)
         elif writer.store.durability is not durability:
             raise ValueError(
-                f"{path} is already written with durability={writer.store.durability.value!r}; handlers of one root share it"
+                f"{path} is already written with durability={writer.store.durability.value!r};"
+                " handlers of one root share it"
             )
         writer._users.add(user)
         return writer

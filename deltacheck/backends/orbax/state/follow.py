@@ -18,13 +18,17 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def applied(update: Update, state: Any, *, check: bool = False) -> Any:
-    """``state`` at the step of ``update``: a tree of the same containers, in which changed leaves are new arrays with the old ones' sharding.
+    """``state`` at the step of ``update``: a tree of the same containers, in which changed leaves
+    are
+    new arrays with the old ones' sharding.
 
-    ``state``: the followed part of the tree as it was saved, such as ``{"params": params}``; it must have had every update before this one.
-    NumPy arrays in it are changed in place. ``check``: compare each changed leaf with the digest of the step: sees a missed
-    update, and takes a copy to the host and a pass over it.
+    ``state``: the followed part of the tree as it was saved, such as ``{"params": params}``; it
+    must have had every update before this one. NumPy arrays in it are changed in place. ``check``:
+    compare each changed leaf with the digest of the step: sees a missed update, and takes a copy to
+    the host and a pass over it.
 
-    Raises ``TreeMismatch`` (naming leaf and both values) where ``state`` is not the followed tree; ``Damaged`` where a check fails.
+    Raises ``TreeMismatch`` (naming leaf and both values) where ``state`` is not the followed tree;
+    ``Damaged`` where a check fails.
     """
     flat = tree.flatten(state, leaves.describe_target, leaves.expand)
     changes = changes_of(update, flat)
@@ -49,11 +53,21 @@ def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
     spec = change.spec
     bits = _BITS.get(spec.element.item_bytes)
     sparse = change.positions is not None and leaf.size < 1 << 31 and not leaves.is_key(leaf.dtype)
-    if sparse and bits is not None and not spec.dtype.startswith(("complex", "bool")) and leaves.jax_has(np.dtype(bits).name):
+    if (
+        sparse
+        and bits is not None
+        and not spec.dtype.startswith(("complex", "bool"))
+        and leaves.jax_has(np.dtype(bits).name)
+    ):
         assert change.positions is not None
         values = change.values.view(np.dtype(bits))
         return _scatter(leaf, change.positions.astype(np.int32), values, bits, leaf.sharding)
-    whole = np.ascontiguousarray(leaves.bytes_of(leaf)).copy().view(spec.element.numpy).reshape(spec.shape)
+    whole = (
+        np.ascontiguousarray(leaves.bytes_of(leaf))
+        .copy()
+        .view(spec.element.numpy)
+        .reshape(spec.shape)
+    )
     change.apply(whole)
     if leaves.is_key(leaf.dtype):
         return leaves.key_of(jnp.asarray(whole), tag, leaf.sharding)
@@ -61,7 +75,9 @@ def _changed(leaf: jax.Array, change: LeafChange, tag: str | None) -> jax.Array:
 
 
 def _scatter(leaf: jax.Array, positions: Any, values: Any, bits: Any, sharding: Any) -> jax.Array:
-    scattered: jax.Array = jax.jit(partial(_scattered, bits), out_shardings=sharding)(leaf, positions, values)
+    scattered: jax.Array = jax.jit(partial(_scattered, bits), out_shardings=sharding)(
+        leaf, positions, values
+    )
     return scattered
 
 

@@ -43,21 +43,34 @@ def load(
     storage: ObjectStore | None = None,
     expected_digest: str | None = None,
 ) -> Any:
-    """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or of the torch ``Engine``.
+    """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or
+    of
+    the torch ``Engine``.
 
-    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``, ``expected_digest``: as in ``DeltaRestoreArgs``. ``item``: of a
-    manager's steps, needed only where they have more than one. ``storage``: how an object store is reached. Takes no lock and writes
-    nothing. Raises what ``DeltaRestoreArgs`` says, and ``NotACheckpointRoot``, ``StepNotFound``.
+    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``, ``expected_digest``: as in
+    ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed only where they have more than one.
+    ``storage``: how an object store is reached. Takes no lock and writes nothing. Raises what
+    ``DeltaRestoreArgs`` says, and ``NotACheckpointRoot``, ``StepNotFound``.
     """
     opened = open_root(root, item, storage=storage)
     manifest = opened.manifest(step)
     opened.require_digest(manifest, expected_digest)
-    restored = restore_tree(opened, manifest, target, shardings=shardings, paths=leaves, contract=contract, max_bytes=max_bytes)
+    restored = restore_tree(
+        opened,
+        manifest,
+        target,
+        shardings=shardings,
+        paths=leaves,
+        contract=contract,
+        max_bytes=max_bytes,
+    )
     return restored.tree
 
 
 class Restored(NamedTuple):
-    """A restored tree, and what a saver needs to go on from it (nothing where only some leaves were asked for)."""
+    """A restored tree, and what a saver needs to go on from it (nothing where only some leaves were
+    asked for).
+    """
 
     tree: Any
     chains: Mapping[str, Chain]
@@ -66,11 +79,17 @@ class Restored(NamedTuple):
     def of(self, names: Iterable[str]) -> Restored:
         """Only what was read whole of the stored leaves ``names``, without the tree."""
         kept = [name for name in names if name in self.stored]
-        return Restored(None, {name: self.chains[name] for name in kept}, {name: self.stored[name] for name in kept})
+        return Restored(
+            None,
+            {name: self.chains[name] for name in kept},
+            {name: self.stored[name] for name in kept},
+        )
 
 
 class Read(NamedTuple):
-    """What reading a step gives: every leaf, the chains that they stand on, and the bytes that those gave."""
+    """What reading a step gives: every leaf, the chains that they stand on, and the bytes that
+    those gave.
+    """
 
     loaded: Mapping[str, Loaded]
     chains: Mapping[str, Chain]
@@ -87,7 +106,9 @@ class Log(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One array to make. ``owner``: the leaf that holds its bytes. ``tag``: as in the tree; ``None`` asks for a JAX array."""
+    """One array to make. ``owner``: the leaf that holds its bytes. ``tag``: as in the tree;
+    ``None`` asks for a JAX array.
+    """
 
     owner: str
     tag: str | None
@@ -108,10 +129,16 @@ def restore_tree(
     """Restore a step, or only the leaves ``paths`` of it."""
     with damage.named(root, manifest):
         owners = tree.array_paths(manifest.tree)
-        restore.require(manifest, contract, None if paths is None else [owners.get(path, path) for path in paths])
+        restore.require(
+            manifest,
+            contract,
+            None if paths is None else [owners.get(path, path) for path in paths],
+        )
         read = None
         if log is not None and manifest.replay is not None and paths is None:
-            read = log.replayed(root, manifest, target, max_bytes)  # not by our own rules: the update is the training's
+            read = log.replayed(
+                root, manifest, target, max_bytes
+            )  # not by our own rules: the update is the training's
         with leaves.own_rules():
             return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
 
@@ -131,7 +158,10 @@ def _restore_tree(
         if target is not None:
             raise ValueError("name leaves or give a target, not both")
         paths = list(dict.fromkeys(paths))
-        stored |= {path: (path, None) for path in (manifest.replay.inputs if manifest.replay is not None else ())}
+        stored |= {
+            path: (path, None)
+            for path in (manifest.replay.inputs if manifest.replay is not None else ())
+        }
         unknown = [path for path in paths if path not in stored]
         if unknown:
             restore.resolve(root, manifest, unknown)  # raises, naming what is near
@@ -140,11 +170,22 @@ def _restore_tree(
     if target is None:
         wanted = {path: _as_saved(path, place, manifest, where) for path, place in stored.items()}
     else:
-        asked, target = target, leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target)
+        asked, target = (
+            target,
+            leaves.map_leaves(lambda path, leaf: _as_kept(path, leaf, stored, manifest), target),
+        )
         wanted = _as_targeted(target, stored, manifest, where)
-    made, read = (make(wanted, read.loaded), read) if read is not None else _made(root, manifest, wanted, True, max_bytes)
+    made, read = (
+        (make(wanted, read.loaded), read)
+        if read is not None
+        else _made(root, manifest, wanted, True, max_bytes)
+    )
     if target is None:
-        return Restored(tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]), read.chains, read.stored)
+        return Restored(
+            tree.unflatten(manifest.tree, lambda path, owner, tag: made[path]),
+            read.chains,
+            read.stored,
+        )
     numbers = tree.scalars(manifest.tree)
 
     def fill(path: str, leaf: Any) -> Any:
@@ -154,13 +195,22 @@ def _restore_tree(
 
 
 def _made(
-    root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], is_all: bool, max_bytes: int | None
+    root: Root,
+    manifest: Manifest,
+    wanted: Mapping[str, Wanted],
+    is_all: bool,
+    max_bytes: int | None,
 ) -> tuple[dict[str, Any], Read]:
-    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other processes too only what lies here.
+    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other
+    processes too only what lies here.
 
     ``is_all``: these are all of the step.
     """
-    across = {path: one for path, one in wanted.items() if one.tag not in _NUMPY and pieces.spans_processes(one.sharding)}
+    across = {
+        path: one
+        for path, one in wanted.items()
+        if one.tag not in _NUMPY and pieces.spans_processes(one.sharding)
+    }
     here = {path: one for path, one in wanted.items() if path not in across}
     bases: dict[str, U8] = {}
     some = None if is_all and not across else [one.owner for one in here.values()]
@@ -176,9 +226,15 @@ def _made(
 
 
 def _parts(
-    root: Root, manifest: Manifest, wanted: Mapping[str, Wanted], max_bytes: int | None, bases: dict[str, U8]
+    root: Root,
+    manifest: Manifest,
+    wanted: Mapping[str, Wanted],
+    max_bytes: int | None,
+    bases: dict[str, U8],
 ) -> tuple[dict[str, Any], Mapping[str, restore.Leaf]]:
-    """Arrays of several processes from what this one needs of their leaves, which is all that is read, and these leaves."""
+    """Arrays of several processes from what this one needs of their leaves, which is all that is
+    read, and these leaves.
+    """
     shapes, shardings, boxes = {}, {}, {}
     for path, one in wanted.items():
         assert one.sharding is not None
@@ -191,18 +247,32 @@ def _parts(
         for box in boxes[path].values():
             before = asked.get(one.owner, box)
             asked[one.owner] = tuple(
-                slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before, box, strict=True)
+                slice(min(a.start, b.start), max(a.stop, b.stop))
+                for a, b in zip(before, box, strict=True)
             )
     found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=asked)
-    names = {(path, device): f"{path}\0{_text(box)}" for path, of in boxes.items() for device, box in of.items()}
+    names = {
+        (path, device): f"{path}\0{_text(box)}"
+        for path, of in boxes.items()
+        for device, box in of.items()
+    }
     needed = {name: boxes[path][device] for (path, device), name in names.items()}
     arrays = restore.load_boxes(
-        {name: found[wanted[path].owner] for (path, _), name in names.items()}, needed, max_bytes=max_bytes, stored=bases
+        {name: found[wanted[path].owner] for (path, _), name in names.items()},
+        needed,
+        max_bytes=max_bytes,
+        stored=bases,
     )
-    parts = {path: {device: arrays[names[path, device]] for device in of} for path, of in boxes.items()}
+    parts = {
+        path: {device: arrays[names[path, device]] for device in of} for path, of in boxes.items()
+    }
     tags = {path: one.tag for path, one in wanted.items()}
     dtypes = {
-        path: leaves.key_dtype(one.tag) if leaves.is_key_tag(one.tag) else manifest.spec(one.owner).element.numpy
+        path: (
+            leaves.key_dtype(one.tag)
+            if leaves.is_key_tag(one.tag)
+            else manifest.spec(one.owner).element.numpy
+        )
         for path, one in wanted.items()
     }
     return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags)), found
@@ -236,8 +306,12 @@ def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]) -> Wanted:
-    """An array in the form that it was saved in; as NumPy where JAX would round it to fewer bits."""
+def _as_saved(
+    path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]
+) -> Wanted:
+    """An array in the form that it was saved in; as NumPy where JAX would round it to fewer
+    bits.
+    """
     owner, tag = place
     if tag not in _NUMPY and not leaves.jax_has(manifest.spec(owner).dtype):
         return Wanted(owner, NUMPY_ARRAY, None)
@@ -245,9 +319,14 @@ def _as_saved(path: str, place: tuple[str, str | None], manifest: Manifest, wher
 
 
 def _as_targeted(
-    target: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest, where: Mapping[str, Sharding]
+    target: Any,
+    stored: Mapping[str, tuple[str, str | None]],
+    manifest: Manifest,
+    where: Mapping[str, Sharding],
 ) -> dict[str, Wanted]:
-    """Every array of the target in the form that the target asks for; ``TreeMismatch`` where the two trees differ."""
+    """Every array of the target in the form that the target asks for; ``TreeMismatch`` where the
+    two trees differ.
+    """
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest)
     chosen = match_targets(manifest, flat)
@@ -255,40 +334,59 @@ def _as_targeted(
     for path, described in flat.leaves.items():
         saved = stored[path][1]
         if saved != described.tag and leaves.is_key_tag(saved) and leaves.is_key_tag(described.tag):
-            raise TreeMismatch(f"leaf {path!r} is a {saved} in step {manifest.step}, a {described.tag} in the target")
+            raise TreeMismatch(
+                f"leaf {path!r} is a {saved} in step {manifest.step}, a {described.tag} in the"
+                " target"
+            )
         tag = described.tag if leaves.jax_has(described.dtype) else NUMPY_ARRAY
         wanted[path] = Wanted(chosen[path], tag, where.get(path) or sharding_of(flat.arrays[path]))
     return wanted
 
 
 def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest) -> None:
-    """Refuse a target whose numbers, text and ``None`` lie at other paths than those of the step."""
+    """Refuse a target whose numbers, text and ``None`` lie at other paths than those of the
+    step.
+    """
     saved, asked = tree.scalars(manifest.tree), tree.scalars(skeleton)
     problems = [
-        f"leaf {p!r} is {saved[p]!r} in step {manifest.step}, {arrays[p].dtype}{list(arrays[p].shape)} in the target"
+        f"leaf {p!r} is {saved[p]!r} in step {manifest.step},"
+        f" {arrays[p].dtype}{list(arrays[p].shape)} in the target"
         for p in sorted(saved.keys() & arrays.keys())
     ]
-    problems += [f"leaf {p!r} of the target is not in step {manifest.step}" for p in sorted(asked.keys() - saved.keys())]
     problems += [
-        f"leaf {p!r} of step {manifest.step} is not in the target" for p in sorted(saved.keys() - asked.keys() - arrays.keys())
+        f"leaf {p!r} of the target is not in step {manifest.step}"
+        for p in sorted(asked.keys() - saved.keys())
+    ]
+    problems += [
+        f"leaf {p!r} of step {manifest.step} is not in the target"
+        for p in sorted(saved.keys() - asked.keys() - arrays.keys())
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise TreeMismatch(f"{'; '.join(problems[:5])}{more}. Restore without a target to get the tree as it was saved")
+        raise TreeMismatch(
+            f"{'; '.join(problems[:5])}{more}. Restore without a target to get the tree as it was"
+            " saved"
+        )
 
 
-def _as_kept(path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest) -> Any:
-    """A target's leaf, or what is kept in its place where one is a Python number and the other a 0-d array.
+def _as_kept(
+    path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
+) -> Any:
+    """A target's leaf, or what is kept in its place where one is a Python number and the other a
+    0-d
+    array.
 
-    Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and ``eval_shape`` makes an array of it
-    from the start: each is a target for the others.
+    Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and
+    ``eval_shape`` makes an array of it from the start: each is a target for the others.
     """
     if isinstance(leaf, bool | int | float | complex) and path in stored:
         owner, tag = stored[path]
         element = manifest.spec(owner).element.numpy
         if manifest.spec(owner).shape == () and not leaves.is_key_tag(tag):
             return (
-                leaves.abstract((), element) if tag not in _NUMPY else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
+                leaves.abstract((), element)
+                if tag not in _NUMPY
+                else np.zeros((), element)[() if tag == NUMPY_SCALAR else ...]
             )
     if leaves.describe_target(leaf) is not None and leaf.shape == ():
         number = tree.scalars(manifest.tree).get(path)
@@ -330,7 +428,9 @@ def sharding_of(leaf: object) -> Sharding | None:
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
-def _shardings_by_path(shardings: Any, stored: Mapping[str, object], step: int) -> dict[str, Sharding]:
+def _shardings_by_path(
+    shardings: Any, stored: Mapping[str, object], step: int
+) -> dict[str, Sharding]:
     """One sharding for all leaves, or a tree of them, as leaf path -> sharding."""
     if shardings is None:
         return {}
@@ -339,7 +439,9 @@ def _shardings_by_path(shardings: Any, stored: Mapping[str, object], step: int) 
     flat = tree.flatten(shardings, _describe_sharding, leaves.expand)
     unknown = sorted(flat.arrays.keys() - stored.keys())
     if unknown:
-        raise StepNotFound(f"shardings name leaf {unknown[0]!r}, which is not an array of step {step}")
+        raise StepNotFound(
+            f"shardings name leaf {unknown[0]!r}, which is not an array of step {step}"
+        )
     return {path: _as_sharding(value) for path, value in flat.arrays.items()}
 
 
@@ -364,6 +466,10 @@ def make(wanted: Mapping[str, Wanted], loaded: Mapping[str, Loaded]) -> dict[str
         else:
             host[path] = restore.as_array(loaded[one.owner])
     keys = {path for path in host if leaves.is_key_tag(wanted[path].tag)}
-    made |= leaves.on_devices(host, {path: None if path in keys else wanted[path].sharding for path in host})
-    made |= {path: leaves.key_of(made[path], wanted[path].tag, wanted[path].sharding) for path in keys}
+    made |= leaves.on_devices(
+        host, {path: None if path in keys else wanted[path].sharding for path in host}
+    )
+    made |= {
+        path: leaves.key_of(made[path], wanted[path].tag, wanted[path].sharding) for path in keys
+    }
     return {path: made[path] for path in wanted}

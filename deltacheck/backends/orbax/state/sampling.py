@@ -1,4 +1,6 @@
-"""What the profiler needs of JAX: samples of arrays where they lie, and the steps of a plain Orbax ``CheckpointManager``."""
+"""What the profiler needs of JAX: samples of arrays where they lie, and the steps of a plain Orbax
+``CheckpointManager``.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,29 @@ __all__ = ["describe", "expand", "states", "steps", "take"]
 
 
 def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]:
-    """Sampled elements of arrays, shard by shard: read in place where a shard lies on the host, else one gather for each device."""
+    """Sampled elements of arrays, shard by shard: read in place where a shard lies on the host,
+    else one gather for each device.
+    """
     found: dict[str, NDArray[np.generic]] = {}
     remote: dict[Any, dict[str, tuple[Any, tuple[NDArray[np.int64], ...]]]] = {}
     holes: dict[str, list[NDArray[np.bool_]]] = {}
     with own_rules():
         for path, array in arrays.items():
-            data = jax.random.key_data(array) if isinstance(array, jax.Array) and is_key(array.dtype) else array
+            data = (
+                jax.random.key_data(array)
+                if isinstance(array, jax.Array) and is_key(array.dtype)
+                else array
+            )
             elements = plan.elements(path)
             where = np.unravel_index(elements, data.shape) if data.shape else ()
             found[path] = np.empty(elements.shape, data.dtype)
             for shard in data.addressable_shards if isinstance(data, jax.Array) else ():
                 if shard.replica_id != 0:
                     continue
-                lows = [part.indices(size)[0] for part, size in zip(shard.index, data.shape, strict=True)]
+                lows = [
+                    part.indices(size)[0]
+                    for part, size in zip(shard.index, data.shape, strict=True)
+                ]
                 local = tuple(index - low for index, low in zip(where, lows, strict=True))
                 inside = np.ones(elements.shape, np.bool_)
                 for index, size in zip(local, shard.data.shape, strict=True):
@@ -66,25 +77,36 @@ def _gather() -> Any:
 
 def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """The steps of a plain ``CheckpointManager``: (step, its folder), ascending."""
-    names = [(path.name.rpartition("_")[2], path) for path in Path(folder).iterdir() if path.is_dir()]
+    names = [
+        (path.name.rpartition("_")[2], path) for path in Path(folder).iterdir() if path.is_dir()
+    ]
     return sorted((int(name), path) for name, path in names if name.isdecimal())
 
 
 def item_of(step: int, place: Path, item: str | None) -> str:
-    """The item of a step that is meant: the one named, or the only one. Raises ``StepNotFound``, naming what there is."""
-    items = sorted(path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists())
+    """The item of a step that is meant: the one named, or the only one. Raises ``StepNotFound``,
+    naming what there is.
+    """
+    items = sorted(
+        path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists()
+    )
     if item is None and len(items) != 1:
-        raise StepNotFound(f"step {step} in {place.parent} has the items {items}; name one with --item")
+        raise StepNotFound(
+            f"step {step} in {place.parent} has the items {items}; name one with --item"
+        )
     if item is not None and item not in items:
-        raise StepNotFound(f"step {step} in {place.parent} has no item {item!r} that is a tree; it has {items}")
+        raise StepNotFound(
+            f"step {step} in {place.parent} has no item {item!r} that is a tree; it has {items}"
+        )
     return item or items[0]
 
 
 def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[tuple[int, object]]:
-    """The states of a plain ``CheckpointManager``, step by step, one at a time in memory, as NumPy arrays.
+    """The states of a plain ``CheckpointManager``, step by step, one at a time in memory, as NumPy
+    arrays.
 
-    ``item``: which item of each step, needed only where they have several. Raises ``StepNotFound`` for an item that is not there,
-    ``Damaged`` naming the step that Orbax cannot read.
+    ``item``: which item of each step, needed only where they have several. Raises ``StepNotFound``
+    for an item that is not there, ``Damaged`` naming the step that Orbax cannot read.
     """
     import orbax.checkpoint as ocp
 
@@ -94,8 +116,12 @@ def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 about = checkpointer.metadata(chosen).item_metadata.tree
                 as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
-                state = checkpointer.restore(chosen, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+                state = checkpointer.restore(
+                    chosen, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+                )
         except (ValueError, OSError, KeyError) as error:
             reason = str(error).partition("\n")[0]
-            raise Damaged(f"step {step} in {folder} cannot be read by Orbax: {type(error).__name__}: {reason}") from error
+            raise Damaged(
+                f"step {step} in {folder} cannot be read by Orbax: {type(error).__name__}: {reason}"
+            ) from error
         yield step, state

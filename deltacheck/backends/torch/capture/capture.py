@@ -24,12 +24,15 @@ log = logging.getLogger("deltacheck")
 
 Data = TypeVar("Data", torch.Tensor, NDArray[np.uint8])
 
-_SPARE = 1.1  # of the memory that device shadows and windows need, before they are chosen: training must not run out of it
+# Of the memory that device shadows and windows need, before they are chosen: training must not run
+# out of it
+_SPARE = 1.1
 
 
 class Capture:
-    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them. ``in_order``: whether every leaf is read
-    once, in the order of the sources; only then can leaves be copied from a device ahead of their turn.
+    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them.
+    ``in_order``: whether every leaf is read once, in the order of the sources; only then can leaves
+    be copied from a device ahead of their turn.
     """
 
     def __init__(self, shadow: str, host_cache_bytes: int, in_order: bool) -> None:
@@ -41,20 +44,28 @@ class Capture:
     def sources(self, flat: Flat, guarded: Guarded) -> dict[str, LeafSource]:
         """What to save. ``guarded``: what is read after ``save`` has returned.
 
-        Leaves on an accelerator are read on its side stream. What nobody guards is copied there at once, in stream order.
+        Leaves on an accelerator are read on its side stream. What nobody guards is copied there at
+        once, in stream order.
         """
         specs = specs_of(flat)
         there = {
             path: device
             for path, value in flat.arrays.items()
-            if isinstance(value, torch.Tensor) and (device := codec.accelerator_of(value)) is not None
+            if isinstance(value, torch.Tensor)
+            and (device := codec.accelerator_of(value)) is not None
         }
         for device in set(there.values()):
             if device not in self._on_device:
-                self._on_device[device] = self._decide(device, sum(specs[p].raw_bytes for p, d in there.items() if d is device))
+                self._on_device[device] = self._decide(
+                    device, sum(specs[p].raw_bytes for p, d in there.items() if d is device)
+                )
         watched = {path: guarded.watched(flat.arrays[path]) for path in specs}
         tensors = {path: _held(flat.arrays[path], bool(watched[path])) for path in there}
-        staged = {path: (there[path], tensors[path]) for path in specs if path in there and not self._on_device[there[path]]}
+        staged = {
+            path: (there[path], tensors[path])
+            for path in specs
+            if path in there and not self._on_device[there[path]]
+        }
         staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
         sources = {}
@@ -63,21 +74,34 @@ class Capture:
             alias, *others = watched[path] or (None,)
             check = None if alias is None else unchanged_check(path, alias, others)
             if path not in there:
-                # What is read later is viewed now: torch then refuses to free or to move this memory, whatever becomes of the tensor.
-                current = partial(leaves.bytes_of, value) if alias is None else partial(_itself, leaves.viewed(alias).numpy())
+                # What is read later is viewed now: torch then refuses to free or to move this
+                # memory, whatever becomes of the tensor.
+                current = (
+                    partial(leaves.bytes_of, value)
+                    if alias is None
+                    else partial(_itself, leaves.viewed(alias).numpy())
+                )
                 sources[path] = LeafSource(spec, current, lazy=alias is not None, recheck=check)
             elif self._on_device[there[path]]:
-                sources[path] = LeafSource(spec, partial(_itself, tensors[path]), lazy=True, recheck=check)
+                sources[path] = LeafSource(
+                    spec, partial(_itself, tensors[path]), lazy=True, recheck=check
+                )
             elif self._in_order:
-                sources[path] = LeafSource(spec, partial(staging.take, path), lazy=True, recheck=check)
+                sources[path] = LeafSource(
+                    spec, partial(staging.take, path), lazy=True, recheck=check
+                )
             else:
-                sources[path] = LeafSource(spec, partial(_copied, there[path], tensors[path]), lazy=True, recheck=check)
+                sources[path] = LeafSource(
+                    spec, partial(_copied, there[path], tensors[path]), lazy=True, recheck=check
+                )
         for device in set(there.values()):
             device.begin()
         return sources
 
     def hold(self) -> None:
-        """What the training enqueues from now on waits, on the devices, until they have read what was saved."""
+        """What the training enqueues from now on waits, on the devices, until they have read what
+        was saved.
+        """
         for device in self._on_device:
             device.hold()
 

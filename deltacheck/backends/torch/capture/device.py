@@ -1,7 +1,10 @@
-"""What the engine needs of an accelerator: its memory, a stream beside the training's, events. The one file that speaks ``torch.cuda``.
+"""What the engine needs of an accelerator: its memory, a stream beside the training's, events. The
+one
+file that speaks ``torch.cuda``.
 
-Everything is enqueued on one *side stream* a device. It waits for the work that the training has enqueued before ``begin``, and the
-training waits for it (on the device, never on the host) in ``hold``.
+Everything is enqueued on one *side stream* a device. It waits for the work that the training has
+enqueued before ``begin``, and the training waits for it (on the device, never on the host) in
+``hold``.
 """
 
 from __future__ import annotations
@@ -23,14 +26,19 @@ class Accelerator(Protocol):
     """One device."""
 
     name: str
-    native: Any  # the device encoder, as deltacheck/_native_cuda.pyi describes it; None where there is none
+    # The device encoder, as deltacheck/_native_cuda.pyi describes it; None where there is none
+    native: Any
 
     def begin(self) -> None:
-        """From the training thread: later work on the side stream comes after what the training has enqueued until now."""
+        """From the training thread: later work on the side stream comes after what the training has
+        enqueued until now.
+        """
         ...
 
     def hold(self) -> None:
-        """From the training thread: what the training enqueues from now on comes after what the side stream has to read."""
+        """From the training thread: what the training enqueues from now on comes after what the
+        side stream has to read.
+        """
         ...
 
     def aside(self) -> contextlib.AbstractContextManager[int]:
@@ -84,10 +92,16 @@ class Cuda:
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return (
+            free
+            + torch.cuda.memory_reserved(self._device)
+            - torch.cuda.memory_allocated(self._device)
+        )
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pinned(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # torch keeps what is given back for the next
+        return torch.empty(
+            size, dtype=torch.uint8, pin_memory=True
+        )  # torch keeps what is given back for the next

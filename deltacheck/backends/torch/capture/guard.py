@@ -1,10 +1,11 @@
-"""Which tensors may be read after ``save`` returns: those that only an optimizer's step changes, because we can hold that step back, and
-those that nothing changes.
+"""Which tensors may be read after ``save`` returns: those that only an optimizer's step changes,
+because we can hold that step back, and those that nothing changes.
 
-torch calls the global optimizer pre-step hook once before every real step, before any weight changes (also under
-``torch.compile`` and DeepSpeed). Everything that the optimizers seen so far own is *guarded*: the hook waits until the captures
-under way have read it. So is a parameter of a known module that needs no gradient, once it was left alone from one save to the next. A
-tensor of unknown owner is copied eagerly.
+torch calls the global optimizer pre-step hook once before every real step, before any weight
+changes (also under ``torch.compile`` and DeepSpeed). Everything that the optimizers seen so far own
+is *guarded*: the hook waits until the captures under way have read it. So is a parameter of a known
+module that needs no gradient, once it was left alone from one save to the next. A tensor of unknown
+owner is copied eagerly.
 """
 
 from __future__ import annotations
@@ -22,33 +23,44 @@ from deltacheck.errors import SnapshotTorn
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """What may be read after ``save`` has returned, by the addresses of storages. ``owned``: what only an optimizer's step changes;
-    ``frozen``: what is left alone, with an alias of every parameter that lies there.
+    """What may be read after ``save`` has returned, by the addresses of storages. ``owned``: what
+    only
+    an optimizer's step changes; ``frozen``: what is left alone, with an alias of every parameter
+    that lies there.
     """
 
     owned: set[int] = field(default_factory=set)
     frozen: Mapping[int, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     def watched(self, value: object) -> list[torch.Tensor]:
-        """Aliases of a guarded tensor, whose versions tell of writes to it; the first has its memory as it is now. None of any other value."""
+        """Aliases of a guarded tensor, whose versions tell of writes to it; the first has its
+        memory as it is now. None of any other value.
+        """
         if not isinstance(value, torch.Tensor) or not is_plain(value):
             return []
         address = value.untyped_storage().data_ptr()
         if address in self.owned:
             return [value.detach()]
         there = self.frozen.get(address, ())
-        if any(value._version == one._version for one in there):  # else it is counted apart, and was written to
+        if any(
+            value._version == one._version for one in there
+        ):  # else it is counted apart, and was written to
             return [value.detach(), *there]
         return []
 
 
 class Guard:
-    """Watches optimizer steps. ``before_step`` is called on the training thread before each of them."""
+    """Watches optimizer steps. ``before_step`` is called on the training thread before each of
+    them.
+    """
 
     def __init__(self, before_step: Callable[[], None]) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._modules: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()  # by id
-        # Frozen parameters at the save before, by id: torch.utils.swap_tensors refuses tensors that anything refers to weakly.
+        self._modules: weakref.WeakValueDictionary[int, torch.nn.Module] = (
+            weakref.WeakValueDictionary()
+        )  # by id
+        # Frozen parameters at the save before, by id: torch.utils.swap_tensors refuses tensors that
+        # anything refers to weakly.
         self._left: dict[int, tuple[int, ...]] = {}
         self._before_step = before_step
         self._hook = register_optimizer_step_pre_hook(self._on_step)
@@ -65,7 +77,9 @@ class Guard:
             self._optimizers.add(owner)
 
     def guarded(self) -> Guarded:
-        """What is guarded at this save. Call it once a save: what is frozen goes by the call before."""
+        """What is guarded at this save. Call it once a save: what is frozen goes by the call
+        before.
+        """
         return Guarded(self.owned(), self._frozen())
 
     def owned(self) -> set[int]:
@@ -73,15 +87,24 @@ class Guard:
         found = set()
         for optimizer in list(self._optimizers):
             tensors = [p for group in optimizer.param_groups for p in group["params"]]
-            for key, state in optimizer.state.items():  # ZeRO-3 takes its parameters out of the groups between the steps
+            for (
+                key,
+                state,
+            ) in (
+                optimizer.state.items()
+            ):  # ZeRO-3 takes its parameters out of the groups between the steps
                 tensors += [key, *_tensors(state)]
             local = [tensor for one in tensors if isinstance(tensor := local_of(one), torch.Tensor)]
             found |= {tensor.untyped_storage().data_ptr() for tensor in local if is_plain(tensor)}
         return found
 
     def _frozen(self) -> dict[int, list[torch.Tensor]]:
-        """What lies in storages whose parameters all need no gradient, and have had this memory and these versions at the call before, too."""
-        parameters = {id(one): one for module in list(self._modules.values()) for one in module.parameters()}
+        """What lies in storages whose parameters all need no gradient, and have had this memory and
+        these versions at the call before, too.
+        """
+        parameters = {
+            id(one): one for module in list(self._modules.values()) for one in module.parameters()
+        }
         left: dict[int, tuple[int, ...]] = {}
         found: dict[int, list[torch.Tensor]] = {}
         moving = set()
@@ -92,7 +115,9 @@ class Guard:
             if not address:
                 continue
             if not parameter.requires_grad:
-                counted = [parameter] if local is parameter else [parameter, local]  # a DTensor and its part count apart
+                counted = (
+                    [parameter] if local is parameter else [parameter, local]
+                )  # a DTensor and its part count apart
                 left[number] = (address, size, *(one._version for one in counted))
                 if left[number] == self._left.get(number):
                     found.setdefault(address, []).extend(one.detach() for one in counted)
@@ -125,12 +150,16 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def unchanged_check(path: str, tensor: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> Callable[[], None]:
-    """A check for after the capture: raises ``SnapshotTorn`` where the tensor was written to since now, or its memory freed or moved.
+def unchanged_check(
+    path: str, tensor: torch.Tensor, others: Iterable[torch.Tensor] = ()
+) -> Callable[[], None]:
+    """A check for after the capture: raises ``SnapshotTorn`` where the tensor was written to since
+    now, or its memory freed or moved.
 
-    Sees every in-place torch operation on it and on ``others``, which lie in the same memory; not writes through ``.data``, NumPy or DLPack,
-    which leave no trace. REQUIRES: all of them are the caller's alone, aliases: what others make of theirs (``p.data = ...``) does not
-    change which memory these have.
+    Sees every in-place torch operation on it and on ``others``, which lie in the same memory; not
+    writes through ``.data``, NumPy or DLPack, which leave no trace. REQUIRES: all of them are the
+    caller's alone, aliases: what others make of theirs (``p.data = ...``) does not change which
+    memory these have.
     """
     versions, storage = [(one, one._version) for one in (tensor, *others)], tensor.untyped_storage()
     memory = storage.data_ptr(), storage.nbytes()
@@ -138,14 +167,16 @@ def unchanged_check(path: str, tensor: torch.Tensor, others: Iterable[torch.Tens
     def check() -> None:
         if (storage.data_ptr(), storage.nbytes()) != memory:
             raise SnapshotTorn(
-                f"the memory of leaf {path!r} was freed or resized after save() and before its capture had finished. "
-                "Call engine.before_update() before that, or use Engine(capture='eager')"
+                f"the memory of leaf {path!r} was freed or resized after save() and before its"
+                " capture had finished. Call engine.before_update() before that, or use"
+                " Engine(capture='eager')"
             )
         for one, version in versions:
             if one._version != version:
                 raise SnapshotTorn(
-                    f"leaf {path!r} was written to after save() and before its capture had finished (version {version}, now {one._version}). "
-                    "Call engine.before_update() before such a write, or use Engine(capture='eager')"
+                    f"leaf {path!r} was written to after save() and before its capture had finished"
+                    f" (version {version}, now {one._version}). Call engine.before_update() before"
+                    " such a write, or use Engine(capture='eager')"
                 )
 
     return check

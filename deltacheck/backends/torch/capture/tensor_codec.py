@@ -1,4 +1,6 @@
-"""The codec that a save of torch states goes through: tensors on an accelerator where they lie, the rest in host memory."""
+"""The codec that a save of torch states goes through: tensors on an accelerator where they lie, the
+rest in host memory.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ log = logging.getLogger("deltacheck")
 
 Base: TypeAlias = "torch.Tensor | NDArray[np.uint8]"
 
-WINDOW_BYTES = 256 << 20  # of a call of the device encoder; device memory for 4 of them is in use while a save is captured
+WINDOW_BYTES = (
+    256 << 20
+)  # of a call of the device encoder; device memory for 4 of them is in use while a save is captured
 
 
 class TorchCodec:
-    """Takes uint8 arrays, 1-D: NumPy arrays, and tensors on an accelerator. A base lies where its leaf does."""
+    """Takes uint8 arrays, 1-D: NumPy arrays, and tensors on an accelerator. A base lies where its
+    leaf does.
+    """
 
     name = "torch"
 
@@ -40,7 +46,11 @@ class TorchCodec:
             return base
         device = _device(current)
         with device.aside():
-            if not isinstance(out, torch.Tensor) or out.device != current.device or out.numel() != current.numel():
+            if (
+                not isinstance(out, torch.Tensor)
+                or out.device != current.device
+                or out.numel() != current.numel()
+            ):
                 out = device.empty(current.numel())
             out.copy_(current, non_blocking=True)
             device.mark()
@@ -48,11 +58,19 @@ class TorchCodec:
 
     def host(self, base: Base) -> U8:
         """The base's bytes: a view, or from an accelerator a copy."""
-        return base if isinstance(base, np.ndarray) else Staging({"base": (_device(base), base)}, base.numel()).take("base")
+        return (
+            base
+            if isinstance(base, np.ndarray)
+            else Staging({"base": (_device(base), base)}, base.numel()).take("base")
+        )
 
-    def encode(self, current: Base, base: Base | None, bounds: U64, word_bytes: int) -> tuple[Encoded, Base | None]:
+    def encode(
+        self, current: Base, base: Base | None, bounds: U64, word_bytes: int
+    ) -> tuple[Encoded, Base | None]:
         """As the protocol has it, in host memory."""
-        return self._host.encode(self.host(current), None if base is None else self.host(base), bounds, word_bytes)
+        return self._host.encode(
+            self.host(current), None if base is None else self.host(base), bounds, word_bytes
+        )
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
         """In host memory, as the protocol has it."""
@@ -63,9 +81,14 @@ class TorchCodec:
         return isinstance(current, torch.Tensor)
 
     def encode_group(
-        self, jobs: Sequence[GroupJob], make_room: Callable[[int], None], all_read: Callable[[], None]
+        self,
+        jobs: Sequence[GroupJob],
+        make_room: Callable[[int], None],
+        all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """As ``GroupCodec`` has it, device by device. A base on the host (of a restored step, say) moves to the device of its leaf."""
+        """As ``GroupCodec`` has it, device by device. A base on the host (of a restored step, say)
+        moves to the device of its leaf.
+        """
         by_device: dict[torch.device, list[int]] = {}
         for number, job in enumerate(jobs):
             by_device.setdefault(job.current.device, []).append(number)
@@ -88,7 +111,9 @@ class TorchCodec:
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
-    """The accelerator that holds a tensor; ``None`` for the host and for kinds that we cannot drive."""
+    """The accelerator that holds a tensor; ``None`` for the host and for kinds that we cannot
+    drive.
+    """
     return _cuda(tensor.get_device()) if tensor.device.type == "cuda" else None
 
 
@@ -98,7 +123,11 @@ def _cuda(index: int) -> Accelerator:
     try:
         from deltacheck import _native_cuda
     except ImportError as error:
-        log.warning("%s: its tensors are encoded in host memory, since this build has no CUDA encoder (%s)", device, error)
+        log.warning(
+            "%s: its tensors are encoded in host memory, since this build has no CUDA encoder (%s)",
+            device,
+            error,
+        )
         return Cuda(device, None)
     found = Cuda(device, _native_cuda)
     problem = group.defect(found)

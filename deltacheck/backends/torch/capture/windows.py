@@ -1,4 +1,6 @@
-"""Encode tensors where they lie on an accelerator, in windows: only what changed, and its digests, comes to the host."""
+"""Encode tensors where they lie on an accelerator, in windows: only what changed, and its digests,
+comes to the host.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ from deltacheck.leaf.digest import chunk_digests
 # What the extension calls Chunk.
 CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
 INTERFACE = 1  # of the extension, see module_cuda.cc
-HEAD_ENTRIES = 2 + len(STREAMS)  # rows, 1 if the payload was too small, then the bytes of each stream
+HEAD_ENTRIES = 2 + len(
+    STREAMS
+)  # rows, 1 if the payload was too small, then the bytes of each stream
 WINDOWS = 2  # under way at a time: one is computed while the other is fetched
 _ALIGNED = 256
 
 
 def device_bytes(window_bytes: int) -> int:
-    """Device memory that ``encode`` takes while it runs: a payload and a workspace for each window."""
+    """Device memory that ``encode`` takes while it runs: a payload and a workspace for each
+    window.
+    """
     return 2 * WINDOWS * window_bytes
 
 
@@ -46,7 +52,8 @@ def encode(
     make_room: Callable[[int], None],
     all_read: Callable[[], None],
 ) -> Iterator[EncodedGroup]:
-    """As ``GroupCodec.encode_group``. ``current``, ``base``: uint8 tensors, 1-D, contiguous, on ``device``; bases are updated in place.
+    """As ``GroupCodec.encode_group``. ``current``, ``base``: uint8 tensors, 1-D, contiguous, on
+    ``device``; bases are updated in place.
 
     Larger windows: fewer calls; smaller: less device memory (``device_bytes``).
     """
@@ -61,7 +68,9 @@ def encode(
         yield _fetch(device, running.popleft(), make_room)
 
 
-def _cut(jobs: Sequence[GroupJob], window_bytes: int) -> Iterator[tuple[list[GroupSpan], NDArray[np.void]]]:
+def _cut(
+    jobs: Sequence[GroupJob], window_bytes: int
+) -> Iterator[tuple[list[GroupSpan], NDArray[np.void]]]:
     """The chunks of all jobs in order, in runs of at most about ``window_bytes``."""
     spans: list[GroupSpan] = []
     tables: list[NDArray[np.void]] = []
@@ -72,7 +81,9 @@ def _cut(jobs: Sequence[GroupJob], window_bytes: int) -> Iterator[tuple[list[Gro
         first = 0
         while first < words.size:
             before = int(ends[first - 1]) if first else 0
-            stop = max(first + 1, int(np.searchsorted(ends, before + window_bytes - size, side="right")))
+            stop = max(
+                first + 1, int(np.searchsorted(ends, before + window_bytes - size, side="right"))
+            )
             if size and int(ends[first]) - before > window_bytes - size:
                 yield spans, np.concatenate(tables)
                 spans, tables, size = [], [], 0
@@ -98,7 +109,9 @@ def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void
     host_table.numpy()[:] = table.view(np.uint8)
     with device.aside() as stream:
         workspace = device.empty(device.native.workspace_bytes(chunks, total))
-        payload = device.empty(max(1, total))  # always enough: no chunk is stored in more than its own bytes
+        payload = device.empty(
+            max(1, total)
+        )  # always enough: no chunk is stored in more than its own bytes
         results = device.empty(end)
         at = results.data_ptr()
         device.native.encode(
@@ -127,14 +140,19 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
     count, overflow, sizes = int(head[0]), int(head[1]), head[2:].tolist()
     used = sum(sizes)
     if overflow or used > window.payload.numel() or count > window.chunks:
-        raise RuntimeError(f"{count} rows and {used} bytes do not fit a window of {window.chunks} chunks; this is a defect")
+        raise RuntimeError(
+            f"{count} rows and {used} bytes do not fit a window of {window.chunks} chunks; this is"
+            " a defect"
+        )
     make_room(used)
     host = device.pinned(used)
     with device.aside():
         host.copy_(window.payload[:used], non_blocking=True)
         fetched = device.mark()
     rows = results[rows_at:].view(np.uint32)[: count * ROW_WIDTH].reshape(count, ROW_WIDTH).copy()
-    digests: U64 = results[digests_at : digests_at + count * 16].view(np.uint64).reshape(count, 2).copy()
+    digests: U64 = (
+        results[digests_at : digests_at + count * 16].view(np.uint64).reshape(count, 2).copy()
+    )
     fetched.synchronize()
     streams: dict[str, U8] = {}
     at = 0
@@ -153,13 +171,19 @@ def _places(chunks: int) -> tuple[int, int, int]:
 
 
 def defect(device: Accelerator) -> str:
-    """Why the device encoder cannot be relied on here; empty where a small state came out of it as it should, to the bit.
+    """Why the device encoder cannot be relied on here; empty where a small state came out of it as
+    it
+    should, to the bit.
 
-    A device is asked once in a process, before the first use: a driver, a compiler or a processor that computes wrongly must not be
-    found out by a restore.
+    A device is asked once in a process, before the first use: a driver, a compiler or a processor
+    that computes wrongly must not be found out by a restore.
     """
     native = device.native
-    if (INTERFACE, CHUNK.itemsize, HEAD_ENTRIES) != (native.INTERFACE, native.CHUNK_BYTES, native.HEAD_ENTRIES):
+    if (INTERFACE, CHUNK.itemsize, HEAD_ENTRIES) != (
+        native.INTERFACE,
+        native.CHUNK_BYTES,
+        native.HEAD_ENTRIES,
+    ):
         return "the CUDA encoder is of another version than this package: build it again"
     problem: str | None = native.problem()
     if problem is not None:
@@ -179,22 +203,44 @@ def _wrong_on(device: Accelerator) -> str:
         bounds = np.array([0, words // 9, words // 3, words], np.uint64)
         before = random.integers(0, 1 << 20, words).astype(f"<u{word_bytes}")
         after = before.copy()
-        for first, stop, share in zip(bounds[:-1].tolist(), bounds[1:].tolist(), (0.01, 0.3, 0.9), strict=True):
+        for first, stop, share in zip(
+            bounds[:-1].tolist(), bounds[1:].tolist(), (0.01, 0.3, 0.9), strict=True
+        ):
             moved = random.random(stop - first) < share
-            after[first:stop][moved] += random.integers(1, 1000, int(moved.sum())).astype(after.dtype)
+            after[first:stop][moved] += random.integers(1, 1000, int(moved.sum())).astype(
+                after.dtype
+            )
         now, base = after.view(np.uint8), before.view(np.uint8)
         encoded, updated = host.encode(now, base.copy(), bounds, word_bytes)
         assert updated is not None
-        wanted.append((encoded, updated, chunk_digests(now, bounds, word_bytes, encoded.rows[:, 0].tolist())))
+        wanted.append(
+            (encoded, updated, chunk_digests(now, bounds, word_bytes, encoded.rows[:, 0].tolist()))
+        )
         with device.aside():
-            current, shadow = (device.empty(now.size).copy_(torch.from_numpy(content.copy())) for content in (now, base))
+            current, shadow = (
+                device.empty(now.size).copy_(torch.from_numpy(content.copy()))
+                for content in (now, base)
+            )
         jobs.append(GroupJob(current, shadow, bounds, word_bytes))
     for number, (job, (encoded, updated, digests)) in enumerate(zip(jobs, wanted, strict=True)):
         [made] = encode(device, jobs[number : number + 1], 1 << 20, lambda size: None, lambda: None)
-        same = made.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(made.encoded.rows, encoded.rows)
-        same = same and all(np.array_equal(made.encoded.streams[name], encoded.streams[name]) for name in encoded.streams)
+        same = made.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(
+            made.encoded.rows, encoded.rows
+        )
+        same = same and all(
+            np.array_equal(made.encoded.streams[name], encoded.streams[name])
+            for name in encoded.streams
+        )
         with device.aside():
             base = job.base.cpu().numpy()
-        if not (same and np.array_equal(base, updated) and made.digests is not None and np.array_equal(made.digests, digests)):
-            return f"the CUDA encoder gave other bytes than the host's for words of {job.word_bytes} bytes; please report this"
+        if not (
+            same
+            and np.array_equal(base, updated)
+            and made.digests is not None
+            and np.array_equal(made.digests, digests)
+        ):
+            return (
+                f"the CUDA encoder gave other bytes than the host's for words of {job.word_bytes}"
+                " bytes; please report this"
+            )
     return ""

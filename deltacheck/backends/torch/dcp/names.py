@@ -1,4 +1,6 @@
-"""DCP's names for what it saves, and ours: fully qualified names and key paths, leaf paths and skeletons, steps. Pure functions."""
+"""DCP's names for what it saves, and ours: fully qualified names and key paths, leaf paths and
+skeletons, steps. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,39 @@ _LAST_NUMBER = re.compile(r"[0-9]{1,18}\Z")  # a longer number is no step
 
 
 def step_of(checkpoint_id: object) -> int:
-    """The training step that a ``checkpoint_id`` means: an integer, or a name or path that ends in one (``"run/step-1200"``, ``iter_0001200``).
+    """The training step that a ``checkpoint_id`` means: an integer, or a name or path that ends in
+    one
+    (``"run/step-1200"``, ``iter_0001200``).
 
     Raises ``ValueError`` for anything else.
     """
-    if isinstance(checkpoint_id, int) and not isinstance(checkpoint_id, bool) and checkpoint_id >= 0:
+    if (
+        isinstance(checkpoint_id, int)
+        and not isinstance(checkpoint_id, bool)
+        and checkpoint_id >= 0
+    ):
         return checkpoint_id
     if isinstance(checkpoint_id, str | os.PathLike):
         found = _LAST_NUMBER.search(os.fspath(checkpoint_id).rstrip("/"))
         if found is not None:
             return int(found[0])
     raise ValueError(
-        f"checkpoint_id={checkpoint_id!r} names no step: give the step as an integer of at least 0, or a name or path that ends in it, "
-        "such as 'step-1200'"
+        f"checkpoint_id={checkpoint_id!r} names no step: give the step as an integer of at least 0,"
+        " or a name or path that ends in it, such as 'step-1200'"
     )
 
 
 def keys_of(fqn: str, planner_data: object) -> Keys:
-    """Where a value stands in the state that DCP has flattened. ``planner_data``: of a plan; without a way in it, the name is the one key."""
+    """Where a value stands in the state that DCP has flattened. ``planner_data``: of a plan;
+    without a way in it, the name is the one key.
+    """
     keys = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
-    fits = isinstance(keys, tuple) and keys and all(type(key) in (str, int) for key in keys) and isinstance(keys[0], str)
+    fits = (
+        isinstance(keys, tuple)
+        and keys
+        and all(type(key) in (str, int) for key in keys)
+        and isinstance(keys[0], str)
+    )
     return keys if isinstance(keys, tuple) and fits else (fqn,)
 
 
@@ -57,11 +72,15 @@ def skeleton_of(leaves: Iterable[tuple[Keys, str | None]]) -> Node:
         for key in keys[:-1]:
             below = inner.setdefault(key, {})
             if not isinstance(below, dict):
-                raise UnsupportedLeaf(f"{'.'.join(map(str, keys))!r} stands inside of another value; rename one of them")
+                raise UnsupportedLeaf(
+                    f"{'.'.join(map(str, keys))!r} stands inside of another value; rename one of"
+                    " them"
+                )
             inner = below
         if keys[-1] in inner:
             raise UnsupportedLeaf(
-                f"two values are called {'.'.join(map(str, keys))!r}, or one stands inside of it; rename one of them"
+                f"two values are called {'.'.join(map(str, keys))!r}, or one stands inside of it;"
+                " rename one of them"
             )
         inner[keys[-1]] = {"t": "array"} if tag is None else {"t": "array", "tag": tag}, None
     return _node(nested)

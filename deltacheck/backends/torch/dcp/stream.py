@@ -1,8 +1,12 @@
-"""One process's part in the saves of a root that DCP coordinates: its saver, which lives across them, and on the coordinator plan and commit.
+"""One process's part in the saves of a root that DCP coordinates: its saver, which lives across
+them,
+and on the coordinator plan and commit.
 
-DCP's own collectives carry what the ranks tell one another: the coordinator's plan goes out with DCP's plan (``Task``), what each rank has
-made durable comes back with its results (``Part``). Only the coordinator learns whether a step came to exist. So each rank takes
-what it wrote for the base of its next save for the time being, and drops it where the next task says that the step was not committed.
+DCP's own collectives carry what the ranks tell one another: the coordinator's plan goes out with
+DCP's plan (``Task``), what each rank has made durable comes back with its results (``Part``). Only
+the coordinator learns whether a step came to exist. So each rank takes what it wrote for the base
+of its next save for the time being, and drops it where the next task says that the step was not
+committed.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ class Options:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the coordinator gives a rank to do. ``seq``: of the save; ``committed``: of the newest step that this stream has committed, -1: none."""
+    """What the coordinator gives a rank to do. ``seq``: of the save; ``committed``: of the newest
+    step that this stream has committed, -1: none.
+    """
 
     step: int
     seq: int
@@ -71,7 +77,9 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a rank has done. ``sizes``: bytes of its objects (``names.OBJECT``), by leaf path, which nobody knew before they were written."""
+    """What a rank has done. ``sizes``: bytes of its objects (``names.OBJECT``), by leaf path, which
+    nobody knew before they were written.
+    """
 
     report: Report
     sizes: dict[str, int]
@@ -81,7 +89,9 @@ known(Task, Part)
 
 
 class Restored(NamedTuple):
-    """What a reader has kept of a step: where its tiles came from, and the bytes of those that were read whole."""
+    """What a reader has kept of a step: where its tiles came from, and the bytes of those that were
+    read whole.
+    """
 
     manifest: Manifest
     chains: dict[str, Chain]
@@ -89,7 +99,9 @@ class Restored(NamedTuple):
 
 
 class Stream:
-    """Made by ``stream_of``, one a root and process. The calls of one save come one after the other; saves do not overlap."""
+    """Made by ``stream_of``, one a root and process. The calls of one save come one after the
+    other; saves do not overlap.
+    """
 
     def __init__(self, path: Place, options: Options) -> None:
         self.path = path
@@ -104,11 +116,15 @@ class Stream:
         self._shares: list[Share] = []
         self._last_seq = -1
         self._committed = -1
-        self._written = -1  # the save that the base is of, but for one that is known to be committed or void
+        self._written = (
+            -1
+        )  # the save that the base is of, but for one that is known to be committed or void
         self._manifest: Manifest | None = None
 
     def lead(self) -> None:
-        """Take the root, where this process does not have it. Raises what opening raises (``RootBusy``, ...)."""
+        """Take the root, where this process does not have it. Raises what opening raises
+        (``RootBusy``, ...).
+        """
         if self._saver is None:
             self._begin(open_alone(self.path, self.options.durability))
         elif self._lease is None:
@@ -118,7 +134,9 @@ class Stream:
     def follow(self) -> Saver:
         """Be ready to write to a root that this process or another has taken."""
         if self._saver is None:
-            self._begin(Opened(Store.create(self.path, durability=self.options.durability), None, 0))
+            self._begin(
+                Opened(Store.create(self.path, durability=self.options.durability), None, 0)
+            )
         assert self._saver is not None
         self._saver.check_usable()
         return self._saver
@@ -149,34 +167,46 @@ class Stream:
         return self._root
 
     def plan(self, step: int, held: Sequence[Mapping[str, Held]]) -> list[Task]:
-        """On the coordinator: who writes what. ``held``: by rank. Raises ``RankFailed`` where they do not fit together."""
+        """On the coordinator: who writes what. ``held``: by rank. Raises ``RankFailed`` where they
+        do not fit together.
+        """
         holdings = [Holdings.of(one) for one in held]
         if holdings != self._holdings:
             restored = _restored.get(str(self.path))
-            before = {} if restored is None else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
+            before = (
+                {}
+                if restored is None
+                else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
+            )
             before |= {path: Before(one.cuts, one.owners) for path, one in self._plan.items()}
             self._plan = sharding.plan(holdings, before)
             self._shares = sharding.shares(self._plan, len(holdings))
             self._holdings = holdings
-        # Also after a save that failed before this process has written anything for it, others may have.
+        # Also after a save that failed before this process has written anything for it, others may
+        # have.
         self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
         return [Task(step, self._last_seq, self._committed, share) for share in self._shares]
 
     def save(self, task: Task, flat: Flat) -> Part:
-        """Write this rank's tiles, ``flat``'s leaves, and return once they are durable. Raises ``SaveFailed``."""
+        """Write this rank's tiles, ``flat``'s leaves, and return once they are durable. Raises
+        ``SaveFailed``.
+        """
         saver = self.follow()
         saver.number_from(task.seq)
         if saver.standing()[1] != task.seq:
             raise SaveFailed(
-                f"step {task.step} would be save {task.seq} of {self.path}, but this rank has written later ones: the plan is not of this save. "
-                "Start the run again from its newest step"
+                f"step {task.step} would be save {task.seq} of {self.path}, but this rank has"
+                " written later ones: the plan is not of this save. Start the run again from its"
+                " newest step"
             )
         if self._written not in (-1, task.committed):
             saver.forget()  # what it wrote last belongs to no step, and may be collected
         self._written, self._manifest = task.seq, None
         restored = _restored.pop(str(self.path), None)
         if restored is not None and not saver.leaves:
-            own = [name for name in flat.leaves if name in restored.chains and name in restored.stored]
+            own = [
+                name for name in flat.leaves if name in restored.chains and name in restored.stored
+            ]
             chains = {name: restored.chains[name] for name in own}
             saver.adopt(chains, {name: restored.stored[name] for name in own}, restored.manifest)
         written: list[Manifest] = []
@@ -185,8 +215,14 @@ class Stream:
             written.append(manifest)
             return Written(0, "")
 
-        owned = {value.untyped_storage().data_ptr() for value in flat.arrays.values() if hasattr(value, "untyped_storage")}
-        sources = self.capture.sources(flat, Guarded(owned))  # nobody changes them before this call returns
+        owned = {
+            value.untyped_storage().data_ptr()
+            for value in flat.arrays.values()
+            if hasattr(value, "untyped_storage")
+        }
+        sources = self.capture.sources(
+            flat, Guarded(owned)
+        )  # nobody changes them before this call returns
         saver.save(task.step, flat.skeleton, sources, durable).wait("committed")
         self._manifest = manifest = written[0]
         digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
@@ -194,27 +230,40 @@ class Stream:
         return Part(Report(task.step, manifest.segments, digests), sizes)
 
     def commit(self, parts: Sequence[Part], tree: Node) -> None:
-        """On the coordinator: make the step of all exist. REQUIRES: every part is durable. Raises ``RankFailed``, ``RootBusy``."""
+        """On the coordinator: make the step of all exist. REQUIRES: every part is durable. Raises
+        ``RankFailed``, ``RootBusy``.
+        """
         mine, lease, root = self._manifest, self._lease, self._opened
         assert mine is not None
         assert lease is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
         planned = {
-            path: dataclasses.replace(one, shape=(sizes[path],)) if path in sizes else one for path, one in self._plan.items()
+            path: dataclasses.replace(one, shape=(sizes[path],)) if path in sizes else one
+            for path, one in self._plan.items()
         }
-        manifest = msgspec.structs.replace(merged(mine, planned, [part.report for part in parts]), tree=tree)
+        manifest = msgspec.structs.replace(
+            merged(mine, planned, [part.report for part in parts]), tree=tree
+        )
         commit(root.path, manifest, root.store.durability, lease.check)
         self._committed = manifest.seq
         if not self.options.retention.keeps_all:
             try:
                 self._retain(root, lease, {ref.id for ref in manifest.segments})
             except Exception:
-                log.warning("step %d is committed, but older ones could not be deleted", manifest.step, exc_info=True)
+                log.warning(
+                    "step %d is committed, but older ones could not be deleted",
+                    manifest.step,
+                    exc_info=True,
+                )
 
     def _retain(self, root: Root, lease: Lease, newest: set[str]) -> None:
         retain.prune(root, self.options.retention, still_ours=lease.check)
         lease.check()
-        collect.collect(root, grace_seconds=self.options.grace_seconds, protected=self.follow().protected_segments() | newest)
+        collect.collect(
+            root,
+            grace_seconds=self.options.grace_seconds,
+            protected=self.follow().protected_segments() | newest,
+        )
 
     def wait(self, timeout: float | None = None) -> None:
         """Nothing to wait for but receipts: DCP has waited for the rest."""
@@ -222,7 +271,9 @@ class Stream:
             self._saver.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop, and give the root back. Raises the failure of a receipt that nobody has been told of."""
+        """Stop, and give the root back. Raises the failure of a receipt that nobody has been told
+        of.
+        """
         exits.forget(self)
         if self._saver is None or not self._saver.is_ours():
             return
@@ -239,7 +290,11 @@ class Stream:
 
 def _names(share: Share) -> list[str]:
     """What this rank's tiles are stored as, in the order of the plan."""
-    return [name for path, (cuts, numbers) in share.tiles().items() for name in sharding.names_of(path, cuts, numbers)]
+    return [
+        name
+        for path, (cuts, numbers) in share.tiles().items()
+        for name in sharding.names_of(path, cuts, numbers)
+    ]
 
 
 _streams: dict[str, Stream] = {}  # of this process, by root
@@ -253,13 +308,20 @@ def keep(path: Place, restored: Restored) -> None:
 
 
 def stream_of(path: Place, options: Options) -> Stream:
-    """The stream of a root. Raises ``ValueError`` where this process writes to it with other options."""
+    """The stream of a root. Raises ``ValueError`` where this process writes to it with other
+    options.
+    """
     with _lock:
         stream = _streams.setdefault(str(path), Stream(path, options))
     if stream.options != options:
-        differ = [f.name for f in dataclasses.fields(Options) if getattr(options, f.name) != getattr(stream.options, f.name)]
+        differ = [
+            f.name
+            for f in dataclasses.fields(Options)
+            if getattr(options, f.name) != getattr(stream.options, f.name)
+        ]
         raise ValueError(
-            f"{path} is already written with another {differ[0]}; writers of one root share their options. Close the first one before"
+            f"{path} is already written with another {differ[0]}; writers of one root share their"
+            " options. Close the first one before"
         )
     return stream
 

@@ -1,6 +1,7 @@
 """Save and restore DeepSpeed's ZeRO stages 0 to 3 by parameter.
 
-``install()`` makes deltacheck the checkpoint engine of every DeepSpeed engine; ``attach(engine)`` of one.
+``install()`` makes deltacheck the checkpoint engine of every DeepSpeed engine; ``attach(engine)``
+of one.
 """
 
 from deltacheck.backends.torch.deepspeed.checkpoint_engine import (

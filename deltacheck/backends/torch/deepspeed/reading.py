@@ -1,4 +1,6 @@
-"""Read what is wanted of one step: branches of its tree, and runs of leaves that are stored flat; what was read can be gone on from."""
+"""Read what is wanted of one step: branches of its tree, and runs of leaves that are stored flat;
+what was read can be gone on from.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ from deltacheck.store.root import Root
 
 @dataclass(slots=True)
 class Reading:
-    """One ``load_checkpoint``. ``files``: what was loaded, by path; ``leaves``, ``stored``: where it came from, and the bytes of chains that
-    were read whole: what a save that goes on from here compares with.
+    """One ``load_checkpoint``. ``files``: what was loaded, by path; ``leaves``, ``stored``: where
+    it
+    came from, and the bytes of chains that were read whole: what a save that goes on from here
+    compares with.
     """
 
     files: dict[str, Any] = field(default_factory=dict)
@@ -39,10 +43,14 @@ class Reading:
 
     def opened(self, path: Path) -> tuple[Root, Manifest]:
         root, manifest = pointer.opened(path)
-        if self.manifest is not None and (root.path, manifest.seq) != (self._step[0].path, self._step[1].seq):
+        if self.manifest is not None and (root.path, manifest.seq) != (
+            self._step[0].path,
+            self._step[1].seq,
+        ):
             raise TreeMismatch(
-                f"{path} stands for another save (seq {manifest.seq}) than the file before it (seq {self.manifest.seq}); a save was not "
-                "finished, or files of two were mixed. Load another tag"
+                f"{path} stands for another save (seq {manifest.seq}) than the file before it (seq"
+                f" {self.manifest.seq}); a save was not finished, or files of two were mixed. Load"
+                " another tag"
             )
         if self.manifest is None:
             self.root, self.manifest = root, manifest
@@ -60,13 +68,18 @@ class Reading:
         return root.digest_of(manifest)
 
     def keep(self, own: Mapping[str, range], others: bool) -> None:
-        """Forget the bytes that another rank goes on from. ``own``: elements of leaves that are cut; ``others``: whether leaves beside them are
-        this rank's.
+        """Forget the bytes that another rank goes on from. ``own``: elements of leaves that are
+        cut;
+        ``others``: whether leaves beside them are this rank's.
         """
         self.stored = {
             name: data
             for name, data in self.stored.items()
-            if (tiles.origin(name)[0] in own[leaf] if (leaf := tiles.leaf_of(name)) in own else others)
+            if (
+                tiles.origin(name)[0] in own[leaf]
+                if (leaf := tiles.leaf_of(name)) in own
+                else others
+            )
         }
 
     def dtype(self, prefix: str) -> torch.dtype:
@@ -87,7 +100,9 @@ class Reading:
         boxes = {path: whole(leaf.spec.shape) for path, leaf in found.items()}
         arrays = restore.load_boxes(found, boxes, stored=self.stored)
         loaded = {
-            path: restore.Loaded(found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array))
+            path: restore.Loaded(
+                found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array)
+            )
             for path, array in arrays.items()
         }
         return leaves.tree_of(part, loaded, move, stored=self.stored)
@@ -95,7 +110,9 @@ class Reading:
     def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
         """Read what parts say of leaves (by path) to where they say of flat tensors."""
         places = {path: (flat, part) for path, flat, part in wanted if part.size}
-        boxes = {path: (slice(part.begin, part.begin + part.size),) for path, (_, part) in places.items()}
+        boxes = {
+            path: (slice(part.begin, part.begin + part.size),) for path, (_, part) in places.items()
+        }
         for path, values in self._boxes(boxes).items():
             flat, part = places[path]
             flat.narrow(0, part.at, part.size).copy_(values)
@@ -106,13 +123,18 @@ class Reading:
         for path, box in boxes.items():
             if path in specs and box[0].stop > specs[path].shape[0]:
                 raise TreeMismatch(
-                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step}, more in this engine"
+                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step},"
+                    " more in this engine"
                 )
         found = restore.resolve(root, manifest, list(boxes), boxes=boxes)
         self.leaves |= found
         arrays = restore.load_boxes(found, boxes, stored=self.stored)
         return {
-            path: leaves.tensor_of(restore.Loaded(dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array)))
+            path: leaves.tensor_of(
+                restore.Loaded(
+                    dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array)
+                )
+            )
             for path, array in arrays.items()
         }
 
@@ -123,7 +145,12 @@ def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _like(wanted: Mapping[str, Any]) -> Node:
     """A skeleton with these keys, to prune another by."""
-    return {"t": "dict", "k": [[key, {"t": "none"} if below is None else _like(below)] for key, below in wanted.items()]}
+    return {
+        "t": "dict",
+        "k": [
+            [key, {"t": "none"} if below is None else _like(below)] for key, below in wanted.items()
+        ],
+    }
 
 
 def child(node: Node, key: str) -> Node:

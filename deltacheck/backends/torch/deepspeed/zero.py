@@ -1,7 +1,10 @@
-"""What DeepSpeed's ZeRO optimizers hold, by parameter: which elements of which parameter lie where in the flat partitions of this rank.
+"""What DeepSpeed's ZeRO optimizers hold, by parameter: which elements of which parameter lie where
+in
+the flat partitions of this rank.
 
-Their layout depends on the stage, the number of ranks, the alignment and the order of the parameters. So nothing of it is stored: each
-save takes the partitions of its run apart into fragments of parameters, each load puts those of its own run together from them.
+Their layout depends on the stage, the number of ranks, the alignment and the order of the
+parameters. So nothing of it is stored: each save takes the partitions of its run apart into
+fragments of parameters, each load puts those of its own run together from them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ def prefix(key: str) -> str:
 
 
 class Part(NamedTuple):
-    """Elements ``begin`` to ``begin + size`` of a parameter, which lie at ``at`` in a partition; ``size`` is 0 where this rank has none."""
+    """Elements ``begin`` to ``begin + size`` of a parameter, which lie at ``at`` in a partition;
+    ``size`` is 0 where this rank has none.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +39,9 @@ class Part(NamedTuple):
     at: int
 
     def of(self, flat: torch.Tensor) -> Fragment:
-        """The fragment, of the partition's weights or of an optimizer state that lies as they do."""
+        """The fragment, of the partition's weights or of an optimizer state that lies as they
+        do.
+        """
         return self._cut(flat, self.at)
 
     def of_parameter(self) -> Fragment:
@@ -43,11 +50,15 @@ class Part(NamedTuple):
 
     def _cut(self, flat: torch.Tensor, at: int) -> Fragment:
         data = flat.detach().narrow(0, at if self.size else 0, self.size)
-        return Fragment(data, (torch.Size(self.shape).numel(),), (self.begin if self.size else 0,), self.shape)
+        return Fragment(
+            data, (torch.Size(self.shape).numel(),), (self.begin if self.size else 0,), self.shape
+        )
 
 
 class Partition(NamedTuple):
-    """A flat partition of this rank. ``master``: the weights that the optimizer updates, 1-D; ``states``: what it keeps beside them, alike."""
+    """A flat partition of this rank. ``master``: the weights that the optimizer updates, 1-D;
+    ``states``: what it keeps beside them, alike.
+    """
 
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
@@ -65,7 +76,10 @@ def partitions(engine: Any) -> list[Partition]:
         parts = [_of_stage_3(optimizer, names, group) for group in optimizer.fp16_groups]
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):
         masters = optimizer.single_partition_of_fp32_groups
-        parts = [_of_stage_2(optimizer, names, number, master.numel()) for number, master in enumerate(masters)]
+        parts = [
+            _of_stage_2(optimizer, names, number, master.numel())
+            for number, master in enumerate(masters)
+        ]
     elif hasattr(optimizer, "fp32_groups_flat_partition"):
         masters = optimizer.fp32_groups_flat_partition
         parts = [_linked(names, group) for group in optimizer.bf16_groups]
@@ -75,7 +89,11 @@ def partitions(engine: Any) -> list[Partition]:
     found = []
     for master, of in zip(masters, parts, strict=True):
         state = inner.state.get(master, {}).items()
-        states = {key: value for key, value in state if isinstance(value, torch.Tensor) and value.shape == master.shape}
+        states = {
+            key: value
+            for key, value in state
+            if isinstance(value, torch.Tensor) and value.shape == master.shape
+        }
         found.append(Partition(master, states, tuple(of)))
     return found
 
@@ -99,11 +117,24 @@ def _own(optimizer: Any, parameter: Any) -> tuple[int, int]:
 def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int) -> list[Part]:
     first = size * dist.get_rank(group=optimizer.real_dp_process_group[number])
     parts = []
-    pairs = zip(optimizer.round_robin_bit16_groups[number], optimizer.round_robin_bit16_offsets[number], strict=True)
+    pairs = zip(
+        optimizer.round_robin_bit16_groups[number],
+        optimizer.round_robin_bit16_offsets[number],
+        strict=True,
+    )
     for parameter, offset in pairs:
         begin = max(0, first - offset)
         count = max(0, min(parameter.numel(), first + size - offset) - begin)
-        parts.append(Part(names[parameter], tuple(parameter.shape), parameter, begin, count, max(0, offset - first)))
+        parts.append(
+            Part(
+                names[parameter],
+                tuple(parameter.shape),
+                parameter,
+                begin,
+                count,
+                max(0, offset - first),
+            )
+        )
     return parts
 
 
@@ -114,7 +145,11 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
         begin, count, at = (
             (0, 0, 0)
             if link is None
-            else (link.lp_fragment_address.start, link.lp_fragment_address.numel, link.hp_fragment_address.start)
+            else (
+                link.lp_fragment_address.start,
+                link.lp_fragment_address.numel,
+                link.hp_fragment_address.start,
+            )
         )
         parts.append(Part(names[parameter], tuple(parameter.shape), parameter, begin, count, at))
     return parts
@@ -132,7 +167,9 @@ def frozen(engine: Any, of: list[Partition]) -> dict[str, Part]:
 
 
 def fragments(engine: Any, of: list[Partition]) -> dict[str, Any]:
-    """All that the partitions hold, by parameter: ``master``, ``optimizer`` by state, and ``module``, the weights that the model computes with.
+    """All that the partitions hold, by parameter: ``master``, ``optimizer`` by state, and
+    ``module``,
+    the weights that the model computes with.
 
     Under ZeRO 3 those of trained parameters follow from ``master``, and are left out.
     """
@@ -143,7 +180,11 @@ def fragments(engine: Any, of: list[Partition]) -> dict[str, Any]:
             if engine.zero_optimization_stage() < 3:
                 found[MODULE][part.name] = part.of_parameter()
         for key, flat in partition.states.items():
-            found[OPTIMIZER].setdefault(key, {}).update({part.name: part.of(flat) for part in partition.parts})
+            found[OPTIMIZER].setdefault(key, {}).update(
+                {part.name: part.of(flat) for part in partition.parts}
+            )
     if engine.zero_optimization_stage() == 3:
-        found[MODULE] = {name: part.of(part.parameter.ds_tensor) for name, part in frozen(engine, of).items()}
+        found[MODULE] = {
+            name: part.of(part.parameter.ds_tensor) for name, part in frozen(engine, of).items()
+        }
     return found

@@ -1,4 +1,6 @@
-"""What `deltacheck eval` needs of PyTorch: states as bytes, our saves, and the peer that they are compared with."""
+"""What `deltacheck eval` needs of PyTorch: states as bytes, our saves, and the peer that they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ bytes_of = leaves.bytes_of
 
 
 def peer_save(state: object, file: Path) -> int:
-    """What people do without us: `torch.save` to a new file, synced to disk. The bytes of the file."""
+    """What people do without us: `torch.save` to a new file, synced to disk. The bytes of the
+    file.
+    """
     file.unlink(missing_ok=True)
     with file.open("wb") as out:
         torch.save(state, out)
@@ -49,9 +53,12 @@ class Saver:
         self._under_way = self._engine.save(step, state, metrics=metrics)
 
     def finish(self) -> tuple[int, float, float, int] | None:
-        """Wait for the save under way: its step, the seconds that training has waited for it, until it was durable, and the bytes that it added.
+        """Wait for the save under way: its step, the seconds that training has waited for it, until
+        it
+        was durable, and the bytes that it added.
 
-        ``None`` where none is. The wait counts as blocking: in a run without an evaluation the next save would wait as long.
+        ``None`` where none is. The wait counts as blocking: in a run without an evaluation the next
+        save would wait as long.
         """
         if self._under_way is None:
             return None
@@ -60,7 +67,12 @@ class Saver:
         waited = time.perf_counter() - began
         self._under_way = None
         assert report is not None  # nothing is skipped: one save at a time
-        return report.step, report.blocking_seconds + waited, report.durable_seconds, report.stored_bytes
+        return (
+            report.step,
+            report.blocking_seconds + waited,
+            report.durable_seconds,
+            report.stored_bytes,
+        )
 
     def restore(self, like: object) -> tuple[int, Any]:
         """The newest step and its state. ``like``: not needed here."""

@@ -16,7 +16,9 @@ from deltacheck.restore import resolve as restore
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.root import open_root
 
-MapLocation: TypeAlias = "torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any]"
+MapLocation: TypeAlias = (
+    "torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any]"
+)
 
 
 def load(
@@ -32,17 +34,21 @@ def load(
     expected_digest: str | None = None,
     storage: ObjectStore | None = None,
 ) -> Any:
-    """Read a step (by default the newest) of an ``Engine`` root or of an Orbax ``CheckpointManager``'s, verified bit for bit.
+    """Read a step (by default the newest) of an ``Engine`` root or of an Orbax
+    ``CheckpointManager``'s, verified bit for bit.
 
-    Returns the nested state with tensors on the host, tied leaves as one tensor; JAX's typed PRNG keys as their uint32 data.
-    ``root``: such a root, or a file that ``save`` or ``DeltaCheckIO`` made, which is one step. ``map_location``: where the tensors go
-    (default: the host), in all forms that ``torch.load`` knows, where it may be the second argument, too; what was on a
-    device when it was saved comes to the host first. ``weights_only``, ``mmap``: taken for the sake of ``torch.load``'s signature:
-    no code of a checkpoint is ever run, and decoded leaves cannot be mapped. ``item``: of a manager's steps, needed only where they
-    have more than one. ``contract``: refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or
-    ``"bounded"``; by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
-    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's report and ``deltacheck show`` give.
-    ``storage``: how an object store is reached, where ``root`` is an address.
+    Returns the nested state with tensors on the host, tied leaves as one tensor; JAX's typed PRNG
+    keys as their uint32 data. ``root``: such a root, or a file that ``save`` or ``DeltaCheckIO``
+    made, which is one step. ``map_location``: where the tensors go (default: the host), in all
+    forms that ``torch.load`` knows, where it may be the second argument, too; what was on a device
+    when it was saved comes to the host first. ``weights_only``, ``mmap``: taken for the sake of
+    ``torch.load``'s signature: no code of a checkpoint is ever run, and decoded leaves cannot be
+    mapped. ``item``: of a manager's steps, needed only where they have more than one. ``contract``:
+    refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``;
+    by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
+    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's
+    report and ``deltacheck show`` give. ``storage``: how an object store is reached, where ``root``
+    is an address.
 
     Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
     ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
@@ -58,14 +64,19 @@ def load(
     if path.is_file():
         opened, manifest = pointer.opened(path)
         if step not in (None, manifest.step):
-            raise ValueError(f"{path} is step {manifest.step}, not {step}; for others read the root {opened.path}")
+            raise ValueError(
+                f"{path} is step {manifest.step}, not {step}; for others read the root"
+                f" {opened.path}"
+            )
     else:
         opened = open_root(root, item, storage=storage)
         manifest = opened.manifest(step)
     opened.require_digest(manifest, expected_digest)
     restore.require(manifest, contract)
     with damage.named(opened, manifest):
-        loaded = restore.load(restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
+        loaded = restore.load(
+            restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+        )
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 
 

@@ -1,8 +1,9 @@
 """A small file that stands for a checkpoint, where a framework expects one file for each.
 
-It is JSON, ``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``; ``root`` is relative to the folder of the file, so
-a folder with both can be moved. It is written after the commit, whole and synced or not at all, and holds no content: renaming or
-removing it does nothing to the step.
+It is JSON, ``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``; ``root`` is
+relative to the folder of the file, so a folder with both can be moved. It is written after the
+commit, whole and synced or not at all, and holds no content: renaming or removing it does nothing
+to the step.
 """
 
 from __future__ import annotations
@@ -45,19 +46,25 @@ def write(path: Path, target: Pointer) -> None:
 def read(path: Path) -> Pointer:
     """Which checkpoint a file stands for.
 
-    Raises ``FileNotFoundError``, and ``NotACheckpointRoot`` (with the way out) where the file is something else.
+    Raises ``FileNotFoundError``, and ``NotACheckpointRoot`` (with the way out) where the file is
+    something else.
     """
     with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
     try:
         content = json.loads(raw) if len(raw) <= _MOST_BYTES else None
         if isinstance(content, dict) and content.get("deltacheck") == _KIND:
-            return Pointer((path.absolute().parent / content["root"]).resolve(), int(content["step"]), int(content["seq"]))
+            return Pointer(
+                (path.absolute().parent / content["root"]).resolve(),
+                int(content["step"]),
+                int(content["seq"]),
+            )
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise NotACheckpointRoot(
-        f"{path} stands for no checkpoint of deltacheck and is not read, since reading some files runs code from them. "
-        f"A file of torch.save or safetensors becomes a step with: deltacheck import ROOT {path.name}"
+        f"{path} stands for no checkpoint of deltacheck and is not read, since reading some files"
+        " runs code from them. A file of torch.save or safetensors becomes a step with: deltacheck"
+        f" import ROOT {path.name}"
     )
 
 
@@ -73,18 +80,21 @@ def is_pointer(path: Path) -> bool:
 def opened(path: Path) -> tuple[Root, Manifest]:
     """The root and the manifest of the checkpoint that a file stands for.
 
-    Raises what ``read`` and ``open_root`` raise, and ``StepNotFound`` where the root no longer has the checkpoint.
+    Raises what ``read`` and ``open_root`` raise, and ``StepNotFound`` where the root no longer has
+    the checkpoint.
     """
     target = read(path)
     root = open_root(target.root)
-    manifest_path = target.root / layout.CHECKPOINTS / layout.checkpoint_id(target.seq) / "zarr.json"
+    manifest_path = (
+        target.root / layout.CHECKPOINTS / layout.checkpoint_id(target.seq) / "zarr.json"
+    )
     try:
         manifest = root.read(manifest_path)
     except FileNotFoundError:
         manifest = None
     if manifest is None or (manifest.step, manifest.seq) != (target.step, target.seq):
         raise StepNotFound(
-            f"{path} stands for step {target.step} (seq {target.seq}) of {target.root}, which is not there any more. "
-            f"Steps that it has: {', '.join(map(str, root.steps())) or 'none'}"
+            f"{path} stands for step {target.step} (seq {target.seq}) of {target.root}, which is"
+            f" not there any more. Steps that it has: {', '.join(map(str, root.steps())) or 'none'}"
         )
     return root, manifest

@@ -18,16 +18,24 @@ from deltacheck.store.root import Root
 
 
 def write_torch(
-    file: BinaryIO, root: Root, manifest: Manifest, keys: Mapping[str, str] | None = None, progress: Progress | None = None
+    file: BinaryIO,
+    root: Root,
+    manifest: Manifest,
+    keys: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
 ) -> bool:
-    """Write a step with ``torch.save``; ``True`` where ``torch.load(..., weights_only=True)`` takes the file.
+    """Write a step with ``torch.save``; ``True`` where ``torch.load(..., weights_only=True)`` takes
+    the file.
 
-    Without ``keys`` the file holds the nested state that ``Engine.restore`` gives, ties included; with ``keys`` (key -> leaf
-    path) it holds one flat dict of tensors. ``torch.load`` wants ``weights_only=False`` for NumPy arrays and deques. Holds all
-    of the leaves in memory: the format cannot be streamed.
+    Without ``keys`` the file holds the nested state that ``Engine.restore`` gives, ties included;
+    with ``keys`` (key -> leaf path) it holds one flat dict of tensors. ``torch.load`` wants
+    ``weights_only=False`` for NumPy arrays and deques. Holds all of the leaves in memory: the
+    format cannot be streamed.
     """
     owners = tree.array_paths(manifest.tree)
-    leaves = resolve(root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()})
+    leaves = resolve(
+        root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()}
+    )
     loaded: dict[str, Loaded] = {}
     for path, leaf in leaves.items():
         loaded |= restore.load({path: leaf})
@@ -56,5 +64,7 @@ def write_torch(
 
 def _has_deque(node: object) -> bool:
     if isinstance(node, dict):
-        return node.get("t") == "deque" or any(_has_deque(value) for key, value in node.items() if key in ("k", "n"))
+        return node.get("t") == "deque" or any(
+            _has_deque(value) for key, value in node.items() if key in ("k", "n")
+        )
     return isinstance(node, list) and any(_has_deque(item) for item in node)

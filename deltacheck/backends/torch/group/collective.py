@@ -1,4 +1,6 @@
-"""What an ``Engine`` does otherwise where it is one of several ranks: open, begin, commit and restore with the others."""
+"""What an ``Engine`` does otherwise where it is one of several ranks: open, begin, commit and
+restore with the others.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store, Written
 
-# Leaves up to this size are compared between the ranks that have copies of them, when these first save. Larger: finds more that differs; a
-# longer first save.
+# Leaves up to this size are compared between the ranks that have copies of them, when these first
+# save. Larger: finds more that differs; a longer first save.
 _COMPARED_BYTES = 1 << 20
 
 
@@ -46,7 +48,9 @@ class Together:
         self.segments: frozenset[str] = frozenset()  # of the newest step of all ranks, on rank 0
 
     def open(self, path: Place, durability: Durability) -> Opened:
-        """Rank 0 takes the root; every rank may then write its parts to it. Raises what opening raises, or ``RankFailed``."""
+        """Rank 0 takes the root; every rank may then write its parts to it. Raises what opening
+        raises, or ``RankFailed``.
+        """
         opened: list[Opened] = []
 
         def take(_: list[Any]) -> int:
@@ -55,7 +59,11 @@ class Together:
 
         next_seq = self.joint.agree(None, take)
         try:
-            mine = opened[0] if opened else Opened(Store.create(path, durability=durability), None, next_seq)
+            mine = (
+                opened[0]
+                if opened
+                else Opened(Store.create(path, durability=durability), None, next_seq)
+            )
             self.joint.agree(None, lambda _: None)
         except BaseException as error:
             if opened and opened[0].lease is not None:
@@ -71,9 +79,12 @@ class Together:
             return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat, on_busy: str) -> Flat | None:
-        """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them is busy and all skip it.
+        """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them
+        is
+        busy and all skip it.
 
-        Raises the failure of an earlier save that nobody has been told of, on every rank in the same call; ``RankFailed``.
+        Raises the failure of an earlier save that nobody has been told of, on every rank in the
+        same call; ``RankFailed``.
         """
         with self.telling():
             if on_busy == "wait":
@@ -81,7 +92,9 @@ class Together:
             busy = bool(saver.pending())
             saver.raise_unseen()
             held = shards.held(flat)
-        begun = self.joint.begin(step, saver.standing()[1], held, flat.skeleton, busy, lambda: _copies(flat))
+        begun = self.joint.begin(
+            step, saver.standing()[1], held, flat.skeleton, busy, lambda: _copies(flat)
+        )
         if begun is None:
             return None
         saver.number_from(begun.seq)
@@ -90,7 +103,9 @@ class Together:
     def attempt(
         self, make: Callable[[Manifest], Written]
     ) -> tuple[Callable[[Manifest], Written], Callable[[BaseException], None]]:
-        """How a save that has begun ends: with a commit of all, for which rank 0 calls ``make``, or by telling the others of a failure."""
+        """How a save that has begun ends: with a commit of all, for which rank 0 calls ``make``, or
+        by telling the others of a failure.
+        """
 
         def make_all(every: Manifest) -> Written:
             written = make(every)
@@ -101,7 +116,9 @@ class Together:
         return partial(attempt.commit, make_all), attempt.abandon
 
     def first(self, action: Callable[[], object]) -> None:
-        """Let rank 0 do something; every rank waits for it, and raises ``RankFailed`` where it fails."""
+        """Let rank 0 do something; every rank waits for it, and raises ``RankFailed`` where it
+        fails.
+        """
 
         def act(_: list[Any]) -> None:
             action()
@@ -118,7 +135,9 @@ class Together:
         max_bytes: int | None,
         expected_digest: str | None,
     ) -> tuple[Manifest, Any]:
-        """Restore a step on every rank, each what its target holds of it; later saves go on from there."""
+        """Restore a step on every rank, each what its target holds of it; later saves go on from
+        there.
+        """
 
         def choose(asked: list[Any]) -> str:
             if any(one != asked[0] for one in asked):
@@ -136,11 +155,15 @@ class Together:
             restore.require(manifest, contract)
             with damage.named(root, manifest):
                 if target is None:
-                    loaded = restore.load(restore.resolve(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes)
+                    loaded = restore.load(
+                        restore.resolve(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+                    )
                     state = leaves.tree_of(manifest.tree, loaded)
                 else:
                     state, found, stored = _fill(root, manifest, target, max_bytes)
-        self.joint.agree(None, lambda _: None)  # nobody goes on from a step that another could not restore
+        self.joint.agree(
+            None, lambda _: None
+        )  # nobody goes on from a step that another could not restore
         self.resume(saver, manifest, target, found.values(), stored)
         return manifest, state
 
@@ -152,8 +175,10 @@ class Together:
         found: Iterable[Leaf],
         stored: Mapping[str, NDArray[np.uint8]],
     ) -> None:
-        """Go on from a step that every rank has read. ``state``: as the next save has it, where that is known; ``found``: the leaves that
-        were read, ``stored``: the bytes of their chains that were read whole.
+        """Go on from a step that every rank has read. ``state``: as the next save has it, where
+        that
+        is known; ``found``: the leaves that were read, ``stored``: the bytes of their chains that
+        were read whole.
         """
         own = self.joint.resume(manifest, None if state is None else shards.held(state))
         chains = restore.stored_chains(found)
@@ -202,16 +227,26 @@ def _copies(flat: Flat) -> dict[str, str]:
 def _fill(
     root: Root, manifest: Manifest, target: Flat, max_bytes: int | None
 ) -> tuple[Any, dict[str, restore.Leaf], dict[str, NDArray[np.uint8]]]:
-    """Fill a target with what it holds of a step: the state, where it came from, and the bytes of chains that were read whole."""
+    """Fill a target with what it holds of a step: the state, where it came from, and the bytes of
+    chains that were read whole.
+    """
     chosen = match_targets(manifest, target, partly=True)
     parts = {
-        (path, number): piece for path, value in target.arrays.items() for number, piece in enumerate(shards.pieces(value))
+        (path, number): piece
+        for path, value in target.arrays.items()
+        for number, piece in enumerate(shards.pieces(value))
     }
     asked: dict[str, set[tuple[tuple[int, int], ...]]] = {}
     for (path, _), piece in parts.items():
         asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in piece.box))
-    alone: dict[str, Box] = {chosen[path]: piece.box for (path, _), piece in parts.items() if len(asked[chosen[path]]) == 1}
-    found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked)
+    alone: dict[str, Box] = {
+        chosen[path]: piece.box
+        for (path, _), piece in parts.items()
+        if len(asked[chosen[path]]) == 1
+    }
+    found = restore.resolve(
+        root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked
+    )
     stored: dict[str, NDArray[np.uint8]] = {}
     named = {str(number): (path, piece) for number, ((path, _), piece) in enumerate(parts.items())}
     arrays = restore.load_boxes(

@@ -1,4 +1,6 @@
-"""The ranks of a torch.distributed job, talking over gloo groups of their own: beside the training's collectives, on the host."""
+"""The ranks of a torch.distributed job, talking over gloo groups of their own: beside the
+training's collectives, on the host.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ from deltacheck.save.channel import Ranks
 _FIRST_BYTES = 4096  # of each message, its length in front; most need no second part
 
 
-def join(process_group: dist.ProcessGroup, timeout_seconds: float) -> tuple[Ranks, list[dist.ProcessGroup]]:
-    """Two gloo groups of the processes of ``process_group``; every one of them must call this, in the same order as other new groups.
+def join(
+    process_group: dist.ProcessGroup, timeout_seconds: float
+) -> tuple[Ranks, list[dist.ProcessGroup]]:
+    """Two gloo groups of the processes of ``process_group``; every one of them must call this, in
+    the
+    same order as other new groups.
 
-    ``timeout_seconds``: longest wait for another rank. Returns the groups too, for whoever ends them.
+    ``timeout_seconds``: longest wait for another rank. Returns the groups too, for whoever ends
+    them.
     """
     members = dist.get_process_group_ranks(process_group)
     groups = [
@@ -35,7 +42,9 @@ def join(process_group: dist.ProcessGroup, timeout_seconds: float) -> tuple[Rank
 
 
 class GlooChannel:
-    """A ``deltacheck.save.channel.Channel`` over a gloo group. A rank whose connection breaks is lost for all later conversations."""
+    """A ``deltacheck.save.channel.Channel`` over a gloo group. A rank whose connection breaks is
+    lost for all later conversations.
+    """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
         self.rank = dist.get_rank(group)
@@ -83,7 +92,9 @@ class GlooChannel:
             self._put(bytearray(framed[_FIRST_BYTES:]), to)
 
     def _put(self, content: bytearray, to: int) -> None:
-        dist.send(torch.frombuffer(content, dtype=torch.uint8), self._members[to], group=self._group)
+        dist.send(
+            torch.frombuffer(content, dtype=torch.uint8), self._members[to], group=self._group
+        )
 
     def _receive(self, source: int) -> bytes:
         first = self._get(_FIRST_BYTES, source)
@@ -98,4 +109,7 @@ class GlooChannel:
 
 
 def _lost(rank: int, error: Exception) -> RankFailed:
-    return RankFailed(f"rank {rank} was lost, or did not answer in time; it must be started again with all others ({error})")
+    return RankFailed(
+        f"rank {rank} was lost, or did not answer in time; it must be started again with all others"
+        f" ({error})"
+    )

@@ -1,7 +1,9 @@
-"""Shards as Megatron-Core describes them: values with a key of their own, known by their fields and not by a class.
+"""Shards as Megatron-Core describes them: values with a key of their own, known by their fields and
+not by a class.
 
-Each process's state has other names for its layers (a pipeline stage counts its own from 0), so such a leaf goes by its ``key``, which is the
-same on every rank and under every topology. A state with descriptors is saved as ``{"sharded": {key: leaf}, "common": the rest}``.
+Each process's state has other names for its layers (a pipeline stage counts its own from 0), so
+such a leaf goes by its ``key``, which is the same on every rank and under every topology. A state
+with descriptors is saved as ``{"sharded": {key: leaf}, "common": the rest}``.
 """
 
 from __future__ import annotations
@@ -23,24 +25,31 @@ _Put: TypeAlias = Callable[[object], object]
 
 
 def _is_a(value: object, fields: tuple[str, ...]) -> bool:
-    return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in fields)
+    return not isinstance(value, torch.Tensor | type) and all(
+        hasattr(value, name) for name in fields
+    )
 
 
 def is_descriptor(value: object) -> bool:
-    """Whether this is a ``ShardedTensor`` or a ``ShardedObject`` of Megatron-Core, or looks like one.
+    """Whether this is a ``ShardedTensor`` or a ``ShardedObject`` of Megatron-Core, or looks like
+    one.
 
     Raises ``UnsupportedLeaf`` for a factory of such.
     """
     if hasattr(value, "build_fn") and hasattr(value, "merge_fn"):
-        raise UnsupportedLeaf(f"{getattr(value, 'key', '')!r} is a factory of shards; call apply_factories(state) before")
+        raise UnsupportedLeaf(
+            f"{getattr(value, 'key', '')!r} is a factory of shards; call apply_factories(state)"
+            " before"
+        )
     return _is_a(value, _TENSOR) or _is_a(value, _OBJECT)
 
 
 def by_key(state: object, *, replicas: bool = False) -> object:
     """A state with its descriptors' leaves under their keys; a state without any is itself.
 
-    A part of a tensor that several ranks describe is written by one of them, whatever their ``replica_id`` says. Of objects ``replicas`` are
-    taken only where asked for, as for a restore: their content may differ. Raises ``UnsupportedLeaf`` naming the key.
+    A part of a tensor that several ranks describe is written by one of them, whatever their
+    ``replica_id`` says. Of objects ``replicas`` are taken only where asked for, as for a restore:
+    their content may differ. Raises ``UnsupportedLeaf`` naming the key.
     """
     parts: dict[str, list[Shard]] = {}
     objects: dict[str, object] = {}
@@ -51,7 +60,9 @@ def by_key(state: object, *, replicas: bool = False) -> object:
         if _is_a(value, _TENSOR):
             parts.setdefault(value.key, []).append(_shard(value))
         elif replicas or _is_main(value.replica_id):
-            objects[value.unique_key] = value.data.getvalue() if isinstance(value.data, io.BytesIO) else value.data
+            objects[value.unique_key] = (
+                value.data.getvalue() if isinstance(value.data, io.BytesIO) else value.data
+            )
 
     common = _without(state, take)
     if not found:
@@ -64,8 +75,8 @@ def by_key(state: object, *, replicas: bool = False) -> object:
 
 
 def filled(state: object, restored: object) -> object:
-    """The state that ``by_key`` was given, with what was restored of it: descriptors as they are, whose tensors are filled; ``restored`` is
-    what ``by_key`` had made.
+    """The state that ``by_key`` was given, with what was restored of it: descriptors as they are,
+    whose tensors are filled; ``restored`` is what ``by_key`` had made.
     """
     if by_key(state, replicas=True) is state or not isinstance(restored, dict):
         return restored
@@ -93,17 +104,26 @@ def _shards(key: str, parts: list[Shard]) -> Shards:
 
 def _shard(value: Any) -> Shard:
     if getattr(value, "flattened_range", None) is not None:
-        raise UnsupportedLeaf(f"{value.key!r} is a range of a flattened tensor, which has no box; describe the whole parameter")
+        raise UnsupportedLeaf(
+            f"{value.key!r} is a range of a flattened tensor, which has no box; describe the whole"
+            " parameter"
+        )
     if not isinstance(value.data, torch.Tensor):
         raise UnsupportedLeaf(f"{value.key!r} has no tensor as its data; call init_data first")
     try:
-        return Shard(value.data[(None,) * value.prepend_axis_num], tuple(value.global_shape), tuple(value.global_offset))
+        return Shard(
+            value.data[(None,) * value.prepend_axis_num],
+            tuple(value.global_shape),
+            tuple(value.global_offset),
+        )
     except ValueError as error:
         raise UnsupportedLeaf(f"{value.key!r}: {error}") from None
 
 
 def _without(value: object, take: Callable[[object], None]) -> object:
-    """A state without its descriptors, which ``take`` gets; ``_NOTHING`` where nothing else was in it."""
+    """A state without its descriptors, which ``take`` gets; ``_NOTHING`` where nothing else was in
+    it.
+    """
     if is_descriptor(value):
         take(value)
         return _NOTHING
@@ -130,6 +150,10 @@ def _together(state: Any, common: Any, put: _Put) -> object:
         rest = common if isinstance(common, dict) else {}
         return {key: _together(item, rest.get(key), put) for key, item in state.items()}
     if isinstance(state, list):
-        others = common if isinstance(common, list) and len(common) == len(state) else [None] * len(state)
+        others = (
+            common
+            if isinstance(common, list) and len(common) == len(state)
+            else [None] * len(state)
+        )
         return [_together(item, other, put) for item, other in zip(state, others, strict=True)]
     return common

@@ -15,7 +15,12 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
 from deltacheck.restore.resolve import Loaded, unshared
 
-_NAMES_ONLY = ("int2", "int4", "uint2", "uint4")  # torch has these dtypes, but no operation on them, not even a copy
+_NAMES_ONLY = (
+    "int2",
+    "int4",
+    "uint2",
+    "uint4",
+)  # torch has these dtypes, but no operation on them, not even a copy
 
 
 def describe(value: object) -> ArrayLeaf | None:
@@ -29,12 +34,13 @@ def describe(value: object) -> ArrayLeaf | None:
         raise UnsupportedLeaf("a meta or fake tensor has no content; materialise it first")
     if type(value).__name__ == "DTensor":
         raise UnsupportedLeaf(
-            "a DTensor is one shard of a leaf, and this engine saves whole leaves of one process; open it in every rank with "
-            "Engine(root, process_group=...)"
+            "a DTensor is one shard of a leaf, and this engine saves whole leaves of one process;"
+            " open it in every rank with Engine(root, process_group=...)"
         )
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise UnsupportedLeaf(
-            f"a tensor of layout {value.layout} (quantized: {value.is_quantized}) is not a dense array; save its parts"
+            f"a tensor of layout {value.layout} (quantized: {value.is_quantized}) is not a dense"
+            " array; save its parts"
         )
     name = _name_of(value.dtype)
     identity = None
@@ -54,12 +60,21 @@ def local_of(value: object) -> object:
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its bytes in C order: only then can it be read where it lies, later."""
-    return value.is_contiguous() and not value.is_conj() and not value.is_neg() and not value.is_inference()
+    """Whether the tensor's memory is its bytes in C order: only then can it be read where it lies,
+    later.
+    """
+    return (
+        value.is_contiguous()
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_inference()
+    )
 
 
 def flat_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor where it lies, uint8 1-D in C order: a view of plain tensors, a copy of all others."""
+    """The bytes of a tensor where it lies, uint8 1-D in C order: a view of plain tensors, a copy of
+    all others.
+    """
     plain = value.detach()
     if not is_plain(value):
         with torch.no_grad():
@@ -75,7 +90,9 @@ def viewed(plain: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:
-    """The bytes of a leaf, uint8 1-D in C order: a view of plain host tensors, a copy of all others."""
+    """The bytes of a leaf, uint8 1-D in C order: a view of plain host tensors, a copy of all
+    others.
+    """
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
         return numpy_bytes(value)
@@ -84,8 +101,15 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
 
 
 def memory_of(value: object) -> NDArray[np.uint8] | None:
-    """The memory of a leaf, uint8 1-D, to be written to; ``None`` where its bytes do not lie on the host in C order, or there are none."""
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not is_plain(value) or not value.numel():
+    """The memory of a leaf, uint8 1-D, to be written to; ``None`` where its bytes do not lie on the
+    host in C order, or there are none.
+    """
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.device.type != "cpu"
+        or not is_plain(value)
+        or not value.numel()
+    ):
         return None
     memory: NDArray[np.uint8] = viewed(value.detach()).numpy()
     return memory
@@ -97,7 +121,8 @@ def tensor_of(item: Loaded) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
         raise UnsupportedLeaf(
-            f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with deltacheck.open(root).restore()"
+            f"leaf {spec.path!r} is of type {spec.dtype}, which torch does not have; read it with"
+            " deltacheck.open(root).restore()"
         )
     if item.data.size == 0:
         return torch.empty(spec.shape, dtype=dtype)
@@ -105,7 +130,9 @@ def tensor_of(item: Loaded) -> torch.Tensor:
 
 
 def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:
-    """A loaded leaf as what it was saved from. ``copy``: whether a tensor gets memory of its own; NumPy's arrays do."""
+    """A loaded leaf as what it was saved from. ``copy``: whether a tensor gets memory of its own;
+    NumPy's arrays do.
+    """
     found = place_numpy(item, tag)
     if found is not None:
         return found
@@ -127,7 +154,9 @@ def tree_of(
     *,
     stored: Mapping[str, NDArray[np.uint8]] | None = None,
 ) -> object:
-    """The nested state of a step with its leaves in memory of their own, tied leaves as one. ``move``: called with each tensor once.
+    """The nested state of a step with its leaves in memory of their own, tied leaves as one.
+    ``move``:
+    called with each tensor once.
 
     ``stored``: what is kept of what was read, which the leaves must not share.
     """

@@ -1,6 +1,9 @@
-"""Objects of a framework's checkpoint as plain dicts, and back, by a list of classes: nothing else is ever made of what was read.
+"""Objects of a framework's checkpoint as plain dicts, and back, by a list of classes: nothing else
+is
+ever made of what was read.
 
-An object is ``{"deltacheck.class": name, "deltacheck.is": what it is}``. Whoever reads such a tree without this module sees just that.
+An object is ``{"deltacheck.class": name, "deltacheck.is": what it is}``. Whoever reads such a tree
+without this module sees just that.
 """
 
 from __future__ import annotations
@@ -46,10 +49,17 @@ _known: dict[str, _Known] = {
     for known in (
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-        _Known("deepspeed.runtime.zero.config", "ZeroStageEnum", int, lambda kind, value: kind(value)),
+        _Known(
+            "deepspeed.runtime.zero.config", "ZeroStageEnum", int, lambda kind, value: kind(value)
+        ),
         _of_attributes("deepspeed.utils.tensor_fragment", "fragment_address"),
         _Known("torch", "Size", list, lambda kind, sizes: kind(sizes)),
-        _Known("torch", "dtype", lambda value: str(value).removeprefix("torch."), lambda kind, name: _dtype(name)),
+        _Known(
+            "torch",
+            "dtype",
+            lambda value: str(value).removeprefix("torch."),
+            lambda kind, name: _dtype(name),
+        ),
     )
 }  # by the name that is stored
 
@@ -62,15 +72,22 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def register(kind: type[Any]) -> type[Any]:
-    """Allow objects of a class in what is saved, by their attributes (of an enumeration: by the value). May decorate the class.
+    """Allow objects of a class in what is saved, by their attributes (of an enumeration: by the
+    value). May decorate the class.
 
-    Whoever reads has to register it, too. A read makes the object and sets its attributes, and calls none of its methods: register classes for
-    which that is all. Raises ``ValueError`` where another class has the name.
+    Whoever reads has to register it, too. A read makes the object and sets its attributes, and
+    calls none of its methods: register classes for which that is all. Raises ``ValueError`` where
+    another class has the name.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = _of_attributes(kind.__module__, kind.__qualname__)
     if issubclass(kind, enum.Enum):
-        known = _Known(kind.__module__, kind.__qualname__, lambda value: value.value, lambda of, value: of(value))
+        known = _Known(
+            kind.__module__,
+            kind.__qualname__,
+            lambda value: value.value,
+            lambda of, value: of(value),
+        )
     _kinds[name] = kind
     _known[name] = known
     return kind
@@ -79,11 +96,15 @@ def register(kind: type[Any]) -> type[Any]:
 _kinds: dict[str, type[Any]] = {}  # registered ones, which need not be found by their module
 
 
-def encoded(value: Any, keys: Iterable[str], place_of: Callable[[torch.Tensor], list[Any] | None] = lambda tensor: None) -> Any:
+def encoded(
+    value: Any,
+    keys: Iterable[str],
+    place_of: Callable[[torch.Tensor], list[Any] | None] = lambda tensor: None,
+) -> Any:
     """A state as dicts, lists, tuples, arrays and plain values alone. ``keys``: its path.
 
-    ``place_of(tensor)``: plain values that stand for a tensor which is stored elsewhere; ``None`` for any other. Raises ``UnsupportedLeaf`` naming
-    path, type and way out.
+    ``place_of(tensor)``: plain values that stand for a tensor which is stored elsewhere; ``None``
+    for any other. Raises ``UnsupportedLeaf`` naming path, type and way out.
     """
     return _encoded(value, tuple(keys), place_of)
 
@@ -95,11 +116,15 @@ def hole(place: list[Any]) -> dict[str, Any]:
 
 def place_in(value: Any) -> list[Any] | None:
     """What a hole was made of; ``None`` of anything else."""
-    is_hole = isinstance(value, dict) and value.get(_CLASS) == _HOLE and isinstance(value.get(_IS), list)
+    is_hole = (
+        isinstance(value, dict) and value.get(_CLASS) == _HOLE and isinstance(value.get(_IS), list)
+    )
     return value[_IS] if is_hole else None
 
 
-def _encoded(value: Any, keys: tuple[str, ...], place_of: Callable[[torch.Tensor], list[Any] | None]) -> Any:
+def _encoded(
+    value: Any, keys: tuple[str, ...], place_of: Callable[[torch.Tensor], list[Any] | None]
+) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         instead = place_of(value)
@@ -108,17 +133,29 @@ def _encoded(value: Any, keys: tuple[str, ...], place_of: Callable[[torch.Tensor
         return value
     if kind in (dict, OrderedDict):
         if _CLASS in value:
-            raise UnsupportedLeaf(f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here; rename it")
-        return kind((key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in value.items())
+            raise UnsupportedLeaf(
+                f"{'/'.join(keys)!r} has the key {_CLASS!r}, which stands for objects here;"
+                " rename it"
+            )
+        return kind(
+            (key, _encoded(item, (*keys, escape_key(key)), place_of)) for key, item in value.items()
+        )
     if kind in (list, tuple):
-        return kind(_encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value))
+        return kind(
+            _encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value)
+        )
     name = f"{kind.__module__}.{kind.__qualname__}"
     for stored, known in _known.items():
-        if _kinds.get(stored) is kind or (known.module, known.name) == (kind.__module__, kind.__qualname__):
+        if _kinds.get(stored) is kind or (known.module, known.name) == (
+            kind.__module__,
+            kind.__qualname__,
+        ):
             return {_CLASS: stored, _IS: _encoded(known.take(value), keys, place_of)}
     raise UnsupportedLeaf(
-        f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into arrays, numbers, text, bytes, dicts, lists or "
-        f"None, leave it out, or allow it with deltacheck.backends.torch.state.plain.register({kind.__qualname__}), in whoever reads it, too"
+        f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into"
+        " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or allow it with"
+        f" deltacheck.backends.torch.state.plain.register({kind.__qualname__}), in whoever reads"
+        " it, too"
     )
 
 
@@ -135,8 +172,9 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
         known = _known.get(name)
         if known is None:
             raise UnsupportedLeaf(
-                f"the checkpoint has an object of class {name!r}, which is not known here; nothing is made of it. Where you trust the class, "
-                "allow it with deltacheck.backends.torch.state.plain.register(...) before you read"
+                f"the checkpoint has an object of class {name!r}, which is not known here; nothing"
+                " is made of it. Where you trust the class, allow it with"
+                " deltacheck.backends.torch.state.plain.register(...) before you read"
             )
         kind = _kinds.get(name) or getattr(importlib.import_module(known.module), known.name)
         return known.give(kind, decoded(content, fill))

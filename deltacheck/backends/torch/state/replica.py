@@ -1,4 +1,6 @@
-"""The twin of an optimizer: the same class and numbers over tensors of its own, to do its updates a second time."""
+"""The twin of an optimizer: the same class and numbers over tensors of its own, to do its updates a
+second time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ _HOOKS = (
 
 
 def memory_of(optimizer: Optimizer) -> Flat:
-    """All that an update reads and writes but for the gradients: weights and their state in the order of the groups, and the groups' options.
+    """All that an update reads and writes but for the gradients: weights and their state in the
+    order
+    of the groups, and the groups' options.
 
     Raises ``UnsupportedLeaf`` where something of it cannot be kept exactly.
     """
@@ -51,11 +55,14 @@ def memory_of(optimizer: Optimizer) -> Flat:
 
 
 def options_of(optimizer: Optimizer) -> Node:
-    """The options of the groups as they are now. Raises ``UnsupportedLeaf`` where one is a tensor or cannot be kept exactly."""
+    """The options of the groups as they are now. Raises ``UnsupportedLeaf`` where one is a tensor
+    or cannot be kept exactly.
+    """
     flat = tree.flatten(_options(optimizer), leaves.describe)
     if flat.arrays:
         raise UnsupportedLeaf(
-            f"option {next(iter(flat.arrays))!r} of the optimizer's groups is an array, which may change outside its steps"
+            f"option {next(iter(flat.arrays))!r} of the optimizer's groups is an array, which may"
+            " change outside its steps"
         )
     return flat.skeleton
 
@@ -66,53 +73,75 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """What computes an update, as far as it has a name: whoever looks for the reason of other bits looks here first."""
+    """What computes an update, as far as it has a name: whoever looks for the reason of other bits
+    looks here first.
+    """
     kind = type(optimizer)
     devices = sorted({parameter.device.type for parameter in parameters(optimizer)})
-    capability = torch.backends.cpu.get_cpu_capability() if devices == ["cpu"] else "/".join(devices)
-    return f"{kind.__module__}.{kind.__qualname__} (torch {torch.__version__}, {platform.machine()} {capability})"
+    capability = (
+        torch.backends.cpu.get_cpu_capability() if devices == ["cpu"] else "/".join(devices)
+    )
+    return (
+        f"{kind.__module__}.{kind.__qualname__} (torch {torch.__version__}, {platform.machine()}"
+        f" {capability})"
+    )
 
 
 class Replica:
     """Made from the optimizer ``like`` and the content of a memory.
 
-    ``place(path, device)`` gives the tensor at a path of the memory, for the replica's own; ``device`` is where it belongs. Raises
-    ``TreeMismatch`` where the memory is of other groups than ``like`` has.
+    ``place(path, device)`` gives the tensor at a path of the memory, for the replica's own;
+    ``device`` is where it belongs. Raises ``TreeMismatch`` where the memory is of other groups than
+    ``like`` has.
     """
 
-    def __init__(self, like: Optimizer, memory: Node, place: Callable[[str, torch.device], torch.Tensor]) -> None:
+    def __init__(
+        self, like: Optimizer, memory: Node, place: Callable[[str, torch.device], torch.Tensor]
+    ) -> None:
         theirs = parameters(like)
         found = len([path for path in tree.array_paths(memory) if path.startswith("weights/")])
         if found != len(theirs):
-            raise TreeMismatch(f"the step was logged with {found} parameters, the optimizer has {len(theirs)}")
+            raise TreeMismatch(
+                f"the step was logged with {found} parameters, the optimizer has {len(theirs)}"
+            )
 
         def put(path: str, owner: str, tag: str | None) -> torch.Tensor:
-            device = theirs[int(path.split("/")[1])].device if tag == _DEVICE else torch.device("cpu")
+            device = (
+                theirs[int(path.split("/")[1])].device if tag == _DEVICE else torch.device("cpu")
+            )
             return place(path, device)
 
         content: Any = tree.unflatten(memory, put)
         if content["sizes"] != [len(group["params"]) for group in like.param_groups]:
             raise TreeMismatch(
-                f"the step was logged with parameter groups of {content['sizes']} parameters, the optimizer has others"
+                f"the step was logged with parameter groups of {content['sizes']} parameters, the"
+                " optimizer has others"
             )
         for number, (weight, their) in enumerate(zip(content["weights"], theirs, strict=True)):
             if (weight.shape, weight.dtype) != (their.shape, their.dtype):
                 raise TreeMismatch(
-                    f"parameter {number} is {weight.dtype}{list(weight.shape)} in the log, {their.dtype}{list(their.shape)} in the optimizer"
+                    f"parameter {number} is {weight.dtype}{list(weight.shape)} in the log,"
+                    f" {their.dtype}{list(their.shape)} in the optimizer"
                 )
             weight.requires_grad_(their.requires_grad)
         self.optimizer = _twin(like, content)
         self._step = _plain_step(type(like))
 
     def update(self, options: Node, inputs: Mapping[str, torch.Tensor]) -> None:
-        """One step. ``inputs``: gradients by the parameter's number; those of the others are ``None``."""
+        """One step. ``inputs``: gradients by the parameter's number; those of the others are
+        ``None``.
+        """
         restored: Any = tree.unflatten(options, _no_array)
         for group, own in zip(self.optimizer.param_groups, restored, strict=True):
             group.update(own)
         for number, weight in enumerate(parameters(self.optimizer)):
             gradient = inputs.get(str(number))
             # A copy: an optimizer may change the gradients that it is given.
-            weight.grad = None if gradient is None else gradient.to(weight.device, copy=True).reshape(weight.shape)
+            weight.grad = (
+                None
+                if gradient is None
+                else gradient.to(weight.device, copy=True).reshape(weight.shape)
+            )
         self._step(self.optimizer)
         for weight in parameters(self.optimizer):
             weight.grad = None
@@ -124,7 +153,8 @@ class Replica:
 def replayed(
     root: Root, manifest: Manifest, plan: Replay, stored: Mapping[str, Loaded], optimizer: Optimizer
 ) -> dict[str, Loaded]:
-    """The leaves of a step that a replay gives, proven by their digests; ``stored`` is left as it is.
+    """The leaves of a step that a replay gives, proven by their digests; ``stored`` is left as it
+    is.
 
     Raises ``ReplayDiffers``, ``TreeMismatch``.
     """
@@ -140,8 +170,9 @@ def replayed(
         memory = twin.memory()
     except Exception as error:
         raise ReplayDiffers(
-            f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed with {name_of(optimizer)}: "
-            f"{type(error).__name__}: {error}. {replay.way_out(root, manifest)}"
+            f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed"
+            f" with {name_of(optimizer)}: {type(error).__name__}: {error}."
+            f" {replay.way_out(root, manifest)}"
         ) from error
     found = {plan.places.get(path, path): digest for path, digest in digests(memory).items()}
     replay.check(root, manifest, found, name_of(optimizer))
@@ -153,7 +184,9 @@ def replayed(
 
 
 def digests(flat: Flat) -> dict[str, str]:
-    """The leaf digest of every array. What lies on a device is copied to the host one by one, in the order of this thread's stream."""
+    """The leaf digest of every array. What lies on a device is copied to the host one by one, in
+    the order of this thread's stream.
+    """
 
     def one(path: str, host: U8) -> str:
         leaf = flat.leaves[path]
@@ -162,17 +195,33 @@ def digests(flat: Flat) -> dict[str, str]:
 
     here = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        found = dict(zip(here, pool.map(one, here, [leaves.bytes_of(flat.arrays[path]) for path in here]), strict=True))
-        return {path: found.get(path) or one(path, leaves.bytes_of(value)) for path, value in flat.arrays.items()}
+        found = dict(
+            zip(
+                here,
+                pool.map(one, here, [leaves.bytes_of(flat.arrays[path]) for path in here]),
+                strict=True,
+            )
+        )
+        return {
+            path: found.get(path) or one(path, leaves.bytes_of(value))
+            for path, value in flat.arrays.items()
+        }
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _describe(value: object) -> ArrayLeaf | None:
     described = leaves.describe(value)
-    return described._replace(tag=_DEVICE) if described is not None and _is_on_device(value) else described
+    return (
+        described._replace(tag=_DEVICE)
+        if described is not None and _is_on_device(value)
+        else described
+    )
 
 
 def _is_on_device(value: object) -> bool:
@@ -180,13 +229,22 @@ def _is_on_device(value: object) -> bool:
 
 
 def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of the same class whose tensors are those of ``content``; nobody's hooks are called by it."""
+    """An optimizer of the same class whose tensors are those of ``content``; nobody's hooks are
+    called by it.
+    """
     twin = object.__new__(type(like))
     # ``step`` is there where a scheduler has wrapped the bound method.
-    own = {name: value for name, value in vars(like).items() if name not in ("step", "state", "param_groups")}
+    own = {
+        name: value
+        for name, value in vars(like).items()
+        if name not in ("step", "state", "param_groups")
+    }
     vars(twin).update(own | {name: OrderedDict() for name in _HOOKS})
     weights: Sequence[torch.Tensor] = content["weights"]
-    twin.state = defaultdict(dict, {weight: state for weight, state in zip(weights, content["state"], strict=True) if state})
+    twin.state = defaultdict(
+        dict,
+        {weight: state for weight, state in zip(weights, content["state"], strict=True) if state},
+    )
     at = 0
     twin.param_groups = []
     for size, options in zip(content["sizes"], content["options"], strict=True):
@@ -198,7 +256,9 @@ def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
 def _plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """``step`` without torch's wrapper that calls the hooks: this update is nobody's business."""
     step: Any = kind.step
-    plain: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    plain: Callable[[Optimizer], object] = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )
     return plain
 
 

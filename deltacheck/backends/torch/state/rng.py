@@ -1,4 +1,6 @@
-"""The global random generators of a process as a state that can be kept exactly: Python's, NumPy's and torch's, those of CUDA devices too."""
+"""The global random generators of a process as a state that can be kept exactly: Python's, NumPy's
+and torch's, those of CUDA devices too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ def states() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     found: dict[str, Any] = {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "spare": spare},
-        "numpy": {"kind": str(kind), "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": keys,
+            "position": position,
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        },
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -24,10 +32,16 @@ def states() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Put the generators where they were. CUDA's only where this process sees as many devices as there were."""
+    """Put the generators where they were. CUDA's only where this process sees as many devices as
+    there were.
+    """
     python, numpy = saved["python"], saved["numpy"]
-    random.setstate((int(python["version"]), tuple(int(word) for word in python["words"]), python["spare"]))
-    np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+    random.setstate(
+        (int(python["version"]), tuple(int(word) for word in python["words"]), python["spare"])
+    )
+    np.random.set_state(
+        (numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["gauss"])
+    )
     torch.set_rng_state(saved["torch"])
     cuda = saved.get("cuda")
     if cuda is not None and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():

@@ -1,4 +1,6 @@
-"""What the profiler needs of torch: samples of tensors where they lie, and files of ``torch.save`` as a series of steps."""
+"""What the profiler needs of torch: samples of tensors where they lie, and files of ``torch.save``
+as a series of steps.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def expand(value: object) -> list[tuple[object, object]] | None:
 
 
 def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]:
-    """Sampled elements of tensors: gathered on their device, one copy to the host for each device and type."""
+    """Sampled elements of tensors: gathered on their device, one copy to the host for each device
+    and type.
+    """
     gathered: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     found: dict[str, NDArray[np.generic]] = {}
     with torch.no_grad():
@@ -43,7 +47,8 @@ def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]
                 picked = plain.reshape(-1)[at]
             else:  # a reshape would copy the whole tensor
                 where = (
-                    torch.from_numpy(i.reshape(-1)).to(plain.device) for i in np.unravel_index(elements, tuple(plain.shape))
+                    torch.from_numpy(i.reshape(-1)).to(plain.device)
+                    for i in np.unravel_index(elements, tuple(plain.shape))
                 )
                 picked = plain[tuple(where)]
             gathered.setdefault((plain.device, plain.dtype), {})[path] = picked
@@ -59,7 +64,9 @@ def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]
 
 
 def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """The files of a folder that ``torch.save`` may have written: (step, path), by the last number in the name, ascending.
+    """The files of a folder that ``torch.save`` may have written: (step, path), by the last number
+    in
+    the name, ascending.
 
     Raises ``ValueError`` where two have the same number.
     """
@@ -70,14 +77,16 @@ def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
             step = int(numbers[-1])
             if step in found:
                 raise ValueError(
-                    f"{found[step].name} and {path.name} are both step {step}; leave one of them in a folder of its own"
+                    f"{found[step].name} and {path.name} are both step {step}; leave one of them in"
+                    " a folder of its own"
                 )
             found[step] = path
     return sorted(found.items())
 
 
 def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
-    """The states in a folder, step by step, one at a time in memory (mapped, where the file allows it). No code of a file is run.
+    """The states in a folder, step by step, one at a time in memory (mapped, where the file allows
+    it). No code of a file is run.
 
     Raises ``Damaged`` naming the file that cannot be read with ``weights_only=True``.
     """
@@ -87,6 +96,7 @@ def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise Damaged(
-                f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}: {reason}"
+                f"{path} cannot be read by torch.load(weights_only=True): {type(error).__name__}:"
+                f" {reason}"
             ) from error
         yield step, state

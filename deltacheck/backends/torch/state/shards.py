@@ -1,4 +1,6 @@
-"""What a rank holds of a leaf: the whole of a plain tensor, its part of a DTensor, or what a descriptor says."""
+"""What a rank holds of a leaf: the whole of a plain tensor, its part of a DTensor, or what a
+descriptor says.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ from deltacheck.restore import resolve as restore
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A rank's part of a leaf whose placement torch does not know: tensor, pipeline or expert parallel code of one's own.
+    """A rank's part of a leaf whose placement torch does not know: tensor, pipeline or expert
+    parallel
+    code of one's own.
 
-    ``data``: the part, a tensor; ``global_shape``: of the leaf; ``global_offset``: where the part begins in it, along each axis. Ranks that hold
-    the same part are replicas: one of them writes it.
+    ``data``: the part, a tensor; ``global_shape``: of the leaf; ``global_offset``: where the part
+    begins in it, along each axis. Ranks that hold the same part are replicas: one of them writes
+    it.
     """
 
     data: torch.Tensor
@@ -38,19 +43,24 @@ class Shard:
     def __post_init__(self) -> None:
         fits = len(self.global_shape) == len(self.global_offset) == self.data.dim()
         if not fits or any(
-            o < 0 or o + n > s for o, n, s in zip(self.global_offset, self.data.shape, self.global_shape, strict=True)
+            o < 0 or o + n > s
+            for o, n, s in zip(self.global_offset, self.data.shape, self.global_shape, strict=True)
         ):
             raise ValueError(
-                f"a shard of shape {tuple(self.data.shape)} at {tuple(self.global_offset)} is no part of a leaf of shape {tuple(self.global_shape)}"
+                f"a shard of shape {tuple(self.data.shape)} at {tuple(self.global_offset)} is no"
+                f" part of a leaf of shape {tuple(self.global_shape)}"
             )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment(Shard):
-    """Neighbouring elements of a leaf in C order: what an optimizer has that flattens parameters and gives each rank an equal run of them.
+    """Neighbouring elements of a leaf in C order: what an optimizer has that flattens parameters
+    and
+    gives each rank an equal run of them.
 
-    ``data``: 1-D; ``global_shape``: the number of the leaf's elements; ``global_offset``: that of the first one here. The leaf is stored
-    flat, cut where the ranks' parts end; ``shape``: the one it has for whoever reads it whole.
+    ``data``: 1-D; ``global_shape``: the number of the leaf's elements; ``global_offset``: that of
+    the first one here. The leaf is stored flat, cut where the ranks' parts end; ``shape``: the one
+    it has for whoever reads it whole.
     """
 
     shape: tuple[int, ...]
@@ -58,14 +68,19 @@ class Fragment(Shard):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """Several parts of one leaf on one rank. Raises ``ValueError`` where they are not of one leaf."""
+    """Several parts of one leaf on one rank. Raises ``ValueError`` where they are not of one
+    leaf.
+    """
 
     parts: tuple[Shard, ...]
 
     def __post_init__(self) -> None:
         kinds = {(part.data.dtype, tuple(part.global_shape)) for part in self.parts}
         if len(kinds) != 1:
-            raise ValueError(f"parts of one leaf have one dtype and one global shape, not {sorted(map(str, kinds))}")
+            raise ValueError(
+                "parts of one leaf have one dtype and one global shape, not"
+                f" {sorted(map(str, kinds))}"
+            )
 
     @property
     def data(self) -> torch.Tensor:
@@ -78,7 +93,9 @@ class Shards:
 
 
 class Piece(NamedTuple):
-    """A dense part of a leaf in this process. ``values``: a tensor of the box's shape, or a NumPy array or scalar, which is whole."""
+    """A dense part of a leaf in this process. ``values``: a tensor of the box's shape, or a NumPy
+    array or scalar, which is whole.
+    """
 
     box: Box
     values: object
@@ -106,20 +123,30 @@ def pieces(value: object) -> Iterator[Piece]:
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
             raise UnsupportedLeaf(
-                f"its placements {value.placements} are partial: each rank has a summand; redistribute it before it is saved"
+                f"its placements {value.placements} are partial: each rank has a summand;"
+                " redistribute it before it is saved"
             )
         local = value._local_tensor
-        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
         if tuple(shape) != tuple(local.shape):
             raise UnsupportedLeaf(
-                f"its shard has shape {tuple(local.shape)}, its placements {value.placements} say {tuple(shape)}"
+                f"its shard has shape {tuple(local.shape)}, its placements {value.placements} say"
+                f" {tuple(shape)}"
             )
         if local.numel():
             yield Piece(tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), local)
     elif isinstance(value, Shard | Shards):
         for part in (value,) if isinstance(value, Shard) else value.parts:
             if part.data.numel():
-                yield Piece(tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.data.shape, strict=True)), part.data)
+                yield Piece(
+                    tuple(
+                        slice(o, o + n)
+                        for o, n in zip(part.global_offset, part.data.shape, strict=True)
+                    ),
+                    part.data,
+                )
     else:
         shape = value.shape if isinstance(value, torch.Tensor | np.ndarray) else ()
         yield Piece(whole(shape), value)
@@ -133,19 +160,29 @@ def held(flat: Flat) -> dict[str, Held]:
     }
 
 
-def local_flat(flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], skeleton: Node) -> Flat:
-    """The tiles that this rank writes, as leaves. ``own``: leaf path -> its cuts, and the numbers of these tiles."""
+def local_flat(
+    flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], skeleton: Node
+) -> Flat:
+    """The tiles that this rank writes, as leaves. ``own``: leaf path -> its cuts, and the numbers
+    of these tiles.
+    """
     arrays: dict[str, object] = {}
     described: dict[str, ArrayLeaf] = {}
     for path, (cuts, numbers) in own.items():
         leaf, parts = flat.leaves[path], list(pieces(flat.arrays[path]))
-        boxes = [whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
+        boxes = (
+            [whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
+        )
         for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
             number = sharding.find(box, (part.box for part in parts))
             arrays[name] = _dense(flat.arrays[path]) if number is None else _cut(parts[number], box)
-            described[name] = ArrayLeaf(tuple(s.stop - s.start for s in box), leaf.dtype, None, leaf.tag)
+            described[name] = ArrayLeaf(
+                tuple(s.stop - s.start for s in box), leaf.dtype, None, leaf.tag
+            )
     order = sorted(arrays)
-    return Flat(skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order})
+    return Flat(
+        skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order}
+    )
 
 
 def _dense(value: object) -> object:
@@ -161,7 +198,9 @@ def _cut(piece: Piece, box: Box) -> object:
 
 
 def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
-    """The piece with its restored content: filled in place, but for NumPy scalars, which cannot be. ``spec``: of the leaf."""
+    """The piece with its restored content: filled in place, but for NumPy scalars, which cannot be.
+    ``spec``: of the leaf.
+    """
     if isinstance(piece.values, torch.Tensor):
         part = dataclasses.replace(spec, shape=array.shape)
         content = restore.Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
