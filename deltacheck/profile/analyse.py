@@ -13,9 +13,10 @@ import msgspec
 
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.policy import adam
+from deltacheck.policy.events import Event
 from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.measure import Measured, Observed
-from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, Event, LeafProfile, Profile
+from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, LeafProfile, Profile
 
 TOLERANCE_OCTAVES = 0.1  # tau; with it v became stable at steps 80 to 110 of three fine-tuning runs
 QUIET_WINDOWS = 3  # good windows before a leaf is stable, and windows without an event

@@ -13,11 +13,11 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.policy import roles
-from deltacheck.policy.events import Detector, Observation
+from deltacheck.policy.events import Detector, Event, Observation
 from deltacheck.profile import measure
 from deltacheck.profile.analyse import TOLERANCE_OCTAVES, Facts, History, analyse
 from deltacheck.profile.measure import Observed, Samples
-from deltacheck.profile.record import AdamRule, Event, Profile
+from deltacheck.profile.record import AdamRule, Profile
 from deltacheck.profile.sample import Plan, embedding_paths, plan
 
 

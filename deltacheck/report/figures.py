@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from deltacheck.profile.record import Event, LeafProfile, Profile
+from deltacheck.policy.events import Event
+from deltacheck.profile.record import LeafProfile, Profile
 from deltacheck.report.data import METHODS, Held, Record, StepRecord
 
 MOST_COLUMNS = 80  # of a figure: of more checkpoints, neighbours are drawn together
