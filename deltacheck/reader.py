@@ -252,7 +252,7 @@ class Checkpoints:
         Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads,
         decodes and compares every byte. ``subset``: reads only this share of it, drawn by ``seed``;
         ``resume``: a file that keeps how far a check has come, from where the next one goes on.
-        Both sides of these are in ``deltacheck.verify.check``, which also tells how much was read.
+        Both sides of these are in ``deltacheck.maintain.verify.check``, which also tells how much was read.
         """
         return list(
             verify.check(

@@ -1,4 +1,4 @@
-"""`demo`: the door to `deltacheck.demo`."""
+"""`demo`: the door to `deltacheck.evaluate.demo`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from deltacheck.policy import roles
 from deltacheck.save.treatment import RelativeError, octaves_apart, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
-_ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.contracts)
+_ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
 _REUSED_MEAN_OCTAVES = 0.6  # of a first moment as it is stored (``Policy.model_exact``)
 _ONE_SIDE = {True: "did not come back", False: "was not there when the step was saved"}
 

@@ -46,7 +46,7 @@ class Held:
     of
     the leaf that is nearest to its limit.
 
-    ``norm``: of ``deltacheck.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of
+    ``norm``: of ``deltacheck.leaf.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of
     the oldest reused leaf.
     """
 

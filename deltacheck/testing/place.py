@@ -2,7 +2,7 @@
 object store.
 
 Subclass ``PlaceContract`` and give it a ``folder`` fixture: an empty place (``pathlib.Path`` of an
-existing directory, or what ``deltacheck.store.place.of`` makes of an address). To try a store of
+existing directory, or what ``deltacheck.store.files.storage.of`` makes of an address). To try a store of
 your own:
 
 class TestMyStore(PlaceContract):

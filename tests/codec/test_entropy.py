@@ -360,7 +360,7 @@ def test_work_in_the_background_tells_its_failure_and_its_threads_end_after_the_
 def test_work_in_the_background_is_still_done_when_the_interpreter_exits() -> None:
     code = """
         import atexit
-        from deltacheck.store.background import Background
+        from deltacheck.store.files.background import Background
         background = Background(2, "test-background")
         atexit.register(lambda: background.start(lambda: print("done")).result(timeout=30))
     """

@@ -15,7 +15,7 @@ from deltacheck.leaf import structs
 RACE = """
 import sys, threading, types
 import msgspec
-from deltacheck.structs import known
+from deltacheck.leaf.structs import known
 
 sys.setswitchinterval(1e-6)
 source = '''
@@ -65,11 +65,11 @@ def test_a_type_that_is_known_is_decoded_by_several_threads_at_once() -> None:
 def test_what_threads_decode_is_known() -> None:
     code = """
     import msgspec
-    from deltacheck import structs
+    from deltacheck.leaf import structs
     seen = set()
     structs.known = lambda *kinds: seen.update(kind.__name__ for kind in kinds)
-    import deltacheck.joint, deltacheck.profile.record, deltacheck.store.schema
-    import deltacheck.backends.orbax.together, deltacheck.backends.torch.dcp.stream
+    import deltacheck.save.joint, deltacheck.profile.record, deltacheck.store.manifest
+    import deltacheck.backends.orbax.group.collective, deltacheck.backends.torch.dcp.stream
     print(*sorted(seen))
     """
     done = subprocess.run(

@@ -435,7 +435,7 @@ LIMITED = """
 import resource, sys
 import deltacheck, tensorstore, numpy
 from deltacheck import errors
-from deltacheck.store import native_files
+from deltacheck.store.files import native_files
 if sys.argv[3] == "tensorstore":
     native_files.codecs = frozenset
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

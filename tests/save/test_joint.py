@@ -347,7 +347,7 @@ def test_ranks_whose_trees_disagree_are_told_where(tmp_path: Path) -> None:
 def test_a_report_of_another_step_or_length_is_refused() -> None:
     held = {"w": sharding.Held("float32", (4,), (sharding.whole((4,)),))}
     plan = sharding.plan([sharding.Holdings.of(held)] * 2)
-    manifest = msgspec.convert(_body(), type=deltacheck.store.schema.Manifest)
+    manifest = msgspec.convert(_body(), type=deltacheck.store.manifest.Manifest)
     good = [joint.Report(1, (), "0" * 32), joint.Report(1, (), "")]
     assert joint.merged(manifest, plan, good).leaves["w"].digest == "0" * 32
     with pytest.raises(errors.RankFailed, match="rank 1 reports step 2, rank 0 step 1"):

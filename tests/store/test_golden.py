@@ -90,7 +90,7 @@ def test_the_same_states_are_encoded_to_the_same_arrays(
 
 def content_of(root: Any, manifest: Any) -> Any:
     """A step with everything in it that depends on the state alone."""
-    told = forge.body_of({"attributes": deltacheck.store.schema.to_attributes(manifest)})
+    told = forge.body_of({"attributes": deltacheck.store.manifest.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
     told.pop(
@@ -101,7 +101,9 @@ def content_of(root: Any, manifest: Any) -> Any:
     segments = []
     for ref in manifest.segments:
         segment = root.store.segment(ref)
-        table = forge.body_of({"attributes": deltacheck.store.schema.to_attributes(segment.table)})
+        table = forge.body_of(
+            {"attributes": deltacheck.store.manifest.to_attributes(segment.table)}
+        )
         del table["id"], table["checksum"]
         parts = [segment.part(number) for number in range(len(segment.table.parts))]
         streams = [

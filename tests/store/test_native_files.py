@@ -211,7 +211,7 @@ def test_a_child_that_was_forked_reads(tmp_path: Path) -> None:
     written(tmp_path / "s", noise(5000), "stream")
     code = """
     import os, pathlib, sys
-    from deltacheck.store import arrays
+    from deltacheck.store.files import arrays
     spec = arrays.ArraySpec.flat(5000, "uint8", "stream", {})
     array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec, arrays.context(1))
     before = array.read().tobytes()  # the threads are there
@@ -231,7 +231,7 @@ def test_a_process_ends_in_peace_while_reads_are_under_way(tmp_path: Path, codec
     written(tmp_path / "s", noise(size), codec)
     code = """
     import pathlib, sys
-    from deltacheck.store import arrays
+    from deltacheck.store.files import arrays
     spec = arrays.ArraySpec.flat(int(sys.argv[2]), "uint8", sys.argv[3], {})
     array = arrays.ReadableArray(pathlib.Path(sys.argv[1]), spec, arrays.context(1))
     under_way = [array.start() for _ in range(400)]

@@ -55,7 +55,7 @@ class GradientLog:
 
     The price: the replica takes as much memory as the learner, where that lies, the gradients since
     the last save are kept, and each update is done a second time at the save. ``max_replay_steps``,
-    ``max_steps_per_save``: see ``deltacheck.replay.Limits``. Raises ``ValueError`` for another
+    ``max_steps_per_save``: see ``deltacheck.restore.replay.Limits``. Raises ``ValueError`` for another
     manager or policy.
     """
 

@@ -48,7 +48,7 @@ class GradientLog:
 
     The price: the replica takes as much memory as weights and optimizer state (where those lie),
     the gradients since the last save are kept, and each optimizer step is done a second time at the
-    save. ``max_replay_steps``, ``max_steps_per_save``: see ``deltacheck.replay.Limits``. Raises
+    save. ``max_replay_steps``, ``max_steps_per_save``: see ``deltacheck.restore.replay.Limits``. Raises
     ``ValueError`` for an engine whose policy is not exact.
     """
 

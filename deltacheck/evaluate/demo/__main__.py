@@ -1,4 +1,4 @@
-"""`python -m deltacheck.demo`: the same as `deltacheck demo`."""
+"""`python -m deltacheck.evaluate.demo`: the same as `deltacheck demo`."""
 
 from __future__ import annotations
 

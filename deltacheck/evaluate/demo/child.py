@@ -1,5 +1,5 @@
 """One part of the demo in a process of its own, which may be killed: `python -m
-deltacheck.demo.child
+deltacheck.evaluate.demo.child
 FOLDER PART`.
 
 It tells what it does in JSON lines on standard output, which the parent process turns into progress

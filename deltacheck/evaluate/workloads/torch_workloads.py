@@ -1,4 +1,4 @@
-"""The runs in PyTorch, with the model and the optimizer of `deltacheck.demo`."""
+"""The runs in PyTorch, with the model and the optimizer of `deltacheck.evaluate.demo`."""
 
 from __future__ import annotations
 

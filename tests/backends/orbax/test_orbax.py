@@ -939,7 +939,7 @@ def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -
         import time
         import jax.numpy as jnp
         from deltacheck.backends.orbax import DeltaSaveArgs, manager
-        from deltacheck.work import Work
+        from deltacheck.save.work import Work
         finish = Work.finish_segment
         Work.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
         manager({str(tmp_path / "held")!r}).save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))

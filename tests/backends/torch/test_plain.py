@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 
-from deltacheck.backends.torch.state import plain
+from deltacheck.backends.torch import plain
 from deltacheck.errors import UnsupportedLeaf
 
 

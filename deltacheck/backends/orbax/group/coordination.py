@@ -44,7 +44,7 @@ def join(name: str, timeout_seconds: float) -> Ranks:
 
 
 class StoreChannel:
-    """A ``deltacheck.ranks.Channel`` over the store. Every conversation has keys of its own, which
+    """A ``deltacheck.save.channel.Channel`` over the store. Every conversation has keys of its own, which
     go
     when it is over.
 

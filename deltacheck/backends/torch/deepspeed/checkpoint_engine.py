@@ -30,13 +30,13 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 
+from deltacheck.backends.torch import plain
 from deltacheck.backends.torch.datastates import SECTION, datastates_options
 from deltacheck.backends.torch.deepspeed import zero
 from deltacheck.backends.torch.deepspeed.reading import Reading, child, keys_of
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.files.load import MapLocation, moved
-from deltacheck.backends.torch.state import plain
 from deltacheck.errors import Damaged, StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.restore import damage

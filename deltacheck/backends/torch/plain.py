@@ -154,7 +154,7 @@ def _encoded(
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into"
         " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or allow it with"
-        f" deltacheck.backends.torch.state.plain.register({kind.__qualname__}), in whoever reads"
+        f" deltacheck.backends.torch.plain.register({kind.__qualname__}), in whoever reads"
         " it, too"
     )
 
@@ -174,7 +174,7 @@ def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None)
             raise UnsupportedLeaf(
                 f"the checkpoint has an object of class {name!r}, which is not known here; nothing"
                 " is made of it. Where you trust the class, allow it with"
-                " deltacheck.backends.torch.state.plain.register(...) before you read"
+                " deltacheck.backends.torch.plain.register(...) before you read"
             )
         kind = _kinds.get(name) or getattr(importlib.import_module(known.module), known.name)
         return known.give(kind, decoded(content, fill))
