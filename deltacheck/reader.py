@@ -15,7 +15,8 @@ from deltacheck.maintain import blame, branch, verify
 from deltacheck.maintain.blame import Blame
 from deltacheck.maintain.branch import Branched
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import require_contract, resolve_leaves
+from deltacheck.restore.values import as_array, bounded_slices, load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
@@ -148,12 +149,12 @@ class Checkpoints:
         max_bytes: int | None,
     ) -> Any:
         if leaves is None and slices is None:
-            restore.require(manifest, contract)
+            require_contract(manifest, contract)
             return self._whole(manifest, max_bytes)
         owners = tree.array_paths(manifest.tree)
         leaves = None if leaves is None else list(leaves)
         wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
-        restore.require(manifest, contract, [owners.get(path, path) for path in wanted])
+        require_contract(manifest, contract, [owners.get(path, path) for path in wanted])
         partly = {owners.get(path, path) for path in slices or {}} - {
             owners.get(path, path) for path in leaves or ()
         }
@@ -164,11 +165,11 @@ class Checkpoints:
             if owners.get(path, path) in manifest.tiles
         }
         alone = {  # of whose tiles not all are needed
-            owner: restore.bounded(path, manifest.tiles[owner].shape, (slices or {})[path])
+            owner: bounded_slices(path, manifest.tiles[owner].shape, (slices or {})[path])
             for path, owner in cut.items()
             if owner in partly and list(cut.values()).count(owner) == 1
         }
-        found = restore.resolve(
+        found = resolve_leaves(
             self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone
         )
         loaded: dict[str, NDArray[Any]] = {}
@@ -178,12 +179,12 @@ class Checkpoints:
         }  # inputs of a replay, which no tree has
         whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
         boxes = {
-            p: restore.bounded(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()
+            p: bounded_slices(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()
         }
         budget = max_bytes
-        for path, item in restore.load(whole, max_bytes=budget).items():
+        for path, item in load_leaves(whole, max_bytes=budget).items():
             loaded |= {
-                p: _shaped(restore.as_array(item), flat.get(p), path)
+                p: _shaped(as_array(item), flat.get(p), path)
                 for p in wanted
                 if owners[p] == path and p not in boxes
             }
@@ -191,14 +192,14 @@ class Checkpoints:
             leaf = found[owners[path]]
             if budget is not None:
                 budget = max(0, budget - sum(array.nbytes for array in loaded.values()))
-            loaded[path] = restore.load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
+            loaded[path] = load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
         return {path: loaded[path] for path in wanted}
 
     def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
-        loaded = restore.load(
-            restore.resolve(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+        loaded = load_leaves(
+            resolve_leaves(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
         )
-        arrays = {path: restore.as_array(item) for path, item in loaded.items()}
+        arrays = {path: as_array(item) for path, item in loaded.items()}
 
         def place(path: str, owner: str, tag: str | None) -> NDArray[Any]:
             array = _shaped(arrays[owner], tag, owner)

@@ -141,15 +141,15 @@ def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Decoded bytes of the chunks that each restore reads from now on."""
-    from deltacheck.restore import chain
+    from deltacheck.restore import read
 
     counted: list[int] = []
-    before = chain.load
+    before = read.read_chunks
 
-    def load(chains: Any, chunks: Any, codec: Any = None) -> Any:
+    def read_chunks(chains: Any, chunks: Any, codec: Any = None) -> Any:
         found = before(chains, chunks, codec)
         counted.append(sum(values.nbytes for values in found.values()))
         return found
 
-    monkeypatch.setattr(chain, "load", load)
+    monkeypatch.setattr(read, "read_chunks", read_chunks)
     return counted

@@ -14,7 +14,7 @@ from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Flat, array_paths
 from deltacheck.restore.follower import LeafChange, Update
-from deltacheck.restore.resolve import Loaded
+from deltacheck.restore.values import Loaded
 from deltacheck.store.manifest import Manifest
 
 _BYTE_SWAPPED = ">" if np.little_endian else "<"

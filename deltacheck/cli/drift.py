@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from deltacheck.codec.base import U8
 from deltacheck.leaf.dtypes import DType
 from deltacheck.restore import export
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import Leaf, Tiled
+from deltacheck.restore.values import load_leaves
 
 Numbers = NDArray[Any]
 
@@ -81,7 +81,7 @@ def _batches(leaf: Leaf, chunks: list[int]) -> Iterator[list[int]]:
 
 def _load(leaf: Leaf, chunks: Sequence[int]) -> U8:
     path = leaf.spec.path
-    return restore.load({path: leaf}, {path: list(chunks)})[path].data
+    return load_leaves({path: leaf}, {path: list(chunks)})[path].data
 
 
 class _Total:

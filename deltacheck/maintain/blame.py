@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deltacheck.leaf import grid, tiles
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
-from deltacheck.restore import chain
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
@@ -89,7 +89,7 @@ def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, B
     """As ``blame``, of leaves and tiles by what they are stored as."""
     found: dict[str, Blame] = {}
     now: dict[str, NDArray[np.uint64]] = {}
-    for path, link in chain.resolve(root, manifest, paths).items():
+    for path, link in resolve_chains(root, manifest, paths).items():
         count = link.spec.chunk_count
         found[path] = Blame(
             link.spec, np.full(count, manifest.step, np.int64), np.zeros(count, np.bool_)
@@ -109,7 +109,7 @@ def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, B
         open_paths -= {
             path for path in open_paths - comparable if _lies_otherwise(path, manifest, before)
         }
-        links = chain.resolve(root, before, sorted(comparable))
+        links = resolve_chains(root, before, sorted(comparable))
         for path in sorted(open_paths):
             one = found[path]
             same = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deltacheck.errors import StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore import chain
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.save.compactor import write_whole
 from deltacheck.save.rewrite import renewed
 from deltacheck.store import collect
@@ -48,7 +48,7 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
             " their place"
         )
     before = root.manifest()
-    chains = chain.resolve(root, before, before.stored)
+    chains = resolve_chains(root, before, before.stored)
     long = {path: found for path, found in sorted(chains.items()) if found.deltas}
     if not long:
         return None

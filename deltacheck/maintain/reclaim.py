@@ -17,8 +17,7 @@ import msgspec
 
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
-from deltacheck.restore import chain
-from deltacheck.restore.chain import Chain
+from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.compactor import write_whole
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
@@ -123,7 +122,7 @@ def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
     leaves: dict[str, dict[str, tuple[Manifest, LeafEntry]]] = {}
     for manifest in manifests:
         refs |= {ref.id: ref for ref in manifest.segments}
-        for path, found in chain.resolve(root, manifest, manifest.stored).items():
+        for path, found in resolve_chains(root, manifest, manifest.stored).items():
             for segment, entry in (found.key, *found.deltas):
                 leaves.setdefault(segment.id, {}).setdefault(path, (manifest, entry))
                 held[segment.id] = len(segment.table.leaves)
@@ -144,7 +143,7 @@ def _as_of(root: Root, need: Need) -> dict[str, Chain]:
     for path, (manifest, entry) in need.leaves.items():
         until = tuple(ref for ref in manifest.segments if layout.seq_of(ref.id) <= seq)
         record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
-        found |= chain.resolve(
+        found |= resolve_chains(
             root,
             msgspec.structs.replace(manifest.on(until), leaves={path: record}, tiles={}),
             [path],
@@ -159,6 +158,6 @@ def _replaced(root: Root, manifest: Manifest, stands_in: Mapping[str, SegmentRef
     if not stands_in.keys() & {ref.id for ref in manifest.segments}:
         return manifest
     after = manifest.on([stands_in.get(ref.id, ref) for ref in manifest.segments])
-    chains = chain.resolve(root, after, after.stored).values()
+    chains = resolve_chains(root, after, after.stored).values()
     needed = {segment.id for found in chains for segment, _ in (found.key, *found.deltas)}
     return after.on([ref for ref in after.segments if ref.id in needed])

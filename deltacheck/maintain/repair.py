@@ -24,8 +24,10 @@ from deltacheck.leaf.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.maintain import survey as surveying
 from deltacheck.maintain import verify
 from deltacheck.maintain.survey import Lineage, Survey
-from deltacheck.restore import chain, derive
+from deltacheck.restore import derive, read
+from deltacheck.restore.buffers import byte_extents
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.read import apply_entry
 from deltacheck.save.rewrite import WholeLeaves, renewed
 from deltacheck.store import collect, layout
 from deltacheck.store.files import arrays
@@ -244,7 +246,7 @@ def _sound(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
             for lineage in batch
             if known[lineage.path]
         }
-        for _, entries, _ in chain.follow(chains):
+        for _, entries, _ in read.follow_links(chains):
             for path in entries:
                 links[path] += 1
     except Damaged:
@@ -350,7 +352,7 @@ class _Healer:
         spec, digests = lineage.record.spec(lineage.path), self._tables[id(lineage)][links - 1]
         data = np.empty(spec.raw_bytes, np.uint8)
         missing, sources = [], set()
-        for chunk, (begin, end) in enumerate(chain.extents(spec, range(spec.chunk_count))):
+        for chunk, (begin, end) in enumerate(byte_extents(spec, range(spec.chunk_count))):
             high, low = digests[chunk].tolist()
             candidates = [_At(lineage, links, chunk), *self._chunks.get((high, low), ())]
             for at in candidates:
@@ -376,7 +378,7 @@ class _Healer:
                 segment, entry = lineage.links[links - 1]
                 try:
                     content = _Content(
-                        chain.apply(spec, segment, entry, before.data),
+                        apply_entry(spec, segment, entry, before.data),
                         digests,
                         f"{before.source}, and the deltas after it",
                     )
@@ -482,7 +484,7 @@ def _named(stored: str) -> str:
 
 def _load(lineage: Lineage, links: int) -> U8:
     found: U8 = np.empty(0, np.uint8)
-    for _, _, content in chain.follow({lineage.path: lineage.chain(links)}):
+    for _, _, content in read.follow_links({lineage.path: lineage.chain(links)}):
         found = content[lineage.path]
     return found
 
@@ -492,7 +494,7 @@ def _chunk(at: _At, wanted: U64, digests: U64) -> U8 | None:
     one: Chain = at.lineage.chain(at.links)
     one = Chain(one.spec, one.key, one.deltas, digests)
     try:
-        data = chain.load({one.spec.path: one}, {one.spec.path: [at.chunk]})[one.spec.path]
+        data = read.read_chunks({one.spec.path: one}, {one.spec.path: [at.chunk]})[one.spec.path]
     except Damaged:
         return None
     return data if (digests[at.chunk] == wanted).all() else None

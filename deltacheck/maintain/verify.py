@@ -27,8 +27,9 @@ from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.maintain import survey as surveying
 from deltacheck.maintain.survey import Lineage, Survey
-from deltacheck.restore import chain, derive
-from deltacheck.restore import resolve as restore
+from deltacheck.restore import derive, read
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
@@ -302,7 +303,7 @@ def _follow(batch: list[Lineage], derived: _Derived) -> None:
         error = surveying.tables(unit).error
         if error is not None:
             raise error
-    for _, entries, content in chain.follow({unit.path: unit.chain() for unit in batch}):
+    for _, entries, content in read.follow_links({unit.path: unit.chain() for unit in batch}):
         for path, data in content.items():
             derived.compare(entries[path].spec(path), entries[path].digest, data)
 
@@ -389,7 +390,7 @@ def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
         ]
         for path in paths:
             try:
-                restore.load(restore.resolve(root, manifest, [path]))
+                load_leaves(resolve_leaves(root, manifest, [path]))
             except Damaged as error:
                 findings.append(Finding(manifest.step, path, str(error)))
     return findings

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, UnsupportedFormat
 from deltacheck.leaf import tiles
-from deltacheck.restore import chain
+from deltacheck.restore import read
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, StepRef, way_out, whole_steps
@@ -66,7 +67,7 @@ def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
     if error.leaf not in manifest.stored:
         return error
     try:
-        for _ in chain.follow(chain.resolve(root, manifest, [error.leaf])):
+        for _ in read.follow_links(resolve_chains(root, manifest, [error.leaf])):
             pass
     except Damaged as found:
         return found

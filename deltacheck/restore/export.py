@@ -27,8 +27,8 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore import resolve as restore
-from deltacheck.restore.resolve import Leaf
+from deltacheck.restore.resolve import Leaf, resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
@@ -115,7 +115,7 @@ def stream(
 ) -> Iterator[tuple[str, U8]]:
     """The verified bytes of every leaf in order, piece by piece; an empty leaf has no piece."""
     for batch in batches(leaves):
-        for key, item in restore.load({key: leaves[key] for key in batch}, batch).items():
+        for key, item in load_leaves({key: leaves[key] for key in batch}, batch).items():
             if progress is not None:
                 progress(item.data.size)
             yield key, item.data
@@ -123,7 +123,7 @@ def stream(
 
 def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str, Leaf]:
     """The leaf of every key that ``select`` gave. Raises ``ChainBroken`` or ``Damaged``."""
-    leaves = restore.resolve(root, manifest, list(keys.values()))
+    leaves = resolve_leaves(root, manifest, list(keys.values()))
     return {key: leaves[owner] for key, owner in keys.items()}
 
 

@@ -19,8 +19,10 @@ from deltacheck.leaf import tiles as boxes
 from deltacheck.leaf import tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec, batches
-from deltacheck.restore import chain
-from deltacheck.restore import resolve as restore
+from deltacheck.restore import read
+from deltacheck.restore.chain import Held, resolve_chains
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.storage import ObjectStore, Place
 from deltacheck.store.manifest import Manifest, Tiles
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
@@ -175,7 +177,7 @@ class Follower:
         """Forget what is held: the next update gives every leaf whole."""
         self._step: int | None = None
         self._leaves: dict[str, _Leaf] = {}
-        self._stored: dict[str, chain.Held] = {}
+        self._stored: dict[str, Held] = {}
         self._segments: list[Segment] = []
 
     def _next(self) -> StepRef | None:
@@ -251,11 +253,11 @@ class Follower:
         """Of leaves that are not stored in tiles. ``recut``: what is held of leaves that were cut
         otherwise.
         """
-        leaves = restore.resolve(self._root, manifest, paths, held=self._stored)
+        leaves = resolve_leaves(self._root, manifest, paths, held=self._stored)
         stored: dict[str, NDArray[np.uint8]] = {}
-        loaded = restore.load(leaves, stored=stored)
+        loaded = load_leaves(leaves, stored=stored)
         self._stored |= {
-            path: chain.Held(data, manifest.stored[path].digest) for path, data in stored.items()
+            path: Held(data, manifest.stored[path].digest) for path, data in stored.items()
         }
         changes: dict[str, LeafChange] = {}
         for path, (spec, _, data) in loaded.items():
@@ -283,12 +285,12 @@ class Follower:
             if not self._holds(manifest, name)
         ]
         before = {name: self._stored[name].data for name in fresh if name in self._stored}
-        chains = chain.resolve(self._root, manifest, fresh, held=self._stored)
-        loaded = chain.load(
+        chains = resolve_chains(self._root, manifest, fresh, held=self._stored)
+        loaded = read.read_chunks(
             chains, {name: list(range(one.spec.chunk_count)) for name, one in chains.items()}
         )
         self._stored |= {
-            name: chain.Held(data, manifest.stored[name].digest) for name, data in loaded.items()
+            name: Held(data, manifest.stored[name].digest) for name, data in loaded.items()
         }
         changes: dict[str, LeafChange] = {}
         for path in paths:

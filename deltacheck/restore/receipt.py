@@ -13,7 +13,8 @@ from pathlib import Path
 from deltacheck.errors import Damaged, ReceiptFailed
 from deltacheck.leaf import tiles
 from deltacheck.leaf.spec import batches
-from deltacheck.restore import chain
+from deltacheck.restore import read
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
@@ -65,10 +66,10 @@ def rebuild(
     forget(store, manifest)
     raw_bytes = 0
     try:
-        chains = chain.resolve(Root(store.path, fresh), manifest, wanted)
+        chains = resolve_chains(Root(store.path, fresh), manifest, wanted)
         for paths in batches(chains, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
             batch = {path: chains[path] for path in paths}
-            data = chain.load(
+            data = read.read_chunks(
                 batch, {path: list(range(one.spec.chunk_count)) for path, one in batch.items()}
             )
             raw_bytes += sum(values.size for values in data.values())

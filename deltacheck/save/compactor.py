@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from deltacheck.errors import SaveFailed
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
-from deltacheck.restore import chain
-from deltacheck.restore.chain import Chain
+from deltacheck.restore import read
+from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.rewrite import WholeLeaves
 from deltacheck.save.work import Leaf
 from deltacheck.store.files.storage import remove_tree
@@ -51,7 +51,7 @@ def write_whole(
         if give_up():
             raise SaveFailed("the compaction was given up")
         batch = {path: chains[path] for path in paths}
-        data = chain.load(
+        data = read.read_chunks(
             batch, {path: list(range(found.spec.chunk_count)) for path, found in batch.items()}
         )
         for path, found in batch.items():
@@ -186,7 +186,7 @@ class Compactor:
         running.segments = running.segments | {writer.id}
         try:
             root = Root(self._store.path, self._store).afresh()
-            found = chain.resolve(
+            found = resolve_chains(
                 root, manifest, [path for path in plan.links if path in manifest.stored]
             )
             chains = {

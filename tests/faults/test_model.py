@@ -323,10 +323,11 @@ class Model(RuleBasedStateMachine):
     def read(self, root: Any, ref: Any) -> dict[str, Any]:
         from deltacheck.backends.torch.state import leaves
         from deltacheck.leaf import tree
-        from deltacheck.restore import resolve as restore
+        from deltacheck.restore.resolve import resolve_leaves
+        from deltacheck.restore.values import load_leaves
 
         manifest = root.read(ref.manifest_path)
-        loaded = restore.load(restore.resolve(root, manifest))
+        loaded = load_leaves(resolve_leaves(root, manifest))
         assert tree.array_paths(manifest.tree)
         state: dict[str, Any] = leaves.tree_of(manifest.tree, loaded)
         return state

@@ -17,7 +17,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compact import compact
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
@@ -52,8 +52,8 @@ def test_a_compacted_step_restores_as_before_from_keyframes_alone(
         before.derived,
         before.stage,
     )
-    found = restore.resolve(open_root(path), after)
-    assert not any(chain.deltas for chain in restore.stored_chains(found.values()).values())
+    found = resolve_leaves(open_root(path), after)
+    assert not any(chain.deltas for chain in stored_chains(found.values()).values())
     for step, state in states.items():
         np.testing.assert_equal(deltacheck.open(path).restore(step), state)
     assert deltacheck.open(path).verify(deep=True) == []

@@ -18,7 +18,8 @@ from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain import survey, verify
-from deltacheck.restore import chain
+from deltacheck.restore import read
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.store.root import open_root
 from deltacheck.store.segment import Segment
 from tests.support.states import assert_same
@@ -55,7 +56,7 @@ def test_a_deep_check_reads_each_table_and_applies_each_delta_once(
     root, _ = run
     opened: Counter[str] = Counter()
     applied: Counter[str] = Counter()
-    original, begin = chain._check_link, Segment.__init__
+    original, begin = read._check_link, Segment.__init__
 
     def check(item: Any) -> None:
         applied[f"{item.chain.key[0].id} {item.chain.spec.path}"] += 1
@@ -65,7 +66,7 @@ def test_a_deep_check_reads_each_table_and_applies_each_delta_once(
         opened[ref.id] += 1
         begin(self, path, ref, where)
 
-    monkeypatch.setattr(chain, "_check_link", check)
+    monkeypatch.setattr(read, "_check_link", check)
     monkeypatch.setattr(Segment, "__init__", init)
     assert deltacheck.open(root).verify(deep=True) == []
     assert set(opened.values()) == {1}
@@ -95,15 +96,15 @@ def test_a_sample_is_drawn_by_its_seed_and_a_scrub_goes_through_all_of_them(
     assert one == same
     assert 0.25 * one.all_bytes <= one.checked_bytes < 0.35 * one.all_bytes
     progress = tmp_path / "scrub.json"
-    damaged, read = set(), 0
+    damaged, read_bytes = set(), 0
     for _ in range(4):
         done = verify.check(opened, subset=0.25, resume=progress)
         damaged |= set(done.findings)
-        read += done.checked_bytes
+        read_bytes += done.checked_bytes
         if done.remaining_bytes == 0:
             break
     assert done.remaining_bytes == 0
-    assert read >= done.all_bytes
+    assert read_bytes >= done.all_bytes
     assert {finding.step for finding in damaged} == {2, 3}
     # What was damaged is read again, until it is not.
     assert {finding.step for finding in verify.check(opened, resume=progress).findings} == {2, 3}
@@ -115,7 +116,7 @@ def test_an_interrupted_scrub_goes_on_where_it_was(
     root, _ = run
     progress = tmp_path / "scrub.json"
     monkeypatch.setattr(verify, "BATCH_BYTES", 60_000)
-    original, walks = chain.follow, []
+    original, walks = read.follow_links, []
 
     def follow(chains: Any, codec: Any = None) -> Any:
         walks.append(len(chains))
@@ -123,7 +124,7 @@ def test_an_interrupted_scrub_goes_on_where_it_was(
             raise KeyboardInterrupt
         return original(chains, codec)
 
-    monkeypatch.setattr(chain, "follow", follow)
+    monkeypatch.setattr(read, "follow_links", follow)
     with pytest.raises(KeyboardInterrupt):
         deltacheck.open(root).verify(deep=True, resume=progress)
     done = len(json.loads(progress.read_text())["deltacheck_scrub"]["done"])
@@ -194,7 +195,7 @@ def test_a_survey_gives_each_step_the_links_that_a_restore_finds(
     found = survey.survey(opened, manifests)
     assert (found.broken, found.lost) == ([], {})
     for manifest in manifests:
-        chains = chain.resolve(opened, manifest, manifest.leaves)
+        chains = resolve_chains(opened, manifest, manifest.leaves)
         for lineage in found.lineages:
             for use in lineage.uses:
                 if use.seq == manifest.seq:

@@ -12,15 +12,15 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.policy.keyframes import deltas_between, due_for_reads
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.store.root import open_root
 
 
 def opened(root: Path, step: int) -> int:
     """Arrays of deltas that a restore of a step opens."""
     store, manifest = open_root(root), deltacheck.open(root).manifest(step)
-    chains = {leaf.spec.path: leaf for leaf in restore.resolve(store, manifest).values()}
+    chains = {leaf.spec.path: leaf for leaf in resolve_leaves(store, manifest).values()}
     segments = {segment.id: segment for chain in chains.values() for segment, _ in chain.deltas}
     return sum(segment.table.delta_arrays for segment in segments.values())
 
@@ -59,7 +59,7 @@ def test_a_restore_opens_no_more_arrays_than_the_policy_says(tmp_path: Path, res
 
 def decoded(root: Path, step: int) -> dict[str, float]:
     """What a restore decodes of the deltas of each leaf, in units of the leaf."""
-    found = restore.resolve(open_root(root), deltacheck.open(root).manifest(step))
+    found = resolve_leaves(open_root(root), deltacheck.open(root).manifest(step))
     return {
         path: sum(chain.delta_bytes) / chain.spec.raw_bytes
         for path, chain in found.items()

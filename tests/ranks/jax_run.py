@@ -35,7 +35,8 @@ from deltacheck.backends.orbax.manager_root.jax_internals import coordination_cl
 from deltacheck.backends.orbax.state import load
 from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
-from deltacheck.restore import chain
+from deltacheck.restore import read
+from deltacheck.restore.buffers import chunk_bytes
 from deltacheck.save.channel import consult
 from deltacheck.save.work import Work
 
@@ -122,17 +123,17 @@ GRID = {"rows": (("x", "y"),), "columns": ("y", "x"), "spread": ("y",)}
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Bytes that are read and decoded meanwhile."""
-    found, original = [0], chain.load
+    found, original = [0], read.read_chunks
 
     def counting(chains: Any, reads: Any, codec: Any = None) -> Any:
-        found[0] += sum(chain.bytes_of(chains[path].spec, chunks) for path, chunks in reads.items())
+        found[0] += sum(chunk_bytes(chains[path].spec, chunks) for path, chunks in reads.items())
         return original(chains, reads, codec)
 
-    chain.load = counting
+    read.read_chunks = counting
     try:
         yield found
     finally:
-        chain.load = original
+        read.read_chunks = original
 
 
 def report(m: Any) -> Any:
@@ -239,7 +240,10 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
         fails("number", {**good, "n": rank})
         fails("shape", {**good, "host": np.arange(5 + rank)})
         newest = max(m.all_steps())
-        with on_rank(1, chain, "load", Damaged("a flipped bit")), pytest.raises(Damaged) as info:
+        with (
+            on_rank(1, read, "read_chunks", Damaged("a flipped bit")),
+            pytest.raises(Damaged) as info,
+        ):
             m.restore(newest, args=DeltaRestoreArgs(like(on, ROWS)))
         told["damage"] = str(info.value), 0.0
         told["whole"] = str(restored_beside_damage(rank, m, like(on, ROWS))), 0.0

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SaveFailed
-from deltacheck.restore import chain
+from deltacheck.restore import read
+from deltacheck.restore.buffers import chunk_bytes
 
 WIDTH = 517  # of the hidden layers: no number of ranks divides it
 
@@ -123,13 +124,13 @@ def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list
 
 def reads(counted: list[int]) -> None:
     """Count from now on the bytes of the chunks that restores read."""
-    load = chain.load
+    load = read.read_chunks
 
     def counting(chains: Any, chunks: Any, codec: Any = None) -> Any:
-        counted.append(sum(chain.bytes_of(chains[path].spec, chunks[path]) for path in chains))
+        counted.append(sum(chunk_bytes(chains[path].spec, chunks[path]) for path in chains))
         return load(chains, chunks, codec)
 
-    chain.load = counting
+    read.read_chunks = counting
 
 
 def save(rank: int, size: int, port: int, root: Path, layout: str, steps: int) -> Any:

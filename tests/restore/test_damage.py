@@ -20,8 +20,9 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf.tree import unflatten
-from deltacheck.restore import chain
-from deltacheck.restore.resolve import load, resolve
+from deltacheck.restore import read
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.root import open_root
 from tests.suites import damage_trials
 from tests.support.states import differences, nudge, training_state
@@ -55,7 +56,7 @@ def small_state() -> dict[str, Any]:
 def restored(root: Path, step: int) -> Any:
     opened = open_root(root)
     manifest = opened.manifest(step)
-    loaded = load(resolve(opened, manifest))
+    loaded = load_leaves(resolve_leaves(opened, manifest))
     return unflatten(manifest.tree, lambda path, owner, tag: leaves.place(loaded[owner], tag))
 
 
@@ -121,7 +122,7 @@ def test_without_digests_the_trials_find_silent_damage(monkeypatch: pytest.Monke
     """The harness bites: a chunk of an older save passes every checksum, and only the digests
     tell.
     """
-    monkeypatch.setattr(chain, "_verify", lambda blocks: None)
+    monkeypatch.setattr(read, "_verify", lambda blocks: None)
     tally = damage_trials.Tally()
     with damage_trials.built("engine") as (subject,):
         for number in range(1000):
@@ -316,4 +317,4 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
         errors.ChainBroken,
         match=f"{segment.id} is a delta to 0+, but the leaf is {entry.base} there",
     ):
-        resolve(opened, manifest)
+        resolve_leaves(opened, manifest)

@@ -17,7 +17,8 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec import default_codec
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store import manifest as schema
 from deltacheck.store import segment
 from deltacheck.store.root import open_root
@@ -104,7 +105,7 @@ def test_small_leaves_of_one_element_size_are_decoded_by_one_call_a_part(
     saved: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     root, codec = open_root(saved[0]), Counting()
-    restore.load(restore.resolve(root, root.manifest()), codec=codec)
+    load_leaves(resolve_leaves(root, root.manifest()), codec=codec)
     assert len(codec.rows) == 2 * (STEPS - 1)
     assert sum(codec.rows) == (STEPS - 1) * (LEAVES + 1)
 
@@ -163,7 +164,7 @@ def test_a_stream_that_cannot_be_decoded_names_its_leaf_among_those_decoded_with
 
     monkeypatch.setattr(segment.PartReader, "start", start)
     with pytest.raises(errors.DamagedStream, match=f"leaf '{path}': .*{last.id}/delta/{number}: "):
-        restore.load(restore.resolve(root, manifest))
+        load_leaves(resolve_leaves(root, manifest))
 
 
 def test_a_manifest_under_another_number_is_not_taken_for_the_newest(

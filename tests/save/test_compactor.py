@@ -43,13 +43,13 @@ def train(state: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def depths(root: Path, step: int) -> dict[str, int]:
-    from deltacheck.restore import chain
+    from deltacheck.restore.chain import resolve_chains
 
     opened = open_root(root)
     manifest = opened.manifest(step)
     return {
         path: len(found.deltas)
-        for path, found in chain.resolve(opened, manifest, manifest.leaves).items()
+        for path, found in resolve_chains(opened, manifest, manifest.leaves).items()
     }
 
 

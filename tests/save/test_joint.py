@@ -22,8 +22,10 @@ from deltacheck.backends.base import describe_numpy
 from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.restore import resolve as restore
+from deltacheck.restore import values
+from deltacheck.restore.buffers import chunk_bytes
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.resolve import Tiled, resolve_leaves
 from deltacheck.save import joint
 from deltacheck.store.manifest import Tiles
 from deltacheck.store.root import open_root
@@ -130,9 +132,9 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(
     manifest = root.manifest()
     for rank in range(3):
         boxes = {"w": rows("w", (1500, 4096), rank, 3)[0]}
-        leaves = restore.resolve(root, manifest, boxes=boxes)
+        leaves = resolve_leaves(root, manifest, boxes=boxes)
         read_bytes.clear()
-        found = restore.load_boxes(leaves, boxes)["w"]
+        found = values.load_boxes(leaves, boxes)["w"]
         assert np.array_equal(found, state["w"][boxes["w"]])
         edges = 2 if rank == 1 else 1
         assert (
@@ -171,17 +173,14 @@ def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_colum
     chains = {
         n: Chain(r.spec(of.names("w")[n]), None, (), None) for n, r in enumerate(of.records())
     }  # type: ignore[arg-type]
-    leaf = restore.Tiled(LeafSpec.of("w", shape, "float32"), cuts, chains)
+    leaf = Tiled(LeafSpec.of("w", shape, "float32"), cuts, chains)
     read = needed = 0
     for rank in range(again):
         (box,) = into("w", shape, rank, again)
         chunks: dict[str, set[int]] = {chain.spec.path: set() for chain in chains.values()}
-        restore._need_box(leaf, box, chunks)
-        read += sum(
-            restore.chain.bytes_of(one.spec, sorted(chunks[one.spec.path]))
-            for one in chains.values()
-        )
-        needed += restore.box_bytes(leaf.spec, box)
+        values._need_box(leaf, box, chunks)
+        read += sum(chunk_bytes(one.spec, sorted(chunks[one.spec.path])) for one in chains.values())
+        needed += values.box_bytes(leaf.spec, box)
     assert needed == leaf.spec.raw_bytes
     assert read <= most * needed
 
@@ -201,7 +200,7 @@ def test_a_rank_opens_only_the_segments_of_those_who_wrote_its_tiles(
     monkeypatch.setattr(
         type(root.store), "segment", lambda self, ref: opened.append(ref.id) or before(self, ref)
     )
-    restore.resolve(root, manifest, [BIG], boxes={BIG: (slice(0, 10), slice(0, 10))})
+    resolve_leaves(root, manifest, [BIG], boxes={BIG: (slice(0, 10), slice(0, 10))})
     assert len(opened) == 3
     assert len(manifest.segments) == 12
 

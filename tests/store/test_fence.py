@@ -176,9 +176,10 @@ def test_two_writers_without_locks_never_mix_and_each_save_that_is_acknowledged_
     root = open_root(tmp_path)
     found = {ref.seq: root.read(ref.manifest_path) for ref in root.checkpoints()}
     assert found.keys() == acknowledged.keys()
-    from deltacheck.restore import resolve as restore
+    from deltacheck.restore.resolve import resolve_leaves
+    from deltacheck.restore.values import as_array, load_leaves
 
     for seq, manifest in found.items():
-        leaves = restore.load(restore.resolve(root, manifest))
-        values = {float(value) for leaf in leaves.values() for value in restore.as_array(leaf)}
+        leaves = load_leaves(resolve_leaves(root, manifest))
+        values = {float(value) for leaf in leaves.values() for value in as_array(leaf)}
         assert values == {acknowledged[seq]}, f"checkpoint {seq} mixes {values}"

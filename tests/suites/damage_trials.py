@@ -45,7 +45,8 @@ from deltacheck.leaf import grid
 from deltacheck.leaf import spec as records
 from deltacheck.maintain.repair import Repaired, mend_root, repair
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store import layout
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
@@ -607,7 +608,7 @@ def log_subject(folder: Path) -> Subject:
         opened = open_root(root)
         manifest = opened.manifest(step)
         with damage.named(opened, manifest):
-            loaded = restore.load(restore.resolve(opened, manifest, stored=True))
+            loaded = load_leaves(resolve_leaves(opened, manifest, stored=True))
             if manifest.replay is not None:
                 loaded |= replica.replayed(opened, manifest, manifest.replay, loaded, kept[0])
         return leaves.tree_of(manifest.tree, loaded)

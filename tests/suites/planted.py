@@ -250,7 +250,7 @@ BUGS = (
     ),
     Bug(
         "content-not-compared-with-its-digest",
-        (Edit("deltacheck.restore.chain", "if wrong.size:", "if False:"),),
+        (Edit("deltacheck.restore.read", "if wrong.size:", "if False:"),),
         ("restore/test_damage.py::test_a_stale_chunk_with_a_right_checksum_is_refused",),
         quick=True,
     ),

@@ -20,7 +20,8 @@ from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import resolve_leaves, stored_chains
+from deltacheck.restore.values import load_leaves
 from deltacheck.save.joint import Attempt, Joint
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.files.durability import Durability
@@ -180,9 +181,9 @@ class RankedRun:
         held = self.held(rank, tree.flatten(state, describe_numpy))
         names = self.joints[rank].resume(manifest, held)
         paths = sorted({tiles.leaf_of(name) for name in names})
-        chains = restore.stored_chains(restore.resolve(self.root, manifest, paths).values())
+        chains = stored_chains(resolve_leaves(self.root, manifest, paths).values())
         stored: dict[str, Any] = {}
-        restore.load(restore.resolve(self.root, manifest, paths), stored=stored)
+        load_leaves(resolve_leaves(self.root, manifest, paths), stored=stored)
         self.savers[rank].adopt(
             {n: chains[n] for n in names}, {n: stored[n] for n in names}, manifest
         )

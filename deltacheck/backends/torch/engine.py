@@ -28,7 +28,8 @@ from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, mo
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.policy.retention import Retention
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import require_contract, resolve_leaves, stored_chains
+from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle
 from deltacheck.save.saver import LeafSource, Saver
@@ -535,10 +536,10 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         max_bytes: int | None,
     ) -> Any:
-        restore.require(manifest, contract)
+        require_contract(manifest, contract)
         target = None if into is None else tree.flatten(into, leaves.describe)
         chosen = None if target is None else match_targets(manifest, target)
-        found = restore.resolve(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
+        found = resolve_leaves(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
         stored: dict[str, NDArray[np.uint8]] = {}
         into_memory: dict[str, NDArray[np.uint8]] = {}
         if target is not None and chosen is not None:
@@ -548,7 +549,7 @@ class Engine:
                     chosen[path]: leaves.memory_of(value) for path, value in target.arrays.items()
                 }
                 into_memory = {path: of for path, of in memory.items() if of is not None}
-        loaded = restore.load(
+        loaded = load_leaves(
             found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored, into=into_memory
         )
         inputs: set[str] = set()
@@ -563,7 +564,7 @@ class Engine:
             }
             owners = tree.array_paths(target.skeleton)
             state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
-        chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in inputs)
+        chains = stored_chains(leaf for path, leaf in found.items() if path not in inputs)
         if (
             root is not self._live
         ):  # what is only on the disk is no base for what is written to memory, where chains begin anew
@@ -667,7 +668,7 @@ class _Ending:
         self.wait, self.close = engine.persist, engine.close
 
 
-def _fill(value: object, item: restore.Loaded) -> object:
+def _fill(value: object, item: Loaded) -> object:
     """A leaf of a restore target with the restored content: filled in place, but for NumPy scalars,
     which cannot be.
     """
@@ -678,6 +679,6 @@ def _fill(value: object, item: restore.Loaded) -> object:
                 value.copy_(given)
         return value
     if isinstance(value, np.ndarray):
-        np.copyto(value, restore.as_array(item))
+        np.copyto(value, as_array(item))
         return value
-    return restore.as_array(item)[()]
+    return as_array(item)[()]

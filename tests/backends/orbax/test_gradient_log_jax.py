@@ -31,7 +31,7 @@ from deltacheck import Policy, errors
 from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, GradientLog, manager
 from deltacheck.backends.orbax.state import load
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.values import load_leaves
 from tests.backends.orbax.test_orbax import assert_same_leaves, bits
 
 Options = ocp.CheckpointManagerOptions
@@ -523,14 +523,13 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
 ) -> None:
     with Opened(tmp_path) as log:
         run.train_and_save(log, 3)
-    read = restore.load
 
     def forged(*arguments: Any, **options: Any) -> Any:
-        loaded = read(*arguments, **options)
+        loaded = load_leaves(*arguments, **options)
         loaded["%gradient/1/0/a"].data[101] ^= 0x40
         return loaded
 
-    monkeypatch.setattr(restore, "load", forged)
+    monkeypatch.setattr("deltacheck.backends.orbax.state.replica.load_leaves", forged)
     with (
         Opened(tmp_path) as log,
         pytest.raises(errors.ReplayDiffers, match=r"leaf 'learner/.*without a replay: 1"),

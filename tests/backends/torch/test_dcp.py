@@ -25,7 +25,7 @@ from deltacheck.backends.torch import DeltaStorageReader, DeltaStorageWriter, En
 from deltacheck.backends.torch import dcp as storage
 from deltacheck.errors import RootBusy, UnsupportedLeaf
 from deltacheck.leaf.tree import array_paths
-from deltacheck.restore import chain
+from deltacheck.restore import read
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -376,14 +376,14 @@ def test_only_the_chunks_that_an_item_needs_are_read(
     save({"w": torch.randn(2000, 512)}, 1, root)
     reader = DeltaStorageReader(root)
     metadata = reader.read_metadata()
-    read: dict[str, list[int]] = {}
-    before = chain.load
+    chunks_read: dict[str, list[int]] = {}
+    before = read.read_chunks
 
     def spied(chains: Any, chunks: Any, *rest: Any) -> Any:
-        read.update(chunks)
+        chunks_read.update(chunks)
         return before(chains, chunks, *rest)
 
-    monkeypatch.setattr(chain, "load", spied)
+    monkeypatch.setattr(read, "read_chunks", spied)
     target = torch.zeros(2, 512)
     planner = DefaultLoadPlanner()
     planner.set_up_planner({"w": target}, metadata)
@@ -396,7 +396,7 @@ def test_only_the_chunks_that_an_item_needs_are_read(
         torch.Size((2, 512)),
     )
     reader.read_data(LoadPlan([item]), planner)
-    assert [len(numbers) for numbers in read.values()] == [1]
+    assert [len(numbers) for numbers in chunks_read.values()] == [1]
     assert deltacheck.open(root).manifest().leaves["w"].spec("w").chunk_count > 3
     assert torch.equal(target, torch.from_numpy(deltacheck.open(root).restore()["w"][700:702]))
 

@@ -19,7 +19,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.values import Loaded, unshared_paths
 from tests.support.states import (
     TORCH_DTYPES,
     assert_same,
@@ -538,8 +538,8 @@ def test_no_restored_tensor_shares_memory_with_another_or_with_what_the_next_sav
 
 
 def test_memory_is_given_away_only_where_a_leaf_has_all_of_it_alone() -> None:
-    def loaded(data: np.ndarray[Any, Any]) -> restore.Loaded:
-        return restore.Loaded(LeafSpec.of("x", data.shape, "uint8"), [0], data)
+    def loaded(data: np.ndarray[Any, Any]) -> Loaded:
+        return Loaded(LeafSpec.of("x", data.shape, "uint8"), [0], data)
 
     alone, kept, block, twice = (np.zeros(10, np.uint8) for _ in range(4))
     foreign = torch.zeros(10, dtype=torch.uint8).numpy()
@@ -551,7 +551,7 @@ def test_memory_is_given_away_only_where_a_leaf_has_all_of_it_alone() -> None:
         "other": twice.view(),
         "foreign": foreign,
     }
-    assert restore.unshared(
+    assert unshared_paths(
         {path: loaded(data) for path, data in found.items()}, {"kept": kept.view()}
     ) == {"alone"}
 

@@ -28,8 +28,9 @@ from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.maintain.compact import compact
 from deltacheck.restore import replay
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.replay import Limits, Situation
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store import manifest as schema
 from deltacheck.store.manifest import ReplayStep
 from deltacheck.store.root import encode_manifest, open_root
@@ -532,14 +533,13 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
 ) -> None:
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)
-    load = restore.load
 
     def forged(*arguments: Any, **options: Any) -> Any:
-        loaded = load(*arguments, **options)
+        loaded = load_leaves(*arguments, **options)
         loaded["%gradient/1/0"].data[100] ^= 0x40
         return loaded
 
-    monkeypatch.setattr(restore, "load", forged)
+    monkeypatch.setattr("deltacheck.backends.torch.engine.load_leaves", forged)
     with (
         Engine(tmp_path) as engine,
         pytest.raises(errors.ReplayDiffers, match="without a replay: 1"),
@@ -824,4 +824,4 @@ def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(
     twice[:, 1] = 0  # the column of chunk numbers
     monkeypatch.setattr(type(segment.part(0)), "index", twice)
     with pytest.raises(errors.Damaged, match="no row for chunk 1"):
-        restore.resolve(root.afresh(), root.manifest(1), ["%gradient/0/0"])
+        resolve_leaves(root.afresh(), root.manifest(1), ["%gradient/0/0"])

@@ -18,9 +18,8 @@ from deltacheck.backends.orbax.manager import manager
 from deltacheck.backends.orbax.state.sampling import item_of, steps
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import tree
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.export import Progress, resolve
-from deltacheck.restore.resolve import Loaded
+from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
@@ -101,10 +100,10 @@ def write_orbax(
                 f"leaf {owner!r} is empty, and Orbax keeps no empty arrays; leave it out with"
                 " --leaves"
             )
-        loaded |= restore.load({owner: leaf})
+        loaded |= load_leaves({owner: leaf})
         if progress is not None:
             progress(leaf.spec.raw_bytes)
-    arrays = {owner: restore.as_array(item) for owner, item in loaded.items()}
+    arrays = {owner: as_array(item) for owner, item in loaded.items()}
     if keys is None:
         for name, value in tree.scalars(manifest.tree).items():
             if isinstance(value, bytes | complex) or (

@@ -20,9 +20,9 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import Loaded
+from deltacheck.restore.resolve import Leaf, require_contract, resolve_leaves, stored_chains
+from deltacheck.restore.values import Loaded, as_array, load_boxes, load_leaves
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
@@ -129,7 +129,7 @@ def restore_tree(
     """Restore a step, or only the leaves ``paths`` of it."""
     with damage.named(root, manifest):
         owners = tree.array_paths(manifest.tree)
-        restore.require(
+        require_contract(
             manifest,
             contract,
             None if paths is None else [owners.get(path, path) for path in paths],
@@ -164,7 +164,7 @@ def _restore_tree(
         }
         unknown = [path for path in paths if path not in stored]
         if unknown:
-            restore.resolve(root, manifest, unknown)  # raises, naming what is near
+            resolve_leaves(root, manifest, unknown)  # raises, naming what is near
         some = {path: _as_saved(path, stored[path], manifest, where) for path in paths}
         return Restored(_made(root, manifest, some, False, max_bytes)[0], {}, {})
     if target is None:
@@ -214,14 +214,14 @@ def _made(
     here = {path: one for path, one in wanted.items() if path not in across}
     bases: dict[str, U8] = {}
     some = None if is_all and not across else [one.owner for one in here.values()]
-    found = restore.resolve(root, manifest, some, max_bytes=max_bytes)
-    loaded = restore.load(found, max_bytes=max_bytes, stored=bases)
+    found = resolve_leaves(root, manifest, some, max_bytes=max_bytes)
+    loaded = load_leaves(found, max_bytes=max_bytes, stored=bases)
     made = make(here, loaded)
-    chains = restore.stored_chains(found.values())
+    chains = stored_chains(found.values())
     if across:
         parts, more = _parts(root, manifest, across, max_bytes, bases)
         made |= parts
-        chains |= restore.stored_chains(more.values())
+        chains |= stored_chains(more.values())
     return {path: made[path] for path in wanted}, Read(loaded, chains, bases)
 
 
@@ -231,7 +231,7 @@ def _parts(
     wanted: Mapping[str, Wanted],
     max_bytes: int | None,
     bases: dict[str, U8],
-) -> tuple[dict[str, Any], Mapping[str, restore.Leaf]]:
+) -> tuple[dict[str, Any], Mapping[str, Leaf]]:
     """Arrays of several processes from what this one needs of their leaves, which is all that is
     read, and these leaves.
     """
@@ -250,14 +250,14 @@ def _parts(
                 slice(min(a.start, b.start), max(a.stop, b.stop))
                 for a, b in zip(before, box, strict=True)
             )
-    found = restore.resolve(root, manifest, list(asked), max_bytes=max_bytes, boxes=asked)
+    found = resolve_leaves(root, manifest, list(asked), max_bytes=max_bytes, boxes=asked)
     names = {
         (path, device): f"{path}\0{_text(box)}"
         for path, of in boxes.items()
         for device, box in of.items()
     }
     needed = {name: boxes[path][device] for (path, device), name in names.items()}
-    arrays = restore.load_boxes(
+    arrays = load_boxes(
         {name: found[wanted[path].owner] for (path, _), name in names.items()},
         needed,
         max_bytes=max_bytes,
@@ -464,7 +464,7 @@ def make(wanted: Mapping[str, Wanted], loaded: Mapping[str, Loaded]) -> dict[str
         if one.tag in _NUMPY:
             made[path] = place_numpy(loaded[one.owner], one.tag)
         else:
-            host[path] = restore.as_array(loaded[one.owner])
+            host[path] = as_array(loaded[one.owner])
     keys = {path for path in host if leaves.is_key_tag(wanted[path].tag)}
     made |= leaves.on_devices(
         host, {path: None if path in keys else wanted[path].sharding for path in host}

@@ -24,8 +24,8 @@ from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore import replay
-from deltacheck.restore import resolve as restore
-from deltacheck.restore.resolve import Loaded
+from deltacheck.restore.resolve import resolve_leaves, stored_chains
+from deltacheck.restore.values import Loaded, load_leaves
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 
@@ -82,9 +82,9 @@ def replayed(
 
     Raises ``ReplayDiffers``, ``TreeMismatch``, and what reading raises.
     """
-    found = restore.resolve(root, manifest, stored=True)
+    found = resolve_leaves(root, manifest, stored=True)
     bases: dict[str, U8] = {}
-    stored = restore.load(found, max_bytes=max_bytes, stored=bases)
+    stored = load_leaves(found, max_bytes=max_bytes, stored=bases)
     try:
         with leaves.own_rules():
             memory = _memory(plan.memory, plan.places, stored, like)
@@ -115,7 +115,7 @@ def replayed(
         place: stored[place]._replace(data=content[path].data)
         for path, place in plan.places.items()
     }
-    chains = restore.stored_chains(leaf for path, leaf in found.items() if path not in plan.inputs)
+    chains = stored_chains(leaf for path, leaf in found.items() if path not in plan.inputs)
     return Read(
         {path: value for path, value in stored.items() if path not in plan.inputs} | given,
         chains,

@@ -36,7 +36,14 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.sharding import whole
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import (
+    Leaf,
+    check_budget,
+    require_contract,
+    resolve_leaves,
+    stored_chains,
+)
+from deltacheck.restore.values import Array, Loaded, box_bytes, load_boxes, load_leaves
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
@@ -121,7 +128,7 @@ class DeltaStorageReader(StorageReader):
         """What the step holds, as DCP has it."""
         manifest = self._root.manifest(self._step)
         self._root.require_digest(manifest, self._expected_digest)
-        restore.require(manifest, self._contract)
+        require_contract(manifest, self._contract)
         index = _index(manifest)
         self._read = manifest, index
         described: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in index.others}
@@ -184,22 +191,20 @@ class DeltaStorageReader(StorageReader):
     ) -> None:
         boxes = [_box(item) for item in items]
         paths = [index.tensors[item.storage_index.fqn] for item in items]
-        found = restore.resolve(
+        found = resolve_leaves(
             self._root,
             manifest,
             list(dict.fromkeys(paths)),
             max_bytes=self._max_bytes,
             boxes=_hulls(paths, boxes),
         )
-        sizes = [
-            restore.box_bytes(found[path].spec, box) for path, box in zip(paths, boxes, strict=True)
-        ]
-        restore.refuse_more_than(self._max_bytes, sum(sizes))
+        sizes = [box_bytes(found[path].spec, box) for path, box in zip(paths, boxes, strict=True)]
+        check_budget(self._max_bytes, sum(sizes))
         stored: dict[str, U8] | None = {} if self._resume else None
         order = sorted(range(len(items)), key=lambda at: (paths[at], [s.start for s in boxes[at]]))
         for batch in _batches(order, sizes):
             asked = {str(at): found[paths[at]] for at in batch}
-            arrays = restore.load_boxes(
+            arrays = load_boxes(
                 asked,
                 {str(at): boxes[at] for at in batch},
                 max_bytes=self._max_bytes,
@@ -208,7 +213,7 @@ class DeltaStorageReader(StorageReader):
             for at in batch:
                 _place(items[at], planner, found[paths[at]], arrays.pop(str(at)), manifest.step)
         if stored is not None:
-            keep(self._root.path, Restored(manifest, restore.stored_chains(found.values()), stored))
+            keep(self._root.path, Restored(manifest, stored_chains(found.values()), stored))
 
     def _object(self, fqn: str, manifest: Manifest, index: _Index) -> io.BytesIO:
         """What DCP's planner will unpickle: written by ``torch.save`` in this process, of values
@@ -236,10 +241,10 @@ class DeltaStorageReader(StorageReader):
         safe.seek(0)
         return safe
 
-    def _load(self, path: str, manifest: Manifest) -> restore.Loaded:
-        return restore.load(
-            restore.resolve(self._root, manifest, [path], max_bytes=self._max_bytes)
-        )[path]
+    def _load(self, path: str, manifest: Manifest) -> Loaded:
+        return load_leaves(resolve_leaves(self._root, manifest, [path], max_bytes=self._max_bytes))[
+            path
+        ]
 
 
 def _index(manifest: Manifest) -> _Index:
@@ -331,12 +336,10 @@ def _batches(order: list[int], sizes: list[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _place(
-    item: ReadItem, planner: LoadPlanner, leaf: restore.Leaf, array: restore.Array, step: int
-) -> None:
+def _place(item: ReadItem, planner: LoadPlanner, leaf: Leaf, array: Array, step: int) -> None:
     part = dataclasses.replace(leaf.spec, shape=array.shape)
     tensor = leaves.tensor_of(
-        restore.Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     )
     target = planner.resolve_tensor(item).detach()
     if target.dtype != tensor.dtype or target.shape != tensor.shape:

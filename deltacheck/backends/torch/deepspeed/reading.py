@@ -22,7 +22,8 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.sharding import whole
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import Node
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import Leaf, resolve_leaves
+from deltacheck.restore.values import Loaded, load_boxes
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
@@ -38,7 +39,7 @@ class Reading:
     files: dict[str, Any] = field(default_factory=dict)
     root: Root | None = None
     manifest: Manifest | None = None
-    leaves: dict[str, restore.Leaf] = field(default_factory=dict)
+    leaves: dict[str, Leaf] = field(default_factory=dict)
     stored: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def opened(self, path: Path) -> tuple[Root, Manifest]:
@@ -95,14 +96,12 @@ class Reading:
         root, manifest = self._step
         part = tree.pruned(manifest.tree, _like(wanted))
         owners = sorted(set(tree.array_paths(part).values()))
-        found = restore.resolve(root, manifest, owners)
+        found = resolve_leaves(root, manifest, owners)
         self.leaves |= found
         boxes = {path: whole(leaf.spec.shape) for path, leaf in found.items()}
-        arrays = restore.load_boxes(found, boxes, stored=self.stored)
+        arrays = load_boxes(found, boxes, stored=self.stored)
         loaded = {
-            path: restore.Loaded(
-                found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array)
-            )
+            path: Loaded(found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array))
             for path, array in arrays.items()
         }
         return leaves.tree_of(part, loaded, move, stored=self.stored)
@@ -126,14 +125,12 @@ class Reading:
                     f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step},"
                     " more in this engine"
                 )
-        found = restore.resolve(root, manifest, list(boxes), boxes=boxes)
+        found = resolve_leaves(root, manifest, list(boxes), boxes=boxes)
         self.leaves |= found
-        arrays = restore.load_boxes(found, boxes, stored=self.stored)
+        arrays = load_boxes(found, boxes, stored=self.stored)
         return {
             path: leaves.tensor_of(
-                restore.Loaded(
-                    dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array)
-                )
+                Loaded(dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array))
             )
             for path, array in arrays.items()
         }

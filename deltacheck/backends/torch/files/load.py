@@ -12,7 +12,8 @@ import torch
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.resolve import require_contract, resolve_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.root import open_root
 
@@ -72,10 +73,10 @@ def load(
         opened = open_root(root, item, storage=storage)
         manifest = opened.manifest(step)
     opened.require_digest(manifest, expected_digest)
-    restore.require(manifest, contract)
+    require_contract(manifest, contract)
     with damage.named(opened, manifest):
-        loaded = restore.load(
-            restore.resolve(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+        loaded = load_leaves(
+            resolve_leaves(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes
         )
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 

@@ -10,9 +10,8 @@ import torch
 from deltacheck.backends.base import place_numpy
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
-from deltacheck.restore import resolve as restore
 from deltacheck.restore.export import Progress, resolve
-from deltacheck.restore.resolve import Loaded
+from deltacheck.restore.values import Loaded, load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
@@ -38,7 +37,7 @@ def write_torch(
     )
     loaded: dict[str, Loaded] = {}
     for path, leaf in leaves.items():
-        loaded |= restore.load({path: leaf})
+        loaded |= load_leaves({path: leaf})
         if progress is not None:
             progress(leaf.spec.raw_bytes)
     if keys is not None:

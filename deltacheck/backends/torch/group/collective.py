@@ -24,8 +24,8 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
-from deltacheck.restore import resolve as restore
-from deltacheck.restore.resolve import Leaf
+from deltacheck.restore.resolve import Leaf, require_contract, resolve_leaves, stored_chains
+from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.save.joint import Attempt, Joint
 from deltacheck.save.saver import Saver
 from deltacheck.store.files.durability import Durability
@@ -147,16 +147,16 @@ class Together:
             return root.digest_of(manifest)
 
         digest = self.joint.agree(step, choose)
-        found: dict[str, restore.Leaf] = {}
+        found: dict[str, Leaf] = {}
         stored: dict[str, NDArray[np.uint8]] = {}
         with self.telling():
             manifest = root.manifest(step)
             root.require_digest(manifest, digest)
-            restore.require(manifest, contract)
+            require_contract(manifest, contract)
             with damage.named(root, manifest):
                 if target is None:
-                    loaded = restore.load(
-                        restore.resolve(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
+                    loaded = load_leaves(
+                        resolve_leaves(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
                     )
                     state = leaves.tree_of(manifest.tree, loaded)
                 else:
@@ -181,7 +181,7 @@ class Together:
         were read whole.
         """
         own = self.joint.resume(manifest, None if state is None else shards.held(state))
-        chains = restore.stored_chains(found)
+        chains = stored_chains(found)
         adopted = {name: chains[name] for name in own if name in stored}
         saver.adopt(adopted, {name: stored[name] for name in adopted}, manifest)
 
@@ -226,7 +226,7 @@ def _copies(flat: Flat) -> dict[str, str]:
 
 def _fill(
     root: Root, manifest: Manifest, target: Flat, max_bytes: int | None
-) -> tuple[Any, dict[str, restore.Leaf], dict[str, NDArray[np.uint8]]]:
+) -> tuple[Any, dict[str, Leaf], dict[str, NDArray[np.uint8]]]:
     """Fill a target with what it holds of a step: the state, where it came from, and the bytes of
     chains that were read whole.
     """
@@ -244,12 +244,12 @@ def _fill(
         for (path, _), piece in parts.items()
         if len(asked[chosen[path]]) == 1
     }
-    found = restore.resolve(
+    found = resolve_leaves(
         root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked
     )
     stored: dict[str, NDArray[np.uint8]] = {}
     named = {str(number): (path, piece) for number, ((path, _), piece) in enumerate(parts.items())}
-    arrays = restore.load_boxes(
+    arrays = load_boxes(
         {name: found[chosen[path]] for name, (path, _) in named.items()},
         {name: piece.box for name, (_, piece) in named.items()},
         max_bytes=max_bytes,

@@ -13,7 +13,7 @@ from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
-from deltacheck.restore.resolve import Loaded, unshared
+from deltacheck.restore.values import Loaded, unshared_paths
 
 _NAMES_ONLY = (
     "int2",
@@ -161,7 +161,7 @@ def tree_of(
     ``stored``: what is kept of what was read, which the leaves must not share.
     """
     placed: dict[tuple[str, str | None], object] = {}
-    free = unshared(loaded, stored or {})
+    free = unshared_paths(loaded, stored or {})
 
     def put(path: str, owner: str, tag: str | None) -> object:
         if (owner, tag) not in placed:

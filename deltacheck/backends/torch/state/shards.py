@@ -22,7 +22,7 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore import resolve as restore
+from deltacheck.restore.values import Loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +203,7 @@ def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
     """
     if isinstance(piece.values, torch.Tensor):
         part = dataclasses.replace(spec, shape=array.shape)
-        content = restore.Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        content = Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         with torch.no_grad():
             piece.values.copy_(leaves.tensor_of(content))
         return piece.values

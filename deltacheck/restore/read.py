@@ -1,0 +1,244 @@
+"""Read, decode and verify chunks of stored leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import U8, Codec
+from deltacheck.errors import Damaged
+from deltacheck.leaf import grid
+from deltacheck.leaf.digest import chunk_digests
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.restore.buffers import (
+    Filling,
+    allocate_blocks,
+    byte_extents,
+    chosen_bytes,
+    start_ahead,
+)
+from deltacheck.restore.chain import Chain
+from deltacheck.restore.deltas import apply_deltas
+from deltacheck.store import layout
+from deltacheck.store import segment as columns
+from deltacheck.store.files.arrays import Reading
+from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import KeyframeAt, LeafEntry
+from deltacheck.store.segment import Segment
+
+_HASH_THREADS = 4
+_PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+
+
+def read_chunks(
+    chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None
+) -> dict[str, U8]:
+    """Read, decode and verify the named chunks of leaves: their bytes, one after the other.
+
+    REQUIRES: the caller can hold them. Raises ``Damaged`` naming the leaf and file.
+    """
+    blocks = allocate_blocks(chains, chunks)
+    items = {item.chain.spec.path: item for block in blocks for item in block}
+    _read_keyframes(items)
+    apply_deltas(items, codec or default_codec())
+    _verify(blocks)
+    return {path: items[path].data for path in chains}
+
+
+def follow_links(
+    chains: Mapping[str, Chain], codec: Codec[Any] | None = None
+) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
+    """The content of leaves after each segment of their chains, oldest first: the segment, its
+    entries, and the leaves' bytes by path.
+
+    Every chunk that a segment brings is compared with the digest that this segment has for it, so
+    what is wrong is found where it is, and one way through a chain proves the leaf in every step on
+    it. The bytes are memory of the walk: they change when it goes on. Holds all leaves at once.
+    Raises ``Damaged`` naming leaf and file.
+    """
+    blocks = allocate_blocks(
+        chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()}
+    )
+    items = {item.chain.spec.path: item for block in blocks for item in block}
+    links: dict[str, tuple[Segment, dict[str, LeafEntry]]] = {}
+    for path, chain in chains.items():
+        for segment, entry in (chain.key, *chain.deltas):
+            links.setdefault(segment.id, (segment, {}))[1][path] = entry
+    for _, (segment, entries) in sorted(links.items()):
+        segment.start_tables(
+            {run[0] for entry in entries.values() for run in entry.delta}, digests=True
+        )
+        # One link as a chain of its own: its rows are applied to what the memory holds.
+        link = {
+            path: (
+                items[path]._replace(
+                    chain=Chain(chains[path].spec, (segment, entry), (), chains[path].digests)
+                )
+            )
+            for path, entry in entries.items()
+        }
+        _read_keyframes(link)
+        apply_deltas(link, codec or default_codec())
+        for item in link.values():
+            _check_link(item)
+        yield segment, entries, {path: items[path].data for path in entries}
+
+
+def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -> U8:
+    """A leaf's bytes after one segment, from those before it (``None``: of an entry that needs
+    none). Raises ``Damaged``.
+    """
+    link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
+    ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
+    if base is not None:
+        item.data[:] = base
+    _read_keyframes({spec.path: item})
+    apply_deltas({spec.path: item}, default_codec())
+    _check_link(item)
+    return item.data
+
+
+def _check_link(item: Filling) -> None:
+    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain
+    is that link alone.
+    """
+    (segment, entry), spec = item.chain.key, item.chain.spec
+    rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
+    digests = entry.digests
+    for part, first, count in rows:
+        index = (
+            None
+            if entry.key is not None
+            else segment.part(part).index[first : first + count, columns.CHUNK]
+        )
+        chunks = np.arange(count) if index is None else index.astype(np.int64)
+        found = chunk_digests(
+            item.block.data,
+            item.block.bounds,
+            item.block.word_bytes,
+            (chunks + item.first).tolist(),
+        )
+        wrong = np.flatnonzero((found != segment.digests[digests : digests + count]).any(axis=1))
+        digests += count
+        if wrong.size:
+            file = (
+                segment.path / layout.DELTA / str(part)
+                if entry.key is None
+                else _keyframe_path(segment, entry.key)
+            )
+            raise Damaged(
+                f"leaf {spec.path!r}, chunk {int(chunks[wrong[0]])}: {file} does not give the bytes"
+                " that were saved",
+                file=file,
+                leaf=spec.path,
+            )
+
+
+def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
+    return segment.path / (
+        f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}"
+    )
+
+
+def _read_keyframes(items: Mapping[str, Filling]) -> None:
+    natural: list[Reading] = []
+    packed: dict[tuple[str, str], list[Filling]] = {}
+    for item in items.values():
+        segment, entry = item.chain.key
+        spec, at, held = item.chain.spec, entry.key, item.chain.held
+        if not item.chunks:
+            continue
+        if held is not None:
+            item.data[:] = chosen_bytes(item, held)
+            continue
+        if at is None:  # rows, which come first of those in apply_deltas
+            continue
+        if not at.array:
+            packed.setdefault((segment.id, at.packed), []).append(item)
+        elif item.is_whole:
+            natural.append(segment.start_natural(spec, at.array, item.data))
+        else:
+            for chunk, (begin, end) in zip(
+                item.chunks, byte_extents(spec, item.chunks), strict=True
+            ):
+                box = grid.box(spec.shape, spec.chunk, chunk)
+                natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
+    reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
+    for read, reading in start_ahead(reads, _PackedRead.start):
+        values = np.ascontiguousarray(reading.result()).view(np.uint8)
+        for item, begin in read.leaves:
+            item.data[:] = chosen_bytes(item, values[begin : begin + item.chain.spec.raw_bytes])
+    for reading in natural:
+        reading.result()
+
+
+class _PackedRead(NamedTuple):
+    """Neighbouring packed leaves, read together; each with the byte at which it begins among
+    them.
+    """
+
+    segment: Segment
+    storage: str
+    offset: int
+    elements: int
+    leaves: list[tuple[Filling, int]]
+    size: int
+
+    def start(self) -> Reading:
+        return self.segment.start_packed(self.storage, self.offset, self.elements)
+
+
+def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRead]:
+    """REQUIRES: the leaves lie in one segment."""
+    segment = items[0].chain.key[0]
+    placed = sorted(
+        ((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None),
+        key=lambda one: one[0],
+    )
+    begin = end = 0
+    leaves: list[tuple[Filling, int]] = []
+    for offset, item in placed:
+        spec = item.chain.spec
+        width = spec.element.item_bytes
+        if leaves and (offset != end or (end - begin) * width >= _PACKED_READ_BYTES):
+            yield _PackedRead(segment, storage, begin, end - begin, leaves, (end - begin) * width)
+            leaves = []
+        if not leaves:
+            begin = offset
+        leaves.append((item, (offset - begin) * width))
+        end = offset + spec.raw_bytes // width
+    yield _PackedRead(
+        segment,
+        storage,
+        begin,
+        end - begin,
+        leaves,
+        (end - begin) * placed[0][1].chain.spec.element.item_bytes,
+    )
+
+
+def _verify(blocks: Sequence[Sequence[Filling]]) -> None:
+    """Compare every loaded chunk with the digest that its manifest leads to."""
+
+    def check(items: Sequence[Filling]) -> None:
+        block = items[0].block
+        found = chunk_digests(
+            block.data, block.bounds, block.word_bytes, range(block.expected.shape[0])
+        )
+        wrong = np.flatnonzero((found != block.expected).any(axis=1))
+        if wrong.size:
+            number = int(wrong[0])
+            item = next(item for item in items if number < item.first + len(item.chunks))
+            raise Damaged(
+                f"leaf {item.chain.spec.path!r}, chunk {item.chunks[number - item.first]}: the"
+                " bytes read are not those that were saved",
+                leaf=item.chain.spec.path,
+            )
+
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        for _ in pool.map(check, blocks):
+            pass
