@@ -176,7 +176,7 @@ def test_a_derived_leaf_whose_source_gives_other_bits_is_refused(
 ) -> None:
     made = saves(Policy.exact(derive=True))
     made.save()
-    truncated = lambda values, element: (
+    truncated = lambda values, element: (  # noqa: E731
         (values.view(np.uint32) >> 16).astype(np.uint16).view(element)
     )
     monkeypatch.setattr("deltacheck.restore.derive.cast", truncated)
