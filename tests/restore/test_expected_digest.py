@@ -13,8 +13,7 @@ import torch
 
 import deltacheck
 from deltacheck import errors
-from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import Engine, load
 from deltacheck.cli import main
 from tests.support import forge
 

@@ -30,7 +30,7 @@ __all__ = [
 _LATER = {
     "DeltaStorageReader": "dcp",
     "DeltaStorageWriter": "dcp",
-    "Shard": "shards",
+    "Shard": "state.shards",
 }  # import much of torch.distributed
 
 

@@ -15,7 +15,7 @@ import pytest
 import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends import orbax as backend
-from deltacheck.backends.torch.files import load as load_as_torch
+from deltacheck.backends.torch import load as load_as_torch
 
 RATE = 1e-5
 
