@@ -22,7 +22,7 @@ from typing import NamedTuple
 from deltacheck.errors import Damaged, ForeignMemory, SaveFailed, StorageTimeout
 from deltacheck.maintain import retain
 from deltacheck.maintain.transfer import as_at, transfer
-from deltacheck.policy.retention import Retention
+from deltacheck.save.options import SaveOptions
 from deltacheck.store import collect, layout
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.files import arrays
@@ -223,11 +223,7 @@ class Tier:
         options: MemoryTier,
         durable: Root,
         lease: Lease,
-        retention: Retention,
-        *,
-        grace_seconds: float,
-        io_timeout_seconds: float,
-        compacts: bool = False,
+        save_options: SaveOptions,
     ) -> None:
         path = place.local(options.path, "a memory tier").absolute()
         if isinstance(durable.path, Path):
@@ -243,16 +239,17 @@ class Tier:
             threading.Lock()
         )  # nothing on the disk is deleted by retention while it is held
         self.lease = Lease(path)
-        self._options, self._retention = options, retention
+        self._options, self._retention = options, save_options.retention
         self._durable, self._durable_lease = durable, lease
         self._source, self._target = (
             self.root.afresh(),
             durable.afresh(),
         )  # the thread's own: a Root serves one thread
-        self._grace_seconds = grace_seconds
-        self._patience_seconds = 2 * io_timeout_seconds
+        self._grace_seconds = save_options.grace_seconds
+        self._patience_seconds = 2 * save_options.io_timeout_seconds
         self._pulse = Pulse(self._patience_seconds)
-        self._saves_at_once = 2 if compacts else 1  # a compaction writes as much beside a save
+        # A compaction writes as much beside a save.
+        self._saves_at_once = 1 if save_options.compact_after is None else 2
         self._changed = threading.Condition()
         self._wanted: set[int] = set()
         self._sizes: dict[str, int] = {}  # of committed segments in memory, bytes

@@ -124,8 +124,6 @@ class Compactor:
     """
 
     def __init__(self, store: Store, after: int, io_timeout_seconds: float) -> None:
-        if after < 1:
-            raise ValueError(f"compact_after must be at least 1, not {after}")
         self._store = store
         self._after = after
         self._io_timeout_seconds = io_timeout_seconds

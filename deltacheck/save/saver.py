@@ -29,15 +29,15 @@ from deltacheck.codec.base import Codec
 from deltacheck.errors import ReceiptFailed, SaveFailed, StorageTimeout
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.tree import Node
-from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import due_for_reads
 from deltacheck.restore import receipt
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.receipt import Receipt
-from deltacheck.save.adaptive_effort import EFFORTS, Timing, next_effort
+from deltacheck.save.adaptive_effort import Timing, next_effort
 from deltacheck.save.compactor import Compactor, Plan, hang
 from deltacheck.save.exits import undisturbed
 from deltacheck.save.handle import SaveHandle, as_save_failed
+from deltacheck.save.options import SaveOptions
 from deltacheck.save.treatment import Shadow, Treatment
 from deltacheck.save.work import Leaf, LeafSource, Setup, Work
 from deltacheck.store.deadline import Deadline, Pulse
@@ -65,63 +65,37 @@ class _GivenUp(SaveFailed):
 
 
 class Saver:
-    """Saves of one root, one after the other. Made by a backend; one saver a root and process.
+    """The saves of one root in one process, one after the other. A backend makes it.
 
-    ``host_cache_bytes``: most encoded bytes held in memory between the training loop and the disk.
-    Larger: a slow disk blocks training later; smaller: less memory. ``max_pending``: saves under
-    way at most. ``io_timeout_seconds``: longest wait for the storage before a save is given up;
-    where nothing at all has happened for twice as long, a save is given up by whoever waits for it,
-    though a thread still hangs in it. ``keep_shadow``: hold a copy of the state, so that a leaf
-    that changed is a delta; without, it is written whole, and only leaves that did not change at
-    all (by their digests) are left out. ``effort``: of the entropy stage, ``"low"``, ``"normal"``,
-    ``"high"`` or ``"auto"``. Higher: smaller files, more processor time beside training. ``"auto"``
-    goes by where the save before has waited; equal states then no longer give equal files.
-    ``verify``: whether a save is read back from disk and compared with the digest that each leaf
-    had when it was captured. ``"none"``: trust what was written; a restore checks it. ``"commit"``:
-    what this save wrote, before its step exists: a fault between memory and disk becomes a failed
-    save; it commits later, by the time that a restore of these leaves takes. ``"receipt"``: the
-    whole step, after the commit, on a thread of its own: ``handle.receipt``; a failure is logged
-    and raised by the next call, and the next save writes whole leaves. Either reads about as much
-    as a restore at every save, and hashes the whole state once more at the capture (what lies on a
-    device crosses to the host for it). ``compact_after``: a leaf whose chain has this many deltas
-    is written whole from what is stored of it, behind the saves (``compactor.py``); smaller: faster
-    restores, more reading and writing beside the training.
+    If nothing at all has happened for twice ``io_timeout_seconds``, whoever waits for a save gives
+    it up, even if a thread still hangs in it. After a failed receipt the next save writes whole
+    leaves.
+
+    Args:
+        store: The segments of the root.
+        codec: The codec of the backend's memory.
+        options: The options of all saves.
+        next_seq: The sequence number of the first save.
     """
 
     def __init__(
         self,
         store: Store,
         codec: Codec[Any],
-        policy: Policy,
+        options: SaveOptions,
         *,
         next_seq: int,
-        host_cache_bytes: int = 1 << 30,
-        max_pending: int = 1,
-        io_timeout_seconds: float = 600.0,
-        keep_shadow: bool = True,
-        effort: str = "normal",
-        verify: str = "none",
-        compact_after: int | None = None,
     ) -> None:
-        receipt.check_when(verify)
-        if max_pending < 1 or host_cache_bytes < 1:
-            raise ValueError(
-                f"max_pending and host_cache_bytes must be at least 1, not {max_pending} and"
-                f" {host_cache_bytes}"
-            )
-        if effort not in EFFORTS:
-            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}")
-        self._adapts = effort == "auto"
-        self._effort = Effort.NORMAL if self._adapts else Effort(effort)
+        self._adapts = options.effort == "auto"
+        self._effort = Effort.NORMAL if self._adapts else Effort(options.effort)
         self._last_begin: float | None = None
         self.codec = codec
-        self.max_pending = max_pending
-        self._setup = Setup(
-            store, codec, policy, host_cache_bytes, io_timeout_seconds, keep_shadow, verify
-        )
-        self._treatment = Treatment(policy, codec.host, self._shadow)
+        self._setup = Setup(store, codec, options)
+        self._treatment = Treatment(options.policy, codec.host, self._shadow)
         self._compactor = (
-            None if compact_after is None else Compactor(store, compact_after, io_timeout_seconds)
+            None
+            if options.compact_after is None
+            else Compactor(store, options.compact_after, options.io_timeout_seconds)
         )
         self._compacted: dict[
             str, SegmentRef
@@ -144,7 +118,7 @@ class Saver:
         self._lock = (
             threading.RLock()
         )  # a signal's handler may interrupt its holder, and look at what is pending
-        self._pulse = Pulse(2 * io_timeout_seconds)
+        self._pulse = Pulse(2 * options.io_timeout_seconds)
         self._stuck: set[SaveHandle] = set()  # given up, but a thread is still in them
         self._when_stopped: Callable[[], None] | None = None
         self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -159,7 +133,7 @@ class Saver:
         ]
         self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
         self._unchecked: dict[int, Manifest] = {}  # by sequence number
-        if verify == "receipt":
+        if options.verify == "receipt":
             self._threads.append(
                 threading.Thread(target=self._receipt_loop, name="deltacheck-receipts", daemon=True)
             )
@@ -174,7 +148,6 @@ class Saver:
         commit: Callable[[Manifest], Written],
         *,
         metrics: Mapping[str, float] | None = None,
-        on_busy: str = "wait",
         replay: Replay | None = None,
         note: str = "",
         abandon: Callable[[BaseException], None] | None = None,
@@ -183,20 +156,14 @@ class Saver:
 
         ``commit(manifest)`` makes the step exist; it runs on the committer thread.
         ``abandon(error)``: called once, behind the training, where the save fails, also in
-        ``commit``. ``on_busy``: what happens when ``max_pending`` saves are under way, ``"wait"``
-        or ``"skip"`` (the handle is then ``"skipped"``). ``replay``: how the tree's leaves are
-        computed from those of ``sources``, where they are not simply stored (REQUIRES: an exact
-        policy). ``note``: for the report. Raises ``SaveFailed`` for an earlier save's failure that
-        nobody has been told of yet (this step is then not saved), ``ValueError`` for a wrong
-        ``on_busy``.
+        ``commit``. ``replay``: how the tree's leaves are computed from those of ``sources``, where
+        they are not simply stored (REQUIRES: an exact policy). ``note``: for the report. Raises
+        ``SaveFailed`` for an earlier save's failure that nobody has been told of yet (this step is
+        then not saved).
         """
-        if on_busy not in ("wait", "skip"):
-            raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
         self.check_usable()
         with undisturbed():
-            return self._save(
-                step, tree, sources, commit, metrics or {}, on_busy, replay, note, abandon
-            )
+            return self._save(step, tree, sources, commit, metrics or {}, replay, note, abandon)
 
     def _save(
         self,
@@ -205,7 +172,6 @@ class Saver:
         sources: Mapping[str, LeafSource],
         commit: Callable[[Manifest], Written],
         metrics: Mapping[str, float],
-        on_busy: str,
         replay: Replay | None,
         note: str,
         abandon: Callable[[BaseException], None] | None,
@@ -215,10 +181,10 @@ class Saver:
         self._raise_stuck()
         handle = SaveHandle(step, self._pulse)
         pending = self.pending()
-        if len(pending) >= self.max_pending and on_busy == "skip":
+        if len(pending) >= self.options.max_pending and self.options.on_busy == "skip":
             handle._advance("skipped")
             return handle
-        while len(pending) >= self.max_pending:
+        while len(pending) >= self.options.max_pending:
             self._settle(pending[0], "committed")
             pending = self.pending()
         for earlier in pending:
@@ -280,6 +246,11 @@ class Saver:
         if plan is not None:
             self._next_seq += 1  # it comes between the save before and this one
         return plan
+
+    @property
+    def options(self) -> SaveOptions:
+        """The options of all saves."""
+        return self._setup.options
 
     @property
     def is_exact(self) -> bool:

@@ -26,6 +26,7 @@ from deltacheck.leaf.tree import Node
 from deltacheck.policy import Policy
 from deltacheck.policy.keyframes import needs_keyframe
 from deltacheck.save.handle import SaveHandle
+from deltacheck.save.options import SaveOptions
 from deltacheck.store import layout, segment
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.files.effort import Effort
@@ -98,15 +99,36 @@ class LeafSource:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all saves of a saver share; see ``Saver`` for what the options mean."""
+    """The parts that all saves of a saver share."""
 
     store: Store
     codec: Codec[Any]
-    policy: Policy
-    host_cache_bytes: int
-    io_timeout_seconds: float
-    keep_shadow: bool
-    verify: str
+    options: SaveOptions
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of every save."""
+        return self.options.policy
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """The most encoded bytes in memory."""
+        return self.options.host_cache_bytes
+
+    @property
+    def io_timeout_seconds(self) -> float:
+        """The longest wait for the storage."""
+        return self.options.io_timeout_seconds
+
+    @property
+    def keep_shadow(self) -> bool:
+        """True if a copy of each leaf is held to compare with."""
+        return self.options.keeps_shadow
+
+    @property
+    def verify(self) -> str:
+        """The time at which a save is read back."""
+        return self.options.verify
 
 
 @dataclass(slots=True)

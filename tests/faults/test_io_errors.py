@@ -195,7 +195,10 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
 
 
 def _with_deadline(engine: Engine, seconds: float) -> Any:
-    return dataclasses.replace(engine._saver._setup, io_timeout_seconds=seconds)
+    setup = engine._saver._setup
+    return dataclasses.replace(
+        setup, options=dataclasses.replace(setup.options, io_timeout_seconds=seconds)
+    )
 
 
 def test_every_failure_of_a_save_names_its_step(

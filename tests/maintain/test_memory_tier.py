@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,12 @@ def test_the_files_in_memory_never_take_more_than_the_budget(
     assert_same(dict(places.engine().restore()), newest)
 
 
+def set_on_busy(engine: Engine, action: str) -> None:
+    """Change the option of an open engine."""
+    setup = engine._saver._setup
+    engine._saver._setup = replace(setup, options=replace(setup.options, on_busy=action))
+
+
 def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
     places: Places, drain: Drain
 ) -> None:
@@ -353,9 +360,9 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
         assert engine._tier is not None
         engine._tier.memory_bytes = engine._tier._used() + 1000
         drain.go.clear()
-        engine._on_busy = "skip"
+        set_on_busy(engine, "skip")
         assert engine.save(1, state_at(1)).state == "skipped"
-        engine._on_busy = "wait"
+        set_on_busy(engine, "wait")
         engine._tier.memory_bytes = engine._tier._used() + 1_500_000
         save(engine, 2)
         engine._tier.memory_bytes = engine._tier._used() + 1_300_000

@@ -23,6 +23,7 @@ from deltacheck.leaf.tiles import Box
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.restore.values import load_leaves
 from deltacheck.save.joint import Attempt, Joint
+from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
@@ -108,7 +109,8 @@ class RankedRun:
         self.stores = [store, *(Store.create(root, durability=durability) for _ in range(size - 1))]
         policy = Policy.exact(max_chain_depth=depth, max_restore_ratio=None)
         self.savers = [
-            Saver(one, default_codec(), policy, next_seq=next_seq, **options) for one in self.stores
+            Saver(one, default_codec(), SaveOptions(policy=policy, **options), next_seq=next_seq)
+            for one in self.stores
         ]
         self.commit: Callable[[Manifest], Written] = lambda manifest: commit(
             root, manifest, durability

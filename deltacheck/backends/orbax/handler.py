@@ -27,8 +27,8 @@ from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace, aw
 from deltacheck.backends.orbax.state.load import abstract_tree, restore_tree
 from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
-from deltacheck.restore import receipt
 from deltacheck.save.joint import Joint
+from deltacheck.save.options import SaveOptions
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
@@ -78,17 +78,18 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         capture: str = "eager",
         read_only: bool = False,
     ) -> None:
-        receipt.check_when(verify)
         if capture not in ("eager", "lazy"):
             raise ValueError(f"capture must be 'eager' or 'lazy', not {capture!r}")
-        self._capture = capture
-        self._verify = verify
+        self._is_lazy = capture == "lazy"
         self._root = None if root is None else Path(root).absolute()
-        self._policy = policy or Policy.exact()
-        self._host_cache_bytes = host_cache_bytes
-        self._grace_seconds = grace_seconds
-        self._io_timeout_seconds = io_timeout_seconds
-        self._durability = Durability.of(durability)
+        self._options = SaveOptions(
+            policy=policy or Policy.exact(),
+            host_cache_bytes=host_cache_bytes,
+            grace_seconds=grace_seconds,
+            io_timeout_seconds=io_timeout_seconds,
+            durability=Durability.of(durability),
+            verify=verify,
+        )
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
@@ -127,7 +128,9 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         from deltacheck.backends.orbax.group.collective import restored_by_all
 
         if self._restoring is None:
-            self._restoring = Joint(join(f"{self._root or ''}:restore", self._io_timeout_seconds))
+            self._restoring = Joint(
+                join(f"{self._root or ''}:restore", self._options.io_timeout_seconds)
+            )
         return restored_by_all(self._restoring, lambda: self._restore(directory, args))
 
     def _restore(self, directory: Any, args: DeltaRestoreArgs) -> tuple[str, Any]:
@@ -170,7 +173,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
         if item is not None and isinstance(item.writer, Writer):
-            item.writer.collect(self._grace_seconds, self._io_timeout_seconds)
+            item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
 
     def close(self) -> None:
         """Finish the saves under way, stop the threads, give the root back. More than once does
@@ -190,7 +193,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     @property
     def is_exact(self) -> bool:
         """Whether every leaf is stored as it is."""
-        return self._policy.is_exact
+        return self._options.policy.is_exact
 
     def _check_open(self) -> None:
         if self._closed or self._read_only:
@@ -211,15 +214,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _item(self, place: ItemPlace) -> Item:
         key = self._key(place)
         if key not in self._items:
-            self._items[key] = Item(
-                *key,
-                self._policy,
-                self._host_cache_bytes,
-                self._io_timeout_seconds,
-                self._durability,
-                self._verify,
-                self._capture,
-            )
+            self._items[key] = Item(*key, self._options, lazy=self._is_lazy)
         return self._items[key]
 
     def _key(self, place: ItemPlace) -> tuple[Path, str]:

@@ -25,10 +25,10 @@ from deltacheck.backends.orbax.state.load import Restored
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.leaf import tree
 from deltacheck.leaf.tree import Flat
-from deltacheck.policy import Policy
 from deltacheck.save.handle import SaveHandle
 from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
+from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import arrays
@@ -68,21 +68,14 @@ class Item:
         self,
         root: Path,
         name: str,
-        policy: Policy,
-        host_cache_bytes: int,
-        io_timeout_seconds: float,
-        durability: Durability = Durability.POWER,
-        verify: str = "none",
-        capture: str = "eager",
+        options: SaveOptions,
+        *,
+        lazy: bool = False,
     ) -> None:
         self.root = root
         self._name = name
-        self._verify = verify
-        self._lazy = capture == "lazy"
-        self._policy = policy
-        self._host_cache_bytes = host_cache_bytes
-        self._io_timeout_seconds = io_timeout_seconds
-        self._durability = durability
+        self._options = options
+        self._lazy = lazy
         self._saver: Saver | None = None
         self._last: Commit | None = None
         self._adopted: tuple[Restored, Manifest] | None = None
@@ -101,7 +94,7 @@ class Item:
         if self._together is None:
             from deltacheck.backends.orbax.group.collective import Together
 
-            self._together = Together(f"{self.root}/{self._name}", self._io_timeout_seconds)
+            self._together = Together(f"{self.root}/{self._name}", self._options.io_timeout_seconds)
         with self._together.telling():
             yield
 
@@ -134,7 +127,7 @@ class Item:
         # Not by our own rules: a log calls the training's update.
         plan = Plan(flat, {}, None, None) if log is None else log.plan(state, flat, saver)
         saver.number_from(writer.take_seq())
-        gate = Gate(place.directory, self._io_timeout_seconds, self._durability)
+        gate = Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
         with leaves.own_rules():
             sources = _sources(plan.rest, self._lazy) | dict(plan.sources)
             handle = saver.save(
@@ -174,7 +167,7 @@ class Item:
 
         with leaves.own_rules():
             with together.telling():
-                if log is not None or not self._policy.is_exact:
+                if log is not None or not self._options.policy.is_exact:
                     raise ValueError(
                         "several processes save with an exact policy and without a gradient log"
                     )
@@ -186,7 +179,7 @@ class Item:
                 flat, "" if adopted is None else adopted[1].nonce, partial(self._take, is_committed)
             )
             with together.telling():
-                saver = self._saver_of(self.writer or Guest(self.root, self._durability))
+                saver = self._saver_of(self.writer or Guest(self.root, self._options.durability))
             if not opened.is_committed:
                 saver.forget()
             if opened.resumes and adopted is not None:
@@ -196,7 +189,7 @@ class Item:
                 self._go_on(saver, (adopted[0].of(names_of(begun)), adopted[1]))
             saver.number_from(opened.seq)
             gate = (
-                Gate(place.directory, self._io_timeout_seconds, self._durability)
+                Gate(place.directory, self._options.io_timeout_seconds, self._options.durability)
                 if together.joint.is_first
                 else None
             )
@@ -227,7 +220,7 @@ class Item:
     def _take(self, is_committed: bool) -> tuple[int, bool]:
         """On process 0: the next save's number, of a root that is this run's from now on."""
         if self.writer is None:
-            self.writer = writer_of(self.root, self, self._durability)
+            self.writer = writer_of(self.root, self, self._options.durability)
         assert isinstance(self.writer, Writer)
         return self.writer.take_seq(), is_committed
 
@@ -255,7 +248,7 @@ class Item:
             self._last.abandon("the manager was closed")
         try:
             if self._saver is not None:
-                self._saver.close(self._io_timeout_seconds)
+                self._saver.close(self._options.io_timeout_seconds)
         except (DeltacheckError, TimeoutError) as error:
             log.error("while closing: %s", error)
         finally:
@@ -266,7 +259,7 @@ class Item:
 
     def _open(self) -> tuple[Saver, Writer]:
         if self._saver is None or not isinstance(self.writer, Writer):
-            self.writer = writer_of(self.root, self, self._durability)
+            self.writer = writer_of(self.root, self, self._options.durability)
             self._go_on(self._saver_of(self.writer), self._taken())
         assert self._saver is not None
         return self._saver, self.writer
@@ -277,11 +270,8 @@ class Item:
             self._saver = Saver(
                 writer.store,
                 leaf_codec(),
-                self._policy,
+                self._options,
                 next_seq=0,
-                host_cache_bytes=self._host_cache_bytes,
-                io_timeout_seconds=self._io_timeout_seconds,
-                verify=self._verify,
             )
         return self._saver
 
@@ -298,7 +288,7 @@ class Item:
         if last is None:
             return True
         last.abandon("Orbax gave the step up")
-        error = last.handle.exception(self._io_timeout_seconds)
+        error = last.handle.exception(self._options.io_timeout_seconds)
         if isinstance(error, ReceiptFailed):
             # Orbax knows of failed saves only: this one is raised by the save that is about to
             # begin

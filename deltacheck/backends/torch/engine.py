@@ -26,12 +26,12 @@ from deltacheck.leaf import tree
 from deltacheck.maintain import retain
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
 from deltacheck.policy import KeepBest, Policy
-from deltacheck.policy.retention import Retention
 from deltacheck.restore import damage
 from deltacheck.restore.resolve import require_contract, resolve_leaves, stored_chains
 from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle
+from deltacheck.save.options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store import collect, layout, tags
 from deltacheck.store.deadline import Deadline
@@ -140,14 +140,23 @@ class Engine:
     ) -> None:
         if capture not in ("auto", "eager"):
             raise ValueError(f"capture must be 'auto' or 'eager', not {capture!r}")
-        if shadow not in ("auto", "device", "host", "none"):
-            raise ValueError(f"shadow must be 'auto', 'device', 'host' or 'none', not {shadow!r}")
-        if on_busy not in ("wait", "skip"):
-            raise ValueError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
-        best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
-        self._retention = Retention(keep_last, keep_every, best)
+        options = SaveOptions(
+            policy=policy or Policy.exact(),
+            host_cache_bytes=host_cache_bytes,
+            max_pending=max_pending,
+            on_busy=on_busy,
+            shadow=shadow,
+            effort=effort,
+            durability=Durability.of(durability),
+            verify=verify,
+            retention=retention_of(keep_last, keep_every, keep_best),
+            compact_after=compact_after,
+            grace_seconds=grace_seconds,
+            io_timeout_seconds=io_timeout_seconds,
+            exit_timeout_seconds=exit_timeout_seconds,
+        )
+        self._retention = options.retention
         path = place.of(root, storage).absolute()
-        policy = policy or Policy.exact()
         self._together: Together | None = None
         if process_group is not None:
             if memory is not None:
@@ -155,7 +164,7 @@ class Engine:
                     "a memory tier is of one process: process_group and memory cannot be given"
                     " together yet"
                 )
-            if not policy.is_exact or max_pending != 1 or compact_after is not None:
+            if not options.policy.is_exact or max_pending != 1 or compact_after is not None:
                 raise ValueError(
                     "ranks that save together need an exact policy, max_pending=1 and no"
                     " compact_after"
@@ -164,10 +173,9 @@ class Engine:
 
             self._together = Together(process_group, io_timeout_seconds)
         opener = open_alone if self._together is None else self._together.open
-        store, self._lease, next_seq = opener(path, Durability.of(durability))
+        store, self._lease, next_seq = opener(path, options.durability)
         self._root = Root(path, store)
-        self._on_busy = on_busy
-        self._capture = Capture(shadow, host_cache_bytes, in_order=policy.is_exact)
+        self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
         self._eager = capture == "eager"
         self._grace_seconds = grace_seconds
         self._tier: Tier | None = None
@@ -178,25 +186,15 @@ class Engine:
                     MemoryTier.of(memory),
                     self._root,
                     self._lease,
-                    self._retention,
-                    grace_seconds=grace_seconds,
-                    io_timeout_seconds=io_timeout_seconds,
-                    compacts=compact_after is not None,
+                    options,
                 )
             # Where saves are written, and the next one's chains hang from.
             self._live = self._root if self._tier is None else self._tier.root
             self._saver = Saver(
                 self._live.store,
                 TorchCodec(),
-                policy,
+                options,
                 next_seq=max(next_seq, self._live.next_seq()),
-                host_cache_bytes=host_cache_bytes,
-                max_pending=max_pending,
-                io_timeout_seconds=io_timeout_seconds,
-                keep_shadow=shadow != "none",
-                effort=effort,
-                verify=verify,
-                compact_after=compact_after,
             )
         except BaseException:
             self._release()
@@ -260,7 +258,7 @@ class Engine:
                 raise ValueError(
                     "a gradient log is of one process; it cannot be kept by a process group"
                 )
-            mine = self._together.begin(self._saver, step, flat, self._on_busy)
+            mine = self._together.begin(self._saver, step, flat)
             if mine is None:
                 handle = SaveHandle(step)
                 handle._advance("skipped")
@@ -282,7 +280,6 @@ class Engine:
                 {path: sources[path] for path in sorted(sources)},
                 commit,
                 metrics={name: float(value) for name, value in (metrics or {}).items()},
-                on_busy=self._on_busy,
                 replay=replay,
                 note=note,
                 abandon=abandon,
@@ -306,7 +303,11 @@ class Engine:
         most = most_bytes(sum(sizes), len(sizes))
         under_way = lambda: len(self._saver.pending())  # noqa: E731 - shorter than a def
         return self._tier.make_room(
-            step, most, under_way, self._saver.start_over, wait=self._on_busy == "wait"
+            step,
+            most,
+            under_way,
+            self._saver.start_over,
+            wait=self._saver.options.on_busy == "wait",
         )
 
     def before_update(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from deltacheck.backends.torch.dcp import names, stream
-from deltacheck.backends.torch.dcp.stream import Options, Part, Stream, Task, stream_of
+from deltacheck.backends.torch.dcp.stream import Part, Stream, Task, stream_of
 from deltacheck.backends.torch.state import leaves, shards
 from deltacheck.errors import SaveFailed, UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
@@ -28,9 +28,8 @@ from deltacheck.leaf.sharding import Held
 from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
-from deltacheck.policy.retention import Retention
-from deltacheck.restore import receipt
 from deltacheck.save.joint import Report
+from deltacheck.save.options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
@@ -105,21 +104,18 @@ class DeltaStorageWriter(StorageWriter):
         policy = policy or Policy.exact()
         if not policy.is_exact:
             raise ValueError("DCP's checkpoints need an exact policy, such as Policy.exact()")
-        if shadow not in ("auto", "device", "host", "none"):
-            raise ValueError(f"shadow must be 'auto', 'device', 'host' or 'none', not {shadow!r}")
-        receipt.check_when(verify)
         self._path = place.of(root, storage).absolute()
-        self._options = Options(
-            policy,
-            host_cache_bytes,
-            shadow,
-            effort,
-            Durability.of(durability),
-            verify,
-            Retention(keep_last, keep_every, ()),
-            grace_seconds,
-            io_timeout_seconds,
-            exit_timeout_seconds,
+        self._options = SaveOptions(
+            policy=policy,
+            host_cache_bytes=host_cache_bytes,
+            shadow=shadow,
+            effort=effort,
+            durability=Durability.of(durability),
+            verify=verify,
+            retention=retention_of(keep_last, keep_every),
+            grace_seconds=grace_seconds,
+            io_timeout_seconds=io_timeout_seconds,
+            exit_timeout_seconds=exit_timeout_seconds,
         )
         self._default_step = None if step is None else names.step_of(step)
         self._asked: int | None = None

@@ -16,7 +16,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -32,14 +31,12 @@ from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.maintain import retain
-from deltacheck.policy import Policy
-from deltacheck.policy.retention import Retention
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.joint import Report, merged
+from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.store import collect
-from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Manifest
@@ -47,22 +44,6 @@ from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store, Written, commit
 
 log = logging.getLogger("deltacheck")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """As ``DeltaStorageWriter`` has them."""
-
-    policy: Policy
-    host_cache_bytes: int
-    shadow: str
-    effort: str
-    durability: Durability
-    verify: str
-    retention: Retention
-    grace_seconds: float
-    io_timeout_seconds: float
-    exit_timeout_seconds: float
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -103,7 +84,7 @@ class Stream:
     other; saves do not overlap.
     """
 
-    def __init__(self, path: Place, options: Options) -> None:
+    def __init__(self, path: Place, options: SaveOptions) -> None:
         self.path = path
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
@@ -145,17 +126,7 @@ class Stream:
         self._lease = opened.lease
         self._root = Root(self.path, opened.store)
         try:
-            self._saver = Saver(
-                opened.store,
-                TorchCodec(),
-                self.options.policy,
-                next_seq=opened.next_seq,
-                host_cache_bytes=self.options.host_cache_bytes,
-                io_timeout_seconds=self.options.io_timeout_seconds,
-                keep_shadow=self.options.shadow != "none",
-                effort=self.options.effort,
-                verify=self.options.verify,
-            )
+            self._saver = Saver(opened.store, TorchCodec(), self.options, next_seq=opened.next_seq)
         except BaseException:
             self._release()
             raise
@@ -307,7 +278,7 @@ def keep(path: Place, restored: Restored) -> None:
     _restored[str(path)] = restored
 
 
-def stream_of(path: Place, options: Options) -> Stream:
+def stream_of(path: Place, options: SaveOptions) -> Stream:
     """The stream of a root. Raises ``ValueError`` where this process writes to it with other
     options.
     """
@@ -316,7 +287,7 @@ def stream_of(path: Place, options: Options) -> Stream:
     if stream.options != options:
         differ = [
             f.name
-            for f in dataclasses.fields(Options)
+            for f in dataclasses.fields(SaveOptions)
             if getattr(options, f.name) != getattr(stream.options, f.name)
         ]
         raise ValueError(

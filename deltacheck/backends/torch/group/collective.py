@@ -78,7 +78,7 @@ class Together:
         with self.telling():
             return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
-    def begin(self, saver: Saver, step: int, flat: Flat, on_busy: str) -> Flat | None:
+    def begin(self, saver: Saver, step: int, flat: Flat) -> Flat | None:
         """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them
         is
         busy and all skip it.
@@ -87,7 +87,7 @@ class Together:
         same call; ``RankFailed``.
         """
         with self.telling():
-            if on_busy == "wait":
+            if saver.options.on_busy == "wait":
                 saver.settle()
             busy = bool(saver.pending())
             saver.raise_unseen()

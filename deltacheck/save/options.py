@@ -1,0 +1,113 @@
+"""The options of saves and their validation: one record for every public constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from deltacheck.policy import KeepBest, Policy
+from deltacheck.policy.retention import Retention
+from deltacheck.restore import receipt
+from deltacheck.save.adaptive_effort import EFFORTS
+from deltacheck.store.files.durability import Durability
+
+SHADOWS = ("auto", "device", "host", "none")
+ON_BUSY = ("wait", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options of the saves of one root.
+
+    The public constructors (``Engine``, ``DeltaStorageWriter``, ``DeltaCheckpointHandler``,
+    ``manager``) take them as keyword arguments and build this record. A backend leaves those that
+    it does not offer at their defaults.
+
+    Args:
+        policy: The contract of each leaf and the length of chains. Default: ``Policy.exact()``.
+        host_cache_bytes: The most encoded bytes between the training loop and the storage. Larger:
+            a slow storage blocks training later; smaller: less memory.
+        max_pending: The most saves under way. Larger: more overlap with a slow storage; smaller:
+            less work is lost when a save fails.
+        on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for the
+            oldest, every step is saved; ``"skip"``: skip this save, training never waits.
+        shadow: The place of the copies that changes are found against. ``"device"``: fastest
+            captures, device memory of the size of the state; ``"host"``: no device memory, but
+            the whole state crosses at each save; ``"none"``: least memory, but a leaf that
+            changed is written whole; ``"auto"``: the device if it has enough free memory.
+        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or
+            ``"auto"``. Higher: smaller files; lower: less processor time beside training.
+            ``"auto"`` follows the bottleneck of the last save; equal states then no longer give
+            equal files.
+        durability: The event that an acknowledged save survives. ``POWER``: a power cut, at the
+            cost of syncs; ``PROCESS``: only the end of the process, and saves end sooner.
+        verify: The check of what was written. ``"none"``: none, a restore checks it;
+            ``"commit"``: the files of the save are read back before its step exists, so it
+            commits later; ``"receipt"``: the whole step is read back after the commit. Both hash
+            the state at the capture and read about as much as a restore.
+        retention: The checkpoints that stay after each save. More rules: more to go back to;
+            fewer: less disk space. Default: all stay.
+        compact_after: The number of deltas after which a leaf is written whole behind the saves.
+            Smaller: faster restores; larger: less reading and writing beside training. Default:
+            never.
+        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
+            readers; shorter: disk space sooner.
+        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
+            slow storage gets its saves through; shorter: a dead one is reported sooner.
+        exit_timeout_seconds: The longest wait for pending saves at interpreter exit. Longer: a
+            slow storage gets the last save through; shorter: a dead one lets the process end.
+
+    Raises:
+        ValueError: An option has a value that it cannot have.
+    """
+
+    policy: Policy = field(default_factory=Policy.exact)
+    host_cache_bytes: int = 1 << 30
+    max_pending: int = 1
+    on_busy: str = "wait"
+    shadow: str = "auto"
+    effort: str = "normal"
+    durability: Durability = Durability.POWER
+    verify: str = "none"
+    retention: Retention = field(default_factory=Retention)
+    compact_after: int | None = None
+    grace_seconds: float = 60.0
+    io_timeout_seconds: float = 600.0
+    exit_timeout_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.shadow not in SHADOWS:
+            raise ValueError(
+                f"shadow must be 'auto', 'device', 'host' or 'none', not {self.shadow!r}"
+            )
+        if self.on_busy not in ON_BUSY:
+            raise ValueError(f"on_busy must be 'wait' or 'skip', not {self.on_busy!r}")
+        receipt.check_when(self.verify)
+        if self.max_pending < 1 or self.host_cache_bytes < 1:
+            raise ValueError(
+                "max_pending and host_cache_bytes must be at least 1, not"
+                f" {self.max_pending} and {self.host_cache_bytes}"
+            )
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort must be one of {', '.join(EFFORTS)}, not {self.effort!r}")
+        if self.compact_after is not None and self.compact_after < 1:
+            raise ValueError(f"compact_after must be at least 1, not {self.compact_after}")
+
+    @property
+    def keeps_shadow(self) -> bool:
+        """True if the saver holds a copy of the state, so that a changed leaf becomes a delta."""
+        return self.shadow != "none"
+
+
+def retention_of(
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: KeepBest | Iterable[KeepBest] = (),
+) -> Retention:
+    """Return the retention that the ``keep_*`` arguments of a public constructor describe.
+
+    Raises:
+        ValueError: A number is below 1.
+    """
+    best = (keep_best,) if isinstance(keep_best, KeepBest) else tuple(keep_best)
+    return Retention(keep_last, keep_every, best)
