@@ -1,29 +1,27 @@
-"""Write ``python.md`` from the signatures and docstrings of every public name: ``python
-docs/reference/generate.py [--check]``.
+"""Write the Python API reference from the docstrings: ``python docs/reference/generate.py``.
 
-The sources are parsed and never imported, so the page is the same with any set of frameworks
-installed, and with none. A public name or method without a docstring is an error that names it.
-``--check`` writes nothing and fails where the page is not what would be written.
+The sources are parsed with griffe and never imported, so the page is the same with any set of
+frameworks installed, and with none. ``--check`` writes nothing and fails if a public name lacks a
+docstring, or if its docstring lacks a parameter, the return value or a parameter that exists.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent / "python.md"
-SOURCES = PAGE.parent.parent.parent
+import griffe
 
-# Where public names are, in the order of the page. Of a package: what its `__init__.py` re-exports;
-# of a module: what it defines.
+PAGE = Path(__file__).resolve().parent / "python.md"
+SOURCES = PAGE.parents[2]
+
+# The modules with public names, in the order of the page. Of a package: what its `__init__.py`
+# exports; of a module: what it defines.
 MODULES = (
     "deltacheck",
     "deltacheck.backends.torch",
@@ -58,7 +56,7 @@ HOW_TO = {
     "deltacheck.backends.torch.GradientLog": "gradient-log.md",
     "deltacheck.backends.torch.Shard": "dcp.md",
     "deltacheck.backends.torch.apply": "follow.md",
-    "deltacheck.backends.torch.files.load": "cross-framework.md",
+    "deltacheck.backends.torch.load": "cross-framework.md",
     "deltacheck.backends.torch.save": "integrations.md",
     "deltacheck.backends.torch.trainer": "integrations.md",
     "deltacheck.backends.torch.accelerate": "integrations.md",
@@ -69,7 +67,7 @@ HOW_TO = {
     "deltacheck.backends.orbax": "orbax.md",
     "deltacheck.backends.orbax.GradientLog": "gradient-log.md",
     "deltacheck.backends.orbax.applied": "follow.md",
-    "deltacheck.backends.orbax.state.load": "cross-framework.md",
+    "deltacheck.backends.orbax.load": "cross-framework.md",
     "deltacheck.evaluate.Workload": "evaluate.md",
     "deltacheck.testing.codec": "write-a-backend.md",
 }
@@ -77,293 +75,322 @@ HOW_TO = {
 HEAD = """\
 # Python API
 
-Written by `make docs` from the docstrings in the sources: change those, not this page. Public is what stands here; everything else may change.
-`deltacheck` and `deltacheck.errors` need no framework; `deltacheck.testing` needs pytest; the others need the package that they are named after.
+`make docs` writes this page from the docstrings in the sources.
+Every name on this page is public.
+Every other name may change without notice.
+`deltacheck` and `deltacheck.errors` need no framework, and `deltacheck.testing` needs pytest.
+Each other module needs the package that it is named after.
 """
 
-_WIDTH = 110  # of a signature on one line
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class Undocumented(Exception):
-    """Public names without a docstring, one a line."""
+_TITLES = {"parameters": "Args", "attributes": "Attributes", "returns": "Returns"}
+_TITLES |= {"yields": "Yields", "raises": "Raises", "examples": "Examples"}
+_SIGNATURE_COLUMNS = 100
 
 
 @dataclass(frozen=True)
-class Found:
-    """A definition, and the module that holds it."""
+class Entry:
+    """A public name: its dotted name on the page, and its definition."""
 
-    module: str
-    node: ast.ClassDef | Function
+    name: str
+    definition: griffe.Object
+
+    @property
+    def is_class(self) -> bool:
+        """Whether the name is a class."""
+        return self.definition.is_class
+
+    @property
+    def documented_only(self) -> bool:
+        """Whether only a docstring is due: modules, properties and contract tests."""
+        last = self.name.rpartition(".")[2]
+        return not (self.is_class or self.definition.is_function) or last.startswith("test_")
+
+    def parameters(self) -> list[griffe.Parameter]:
+        """Return the parameters of a call, without ``self`` and ``cls``."""
+        function = self.definition
+        if self.is_class:
+            if "__init__" not in function.all_members:
+                return list(self._fields())
+            function = function.all_members["__init__"]
+            if function.is_alias:
+                function = function.final_target
+        if not isinstance(function, griffe.Function):
+            return []
+        names = {"self", "cls"}
+        return [p for p in function.parameters if p.name not in names]
+
+    def _fields(self) -> Iterator[griffe.Parameter]:
+        """Yield the annotated attributes of a record whose base class makes the constructor."""
+        for name, member in self.definition.all_members.items():
+            attribute = member.final_target if member.is_alias else member
+            is_field = attribute.is_attribute and "property" not in attribute.labels
+            if is_field and attribute.annotation is not None and not name.startswith("_"):
+                yield griffe.Parameter(
+                    name,
+                    annotation=attribute.annotation,
+                    kind=griffe.ParameterKind.positional_or_keyword,
+                    default=None if attribute.value is None else str(attribute.value),
+                )
+
+    def sections(self) -> list[griffe.DocstringSection]:
+        """Return the parsed docstring; of a class, that of its ``__init__`` included."""
+        parts = []
+        for documented in (self.definition, self._constructor()):
+            if documented is not None and documented.docstring is not None:
+                parts += documented.docstring.parse(
+                    "google", warnings=False, returns_named_value=False
+                )
+        return parts
+
+    def _constructor(self) -> griffe.Object | None:
+        return self.definition.members.get("__init__") if self.is_class else None
 
 
-class Sources:
-    """The modules below a folder, parsed once each."""
+@dataclass
+class Api:
+    """The public names of some modules below a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parsed: dict[str, ast.Module] = {}
+    folder: Path = SOURCES
+    modules: tuple[str, ...] = MODULES
+    _loader: griffe.GriffeLoader = field(init=False)
 
-    def file(self, module: str) -> Path:
-        """The source of a module. Raises ``FileNotFoundError`` where there is none."""
-        path = self._folder.joinpath(*module.split("."))
-        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    def __post_init__(self) -> None:
+        """Parse the packages."""
+        self._loader = griffe.GriffeLoader(search_paths=[self.folder], docstring_parser="google")
+        for package in dict.fromkeys(module.split(".")[0] for module in self.modules):
+            self._loader.load(package, try_relative_path=False)
+        self._loader.resolve_aliases(implicit=True, external=False)
 
-    def parsed(self, module: str) -> ast.Module:
-        if module not in self._parsed:
-            self._parsed[module] = ast.parse(self.file(module).read_text())
-        return self._parsed[module]
+    def module(self, name: str) -> griffe.Module:
+        """Return a parsed module."""
+        return self._loader.modules_collection[name]
 
-    def find(self, module: str, name: str) -> Found | None:
-        """Where a name of a module is defined, through every re-export; ``None`` for what is no
-        class or function of ours.
-        """
-        found = self._defined(module, name)
-        return found if isinstance(found, Found) else None
-
-    def shown(self, module: str, default: ast.expr) -> str:
-        """A default value as the reader needs it: a constant of ours by its value."""
-        found = self._defined(module, default.id) if isinstance(default, ast.Name) else None
-        return ast.unparse(found if isinstance(found, ast.Constant) else default)
-
-    def _defined(self, module: str, name: str) -> Found | ast.expr | None:
-        imports: dict[str, tuple[str, str]] = {}
-        for node in _statements(self.parsed(module).body):
-            if isinstance(node, (ast.ClassDef, *_FUNCTIONS)) and node.name == name:
-                return Found(module, node)
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                return node.value
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").split(".")[0] == module.split(".")[0]
-            ):
-                imports |= {
-                    alias.asname or alias.name: (node.module or "", alias.name)
-                    for alias in node.names
-                }
-        return self._defined(*imports[name]) if name in imports else None
-
-    def public(self, module: str) -> list[str]:
-        """The names in ``__all__``; without one, the classes and functions that the module defines,
-        but for ``_`` names.
-        """
-        body = self.parsed(module).body
-        for node in body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                return sorted(ast.literal_eval(node.value), key=str.lower)
+    def names(self, module: str) -> list[str]:
+        """Return the public names of a module: its ``__all__``, else what it defines."""
+        parsed = self.module(module)
+        if parsed.exports:
+            return sorted(map(str, parsed.exports), key=str.lower)
+        kinds = (griffe.Kind.CLASS, griffe.Kind.FUNCTION)
         return [
-            n.name
-            for n in body
-            if isinstance(n, (ast.ClassDef, *_FUNCTIONS)) and not n.name.startswith("_")
+            name
+            for name, member in parsed.members.items()
+            if not member.is_alias and member.kind in kinds and not name.startswith("_")
         ]
 
-    def bases(self, found: Found) -> Iterator[Found]:
-        """The class itself, then its base classes as far as they are ours."""
-        yield found
-        assert isinstance(found.node, ast.ClassDef)
-        for base in found.node.bases:
-            name = base.value if isinstance(base, ast.Subscript) else base
-            parent = self.find(found.module, name.id) if isinstance(name, ast.Name) else None
-            if parent is not None and isinstance(parent.node, ast.ClassDef):
-                yield from self.bases(parent)
+    def entries(self, module: str) -> Iterator[Entry]:
+        """Yield the public names of a module, each class followed by its members.
 
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Top-level statements, those under `if TYPE_CHECKING` and `try` included."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try):
-            yield from _statements(node.body)
-
-
-def _doc(node: ast.Module | ast.ClassDef | Function) -> str:
-    return inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
-
-
-def _summary(doc: str) -> str:
-    """The first sentence, as a cell of a table."""
-    found = re.match(r"(.*?\.)(?:\s|$)", doc.split("\n\n")[0], re.DOTALL)
-    return " ".join((found[1] if found else doc.split("\n\n")[0]).split()).replace("|", "\\|")
-
-
-def _arguments(
-    function: Function, shown_default: Callable[[ast.expr], str], *, bound: bool
-) -> list[str]:
-    """The arguments as they are written, without `self`."""
-    given = function.args
-
-    def shown_as(one: ast.arg, default: ast.expr | None) -> str:
-        annotation = f": {ast.unparse(one.annotation).strip(chr(39))}" if one.annotation else ""
-        if default is None:
-            return one.arg + annotation
-        return f"{one.arg}{annotation}{' = ' if annotation else '='}{shown_default(default)}"
-
-    plain = [*given.posonlyargs, *given.args]
-    defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(
-        given.defaults
-    )
-    shown = [shown_as(one, default) for one, default in zip(plain, defaults, strict=True)]
-    if given.posonlyargs:
-        shown.insert(len(given.posonlyargs), "/")
-    if bound:
-        shown = shown[1:]
-    if given.vararg:
-        shown.append("*" + shown_as(given.vararg, None))
-    elif given.kwonlyargs:
-        shown.append("*")
-    shown += [
-        shown_as(one, default)
-        for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    return [*shown, "**" + shown_as(given.kwarg, None)] if given.kwarg else shown
-
-
-def _signature(name: str, arguments: list[str], returns: ast.expr | None = None) -> str:
-    end = f") -> {ast.unparse(returns).strip(chr(39))}" if returns else ")"
-    line = f"{name}({', '.join(arguments)}{end}"
-    return (
-        line
-        if len(line) <= _WIDTH
-        else f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + end
-    )
-
-
-def _decorators(node: ast.ClassDef | Function) -> set[str]:
-    return {ast.unparse(one).split("(")[0].split(".")[-1] for one in node.decorator_list}
-
-
-def _fields(node: ast.ClassDef) -> list[str]:
-    """The public fields of a record, as arguments."""
-    found = []
-    for item in node.body:
-        if (
-            isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and not item.target.id.startswith("_")
-        ):
-            annotation = ast.unparse(item.annotation)
-            if not annotation.startswith(("ClassVar", "InitVar")):
-                default = (
-                    f" = {ast.unparse(item.value)}"
-                    if item.value and "field(" not in ast.unparse(item.value)
-                    else ""
-                )
-                found.append(f"{item.target.id}: {annotation}{default}")
-    return found
-
-
-class _Page:
-    """The page while it is written, and what is missing from it."""
-
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
-        self.missing: list[str] = []
-        self._headings: Counter[str] = Counter()
-
-    def heading(self, marks: str, name: str) -> tuple[str, str]:
-        """A heading, and the link to it as code hosts make it: letters and digits, a number where
-        it is there already.
+        Raises:
+            LookupError: If ``__all__`` has a name that the sources do not define.
         """
+        for name in self.names(module):
+            try:
+                member = self.module(module).members[name]
+                definition = member.final_target if member.is_alias else member
+                if definition.is_module and name in definition.members:  # hidden by its content
+                    definition = definition.members[name]
+            except (KeyError, griffe.AliasResolutionError) as error:
+                raise LookupError(f"{module}.{name} is exported, but not defined") from error
+            yield Entry(f"{module}.{name}", definition)
+            if definition.is_class:
+                yield from self._members(f"{module}.{name}", definition)
+
+    def _members(self, name: str, definition: griffe.Object) -> Iterator[Entry]:
+        for member_name, member in definition.all_members.items():
+            target = member.final_target if member.is_alias else member
+            is_call = isinstance(target, griffe.Function)
+            is_property = "property" in target.labels
+            if member_name.startswith("_") or not (is_call or is_property):
+                continue
+            if is_call and any(d.value == "pytest.fixture" for d in target.decorators):
+                continue
+            yield Entry(f"{name}.{member_name}", self._documented(definition, target))
+
+    @staticmethod
+    def _documented(owner: griffe.Object, member: griffe.Object) -> griffe.Object:
+        """Return the member, or the inherited one that it overrides if only that is documented."""
+        if member.docstring is not None:
+            return member
+        for base in owner.mro():
+            inherited = base.members.get(member.name)
+            if inherited is not None and inherited.docstring is not None:
+                return inherited
+        return member
+
+
+def signatures(api: Api) -> dict[str, str]:
+    """Return every public name with its parameters, as ``name(a, /, b, *, c)``."""
+    lines = {}
+    for module in api.modules:
+        for entry in api.entries(module):
+            names = ", ".join(_arguments(entry.parameters(), names_only=True))
+            is_call = entry.is_class or entry.definition.is_function
+            lines[entry.name] = f"{entry.name}({names})" if is_call else entry.name
+    return lines
+
+
+def problems(api: Api) -> list[str]:
+    """Return one line for each public name whose docstring is missing or incomplete."""
+    lines = []
+    for module in api.modules:
+        if api.module(module).docstring is None:
+            lines.append(f"{module} has no docstring")
+        for entry in api.entries(module):
+            lines += [f"{entry.name} {problem}" for problem in _problems_of(entry)]
+    return lines
+
+
+def _problems_of(entry: Entry) -> Iterator[str]:
+    sections = entry.sections()
+    if not sections:
+        if not entry.name.rpartition(".")[2].startswith("test_"):
+            yield "has no docstring"
+        return
+    if entry.documented_only:
+        return
+    documented = {
+        item.name.lstrip("*")
+        for section in sections
+        if section.kind.value in ("parameters", "attributes")
+        for item in section.value
+    }
+    names = [parameter.name for parameter in entry.parameters()]
+    missing = [name for name in names if name not in documented]
+    if missing:
+        yield f"does not document {', '.join(missing)}"
+    if not entry.is_class and (unknown := sorted(documented - set(names))):
+        yield f"documents {', '.join(unknown)}, which it does not take"
+    function = entry.definition
+    returns = str(function.returns) if isinstance(function, griffe.Function) else "None"
+    if returns not in ("None", "Self", "NoReturn") and not any(
+        section.kind.value in ("returns", "yields") for section in sections
+    ):
+        yield "does not say what it returns"
+
+
+def _markdown(entry: Entry) -> str:
+    """Return a docstring as Markdown: text as it is, sections as lists."""
+    parts = []
+    for section in entry.sections():
+        kind = section.kind.value
+        if kind == "text":
+            parts.append(str(section.value))
+        elif kind == "admonition":
+            parts.append(f"**{section.title}**\n\n{section.value.description}")
+        elif kind in _TITLES:
+            lines = [f"- {_label(kind, item)}{_folded(item.description)}" for item in section.value]
+            parts.append(f"**{_TITLES[kind]}**\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _label(kind: str, item: griffe.DocstringElement) -> str:
+    if kind in ("parameters", "attributes"):
+        return f"`{item.name}`: "
+    return f"`{item.annotation}`: " if kind == "raises" else ""
+
+
+def _folded(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text.strip())
+
+
+def _summary(entry: Entry) -> str:
+    """Return the first sentence of a docstring, as a cell of a table."""
+    docstring = entry.definition.docstring
+    paragraph = docstring.value.strip().split("\n\n")[0] if docstring else ""
+    match = re.match(r"(.*?\.)(?:\s|$)", paragraph, re.DOTALL)
+    return " ".join((match[1] if match else paragraph).split()).replace("|", "\\|")
+
+
+def _signature(entry: Entry) -> str:
+    """Return a call as Python writes it, over several lines if it is long."""
+    name = entry.name.removeprefix("deltacheck.")
+    shown = name.rpartition(".")[2]
+    owner = name.rpartition(".")[0].rpartition(".")[2]
+    if not entry.is_class and owner[:1].isupper():
+        shown = f"{owner}.{shown}"
+    definition = entry.definition
+    if entry.is_class:
+        bases = [str(base) for base in definition.bases]
+        if any("Protocol" in base for base in bases):
+            return f"class {shown}(Protocol)"
+        if ".errors." in entry.name:
+            return f"class {shown}({', '.join(bases)})"
+    elif not isinstance(definition, griffe.Function):
+        annotation = getattr(definition, "annotation", None)
+        return f"{shown}: {annotation}" if annotation else shown
+    returns = getattr(definition, "returns", None)
+    end = f") -> {returns}" if returns and not entry.is_class else ")"
+    arguments = list(_arguments(entry.parameters()))
+    line = f"{shown}({', '.join(arguments)}{end}"
+    if len(line) <= _SIGNATURE_COLUMNS:
+        return line
+    return f"{shown}(\n" + "".join(f"    {argument},\n" for argument in arguments) + end
+
+
+def _arguments(parameters: list[griffe.Parameter], *, names_only: bool = False) -> Iterator[str]:
+    """Yield parameters as they stand in a signature, with the marks ``/`` and ``*``."""
+    kinds = griffe.ParameterKind
+    previous: griffe.ParameterKind | None = None
+    for parameter in parameters:
+        kind = parameter.kind
+        if previous is kinds.positional_only and kind is not kinds.positional_only:
+            yield "/"
+        if kind is kinds.keyword_only and previous not in (
+            kinds.keyword_only,
+            kinds.var_positional,
+        ):
+            yield "*"
+        stars = {kinds.var_positional: "*", kinds.var_keyword: "**"}.get(kind, "")
+        if names_only:
+            yield stars + parameter.name
+            previous = kind
+            continue
+        annotation = f": {parameter.annotation}" if parameter.annotation else ""
+        default = ""
+        if parameter.default is not None and not stars:
+            default = f" = {parameter.default}" if annotation else f"={parameter.default}"
+        yield f"{stars}{parameter.name}{annotation}{default}"
+        previous = kind
+
+
+class _Headings:
+    """Headings, and the anchors that code hosts give them: repeated ones are numbered."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, marks: str, name: str) -> tuple[str, str]:
+        """Return a heading and its anchor."""
         slug = re.sub(r"[^\w-]", "", name.lower())
-        self._headings[slug] += 1
-        repeated = self._headings[slug] - 1
-        return f"{marks} `{name}`\n", f"#{slug}-{repeated}" if repeated else f"#{slug}"
+        self._counts[slug] += 1
+        number = self._counts[slug] - 1
+        return f"{marks} `{name}`\n", f"#{slug}-{number}" if number else f"#{slug}"
 
-    def module(self, module: str) -> str:
-        sources = self.sources
-        doc = _doc(sources.parsed(module)) or self._missing(module)
-        lines = [
-            "\n" + self.heading("##", module)[0],
-            doc.split("\n\n")[0] + _how_to(module) + "\n",
-        ]
-        table, entries = ["| name | what it is |", "|---|---|"], []
-        for name in sources.public(module):
-            where, found = f"{module}.{name}", sources.find(module, name)
-            if found is not None:
-                doc = _doc(found.node) or self._missing(where)
-                heading, link = self.heading("###", name)
-                entries += [heading, self.entry(where, name, found, doc)]
-                table.append(f"| [`{name}`]({link}) | {_summary(doc)} |")
-            elif sources.file(where).is_file():
-                table.append(
-                    f"| `{name}` |"
-                    f" {_summary(_doc(sources.parsed(where)) or self._missing(where))} |"
-                )
-            else:
-                self.missing.append(f"{where} (which is no class, function or module)")
-        return "\n".join([*lines, *table, "", *entries])
 
-    def entry(self, where: str, name: str, found: Found, doc: str) -> str:
-        if isinstance(found.node, ast.ClassDef):
-            return self.klass(where, name, found, doc)
-        shown = _signature(
-            name, self.arguments(found.module, found.node, bound=False), found.node.returns
+def page(api: Api) -> str:
+    """Return the text of the page."""
+    headings = _Headings()
+    return HEAD + "".join(_module(api, module, headings) for module in api.modules)
+
+
+def _module(api: Api, module: str, headings: _Headings) -> str:
+    docstring = api.module(module).docstring
+    text = docstring.value.strip().split("\n\n")[0] if docstring else ""
+    heading, _ = headings.add("##", module)
+    table, parts = ["| name | purpose |", "|---|---|"], []
+    for entry in api.entries(module):
+        name = entry.name.removeprefix(f"{module}.")
+        if "." not in name:
+            title, anchor = headings.add("###", name)
+            parts.append(title)
+            table.append(f"| [`{name}`]({anchor}) | {_summary(entry)} |")
+        elif name.rpartition(".")[2].startswith("test_"):  # the name of a contract test says it all
+            parts.append(f"- asks that {name.rpartition('.test_')[2].replace('_', ' ')}")
+            continue
+        parts.append(
+            f"```text\n{_signature(entry)}\n```\n\n{_markdown(entry)}{_how_to(entry.name)}\n"
         )
-        return f"{_block(shown)}\n{doc}{_how_to(where)}\n"
-
-    def klass(self, where: str, name: str, found: Found, doc: str) -> str:
-        members: dict[str, tuple[str, Function]] = {}
-        docs: dict[str, str] = {}
-        arguments: list[str] | None = None
-        fields: list[str] = []
-        assert isinstance(found.node, ast.ClassDef)
-        for each in self.sources.bases(found):
-            assert isinstance(each.node, ast.ClassDef)
-            for item in each.node.body:
-                if not isinstance(item, _FUNCTIONS) or "overload" in _decorators(item):
-                    continue
-                if item.name == "__init__" and arguments is None:
-                    arguments = self.arguments(each.module, item, bound=True)
-                    doc += f"\n\n{_doc(item)}" if _doc(item) else ""
-                elif not item.name.startswith("_") and not {"setter", "deleter"} & _decorators(
-                    item
-                ):
-                    members.setdefault(item.name, (each.module, item))
-                    docs[item.name] = docs.get(item.name) or _doc(item)
-            fields = _fields(each.node) + fields
-        parents = [ast.unparse(base) for base in found.node.bases]
-        if found.module == "deltacheck.errors" and parents:
-            shown = f"class {name}({', '.join(parents)})"
-        elif "Protocol" in " ".join(parents):
-            shown = f"class {name}(Protocol)"
-        else:
-            shown = _signature(name, fields if arguments is None else arguments)
-        lines = [f"{_block(shown)}\n{doc}{_how_to(where)}\n"]
-        asked = [member for member in members if member.startswith("test_")]
-        for member, (module, function) in members.items():
-            if member not in asked and "fixture" not in _decorators(function):
-                lines.append(self.member(where, name, module, function, docs[member]))
-        if asked:  # the name of a test is its sentence
-            lines.append(
-                "It asks that:\n\n"
-                + "\n".join(f"- {one[5:].replace('_', ' ')}" for one in asked)
-                + "\n"
-            )
-        return "\n".join(lines)
-
-    def member(self, where: str, name: str, module: str, function: Function, doc: str) -> str:
-        doc = doc or self._missing(f"{where}.{function.name}")
-        decorators = _decorators(function)
-        if {"property", "cached_property"} & decorators:
-            shown = f"{name}.{function.name}" + (
-                f": {ast.unparse(function.returns)}" if function.returns else ""
-            )
-        else:
-            arguments = self.arguments(module, function, bound="staticmethod" not in decorators)
-            shown = _signature(f"{name}.{function.name}", arguments, function.returns)
-        return f"{_block(shown)}\n{doc}\n"
-
-    def arguments(self, module: str, function: Function, *, bound: bool) -> list[str]:
-        return _arguments(function, partial(self.sources.shown, module), bound=bound)
-
-    def _missing(self, what: str) -> str:
-        self.missing.append(what)
-        return ""
-
-
-def _block(code: str) -> str:
-    return f"```text\n{code}\n```\n"
+    return "\n".join(["\n" + heading, text + _how_to(module) + "\n", *table, "", *parts])
 
 
 def _how_to(name: str) -> str:
@@ -371,33 +398,16 @@ def _how_to(name: str) -> str:
     return f"\n\n[How to](../how-to/{page})." if page else ""
 
 
-def page(folder: Path = SOURCES, modules: tuple[str, ...] = MODULES) -> str:
-    """The page's text. Raises ``Undocumented`` naming every public name, method and property
-    without a docstring.
-    """
-    made = _Page(Sources(folder))
-    text = HEAD + "".join(made.module(module) for module in modules)
-    if made.missing:
-        raise Undocumented("\n".join(f"{name} has no docstring" for name in made.missing))
-    return text
-
-
 def main() -> None:
+    """Write the page, or check that it would be complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; fail where the page is not what would be written",
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing, only check docstrings")
     check = parser.parse_args().check
-    try:
-        text = page()
-    except Undocumented as error:
-        sys.exit(str(error))
+    api = Api()
+    if lines := problems(api):
+        sys.exit("\n".join(lines))
     if not check:
-        PAGE.write_text(text)
-    elif not PAGE.is_file() or PAGE.read_text() != text:
-        sys.exit(f"{PAGE.name} is not what the docstrings say: run `make docs` and commit the page")
+        PAGE.write_text(page(api))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 HERE = Path(__file__).resolve().parents[2]
-PAGES = sorted([HERE / "README.md", *(HERE / "docs").rglob("*.md")])
+WRITTEN_BY_MAKE = HERE / "docs" / "reference" / "python.md"  # `make docs`; not committed
+PAGES = sorted({HERE / "README.md", *(HERE / "docs").rglob("*.md")} - {WRITTEN_BY_MAKE})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BESIDE = {
     "docs/how-to/trl.md": ("trl", "datasets", "peft")
@@ -103,7 +102,8 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{named(page)} links to {target}"
+        file = (page.parent / target).resolve()
+        assert file.exists() or file == WRITTEN_BY_MAKE, f"{named(page)} links to {target}"
 
 
 def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:
@@ -113,125 +113,3 @@ def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:
     makefile = (HERE / "Makefile").read_text()
     for target in targets:
         assert re.search(rf"^(?:[a-z-]+ )*{target}(?: [a-z-]+)*:", makefile, re.MULTILINE), target
-
-
-def reference() -> ModuleType:
-    """The script that writes the Python reference."""
-    spec = importlib.util.spec_from_file_location(
-        "reference", HERE / "docs" / "reference" / "generate.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["reference"] = importlib.util.module_from_spec(
-        spec
-    )  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_python_reference_is_what_the_docstrings_say() -> None:
-    written = (HERE / "docs" / "reference" / "python.md").read_text()
-    assert written == reference().page(), "run `make docs` and commit the page"
-
-
-def test_every_how_to_of_the_reference_belongs_to_a_name_in_it() -> None:
-    script = reference()
-    sources = script.Sources(HERE)
-    names = {
-        f"{module}.{name}" for module in script.MODULES for name in sources.public(module)
-    } | set(script.MODULES)
-    assert not script.HOW_TO.keys() - names
-
-
-PLANTED = {
-    "__init__.py": (
-        '''
-        """A package."""
-
-        from typing import TYPE_CHECKING
-
-        if TYPE_CHECKING:
-            from planted.inner import Bare, Record, Tool, bare, made
-
-        __all__ = ["Bare", "Record", "Tool", "bare", "gone", "made"]
-        '''
-    ),
-    "inner.py": (
-        '''
-        class Base:
-            """Holds docstrings for those who override."""
-
-            def inherited(self): """Told by the base."""
-            def unsaid(self): ...
-
-
-        class Tool(Base):
-            """Does it."""
-
-            def __init__(self, a: int, *, b: str = "x"): ...
-            def inherited(self): ...
-            def silent(self): ...
-            def told(self): """Said."""
-            def _private(self): ...
-
-            @property
-            def size(self): ...
-
-
-        class Bare: ...
-
-
-        class Record:
-            """One of them."""
-
-            count: int
-            name: str = "none"
-
-
-        def bare(): ...
-
-
-        ONE = 1
-
-
-        def made(a, /, b=ONE, *rest, c, **more) -> int:
-            """Make | it. And more."""
-        '''
-    ),
-}
-
-
-def test_a_public_name_without_a_docstring_is_named(tmp_path: Path) -> None:
-    (tmp_path / "planted").mkdir()
-    for name, text in PLANTED.items():
-        (tmp_path / "planted" / name).write_text(textwrap.dedent(text))
-    script = reference()
-    with pytest.raises(script.Undocumented) as raised:
-        script.page(tmp_path, ("planted",))
-    named = {line.split()[0] for line in str(raised.value).splitlines()}
-    assert named == {
-        "planted." + name
-        for name in ("Bare", "Tool.silent", "Tool.size", "Tool.unsaid", "bare", "gone")
-    }
-
-
-def test_the_reference_shows_signatures_as_they_are_called(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(
-        textwrap.dedent(PLANTED["inner.py"])
-        .replace(": ...", ': """Said."""')
-        .replace("class Bare:", "class Bare(Exception):")
-    )
-    (tmp_path / "planted.py").write_text(
-        '"""A module."""\n' + (tmp_path / "planted.py").read_text()
-    )
-    page = reference().page(tmp_path, ("planted",))
-    for shown in (
-        "Tool(a: int, *, b: str = 'x')",
-        "Tool.told()",
-        "Tool.size\n",
-        "Record(count: int, name: str = 'none')",
-        "made(a, /, b=1, *rest, c, **more) -> int",
-        "| [`made`](#made) | Make \\| it. |",
-    ):
-        assert shown in page
-    assert "_private" not in page
