@@ -117,7 +117,7 @@ power-test: $(VENV)/.stamp-install  ## cut the power at every moment of recorded
 planted-bugs: $(VENV)/.stamp-install  ## break the product in 24 ways and see the tests catch each
 	$(BIN)/python -m tests.suites.planted $(ARGS)
 
-docs: $(VENV)/.stamp-venv  ## write docs/reference/python.md from the docstrings; an undocumented public name is an error
+docs: $(VENV)/.stamp-install  ## write docs/reference/python.md from the docstrings; an incomplete docstring of a public name is an error
 	$(BIN)/python docs/reference/generate.py $(ARGS)
 
 lint: $(VENV)/.stamp-install  ## check format, style, types, the direction of imports and the reference, changing nothing

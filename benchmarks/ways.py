@@ -115,7 +115,9 @@ class Run:
 
     def flat(self, state: State | None = None) -> tree.Flat:
         """A state (default: the live one) taken apart, nothing copied."""
-        leaves = importlib.import_module(f"deltacheck.backends.{_BACKENDS[self.framework]}.leaves")
+        leaves = importlib.import_module(
+            f"deltacheck.backends.{_BACKENDS[self.framework]}.state.leaves"
+        )
         expand = (leaves.expand,) if hasattr(leaves, "expand") else ()
         return tree.flatten(
             self.workload.state() if state is None else state, leaves.describe, *expand

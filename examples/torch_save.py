@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from deltacheck.backends.torch import save  # in the place of torch.save and torch.load
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import (
+    load,
+    save,  # in the place of torch.save and torch.load
+)
 
 arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -43,7 +43,7 @@ class Run:
         self.step, self.losses = 0, dict[int, float]()
         self.framework = _framework(self.workload.state())
         self.door: Any = import_module(
-            f"deltacheck.backends.{_BACKENDS[self.framework]}.evaluation"
+            f"deltacheck.backends.{_BACKENDS[self.framework]}.files.evaluation"
         )
 
     def train_until(self, step: int) -> float:

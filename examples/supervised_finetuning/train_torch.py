@@ -29,8 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import deltacheck
 from deltacheck import Policy, Profile, Profiler
-from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import Engine, load
 from deltacheck.evaluate.demo import checks
 from deltacheck.evaluate.workloads import pairs, text
 from deltacheck.evaluate.workloads.model import LanguageModel

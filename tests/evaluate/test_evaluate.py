@@ -483,7 +483,7 @@ def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) 
 def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if framework == "torch" else "orbax.checkpoint")
     door: Any = importlib.import_module(
-        f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.evaluation"
+        f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.files.evaluation"
     )
     values = np.arange(4096, dtype=np.float32)
     if framework == "torch":

@@ -84,7 +84,7 @@ class Campaign:
             prepared = self.folder / f"prepared-{scenario}"
             prepared.mkdir()
             outcome = self.zygote(scenario).run(
-                "faults.trials:prepare", scenario, str(prepared / "root")
+                "tests.faults.trials:prepare", scenario, str(prepared / "root")
             )
             assert not outcome.error, outcome.error
             self._prepared[scenario] = prepared
@@ -108,7 +108,7 @@ class Campaign:
         traced = trial.trace if trace or fault is not None else None
         zygote = self.zygote(trial.scenario)
         return zygote.run(
-            f"faults.trials:{task}",
+            f"tests.faults.trials:{task}",
             *trial.arguments(),
             *more,
             area=trial.area,

@@ -3,7 +3,7 @@ about
 10 ms instead of seconds.
 
     with Zygote("torch") as zygote:
-        outcome = zygote.run("faults.trials:act", "delta", str(root), str(acknowledgements), area=area, fault=Fault(Mode.KILL, at=17))
+        outcome = zygote.run("tests.faults.trials:act", "delta", str(root), str(acknowledgements), area=area, fault=Fault(Mode.KILL, at=17))
 
 A task is ``"module:function"``; its arguments and what it returns are JSON. The child is the only
 process that touches TensorStore or a JAX backend, since neither survives a fork.
@@ -137,7 +137,7 @@ def main(backend: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     scenarios.import_frameworks(backend)
-    importlib.import_module("faults.trials")
+    importlib.import_module("tests.faults.trials")
     gc.collect()
     gc.freeze()
     print(json.dumps("ready"), file=replies, flush=True)

@@ -221,7 +221,7 @@ class Roots:
             with contextlib.suppress(refused):
                 opened.verify(deep=rng.random() < 0.2)
         if rng.random() < 0.2:
-            from deltacheck.backends.torch.files import load
+            from deltacheck.backends.torch import load
 
             with contextlib.suppress(refused):
                 load(root, step, max_bytes=BUDGET_BYTES)

@@ -27,12 +27,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, manager, restore_whole
+from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, load, manager, restore_whole
 from deltacheck.backends.orbax.group.coordination import join
 from deltacheck.backends.orbax.item import Gate
 from deltacheck.backends.orbax.manager import handler_of
 from deltacheck.backends.orbax.manager_root.jax_internals import coordination_client
-from deltacheck.backends.orbax.state import load
 from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
 from deltacheck.restore import read

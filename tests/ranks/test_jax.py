@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import deltacheck
 from deltacheck.backends import torch as torch_backend
-from deltacheck.backends.orbax.state import load
+from deltacheck.backends.orbax import load
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from tests.ranks import jax_run

@@ -221,8 +221,11 @@ BUGS = (
         (
             Edit(
                 "deltacheck.maintain.transfer",
-                "    try:\n        if document_digest",
-                "    if path.exists():\n        return True\n    try:\n        if document_digest",
+                "    try:\n        if (\n            document_digest",
+                (
+                    "    if path.exists():\n        return True\n    try:\n        if (\n"
+                    "            document_digest"
+                ),
             ),
         ),
         ("maintain/test_memory_tier.py::test_the_drain_copies_what_a_kill_has_left_half_copied",),

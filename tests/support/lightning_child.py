@@ -26,7 +26,7 @@ else:
 import torch
 
 import deltacheck
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import load
 from deltacheck.backends.torch.lightning import DeltaCheckIO
 from tests.support.forked import digest, example, forked, run_all
 

@@ -28,8 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import deltacheck
 from deltacheck import Policy, errors
-from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, GradientLog, manager
-from deltacheck.backends.orbax.state import load
+from deltacheck.backends.orbax import DeltaRestoreArgs, DeltaSaveArgs, GradientLog, load, manager
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.restore.values import load_leaves
 from tests.backends.orbax.test_orbax import assert_same_leaves, bits

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import torch
 
 import deltacheck
-from deltacheck.backends.orbax import DeltaRestoreArgs, manager
-from deltacheck.backends.orbax.state import load
+from deltacheck.backends.orbax import DeltaRestoreArgs, load, manager
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.files import load as load_torch
+from deltacheck.backends.torch import load as load_torch
 from deltacheck.cli import main
 from deltacheck.cli.output import MISUSE, NOT_FOUND, OK, REFUSED
 

@@ -45,11 +45,11 @@ from deltacheck.backends.orbax import (
     DeltaCheckpointHandler,
     DeltaRestoreArgs,
     DeltaSaveArgs,
+    load,
     manager,
 )
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
 from deltacheck.backends.orbax.item import Gate
-from deltacheck.backends.orbax.state import load
 from deltacheck.errors import (
     BudgetExceeded,
     NotACheckpointRoot,

@@ -12,8 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 import deltacheck
-from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.state import shards
 from deltacheck.backends.torch.state.shards import Fragment
 from deltacheck.cli import main

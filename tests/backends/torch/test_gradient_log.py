@@ -613,7 +613,7 @@ def test_a_replay_uses_the_rates_of_the_run_and_not_those_of_the_optimizer_at_ha
 def test_without_the_optimizer_a_logged_step_is_refused_naming_a_step_that_needs_none(
     run: Run, tmp_path: Path
 ) -> None:
-    from deltacheck.backends.torch.files import load
+    from deltacheck.backends.torch import load
 
     with Engine(tmp_path) as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 3)

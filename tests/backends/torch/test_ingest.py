@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import deltacheck
-from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.files import load
+from deltacheck.backends.torch import Engine, load
 from deltacheck.backends.torch.files import torch_import as ingest
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
