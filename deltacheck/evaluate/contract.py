@@ -14,6 +14,7 @@ from deltacheck.evaluate.records import LeafCheck
 from deltacheck.evaluate.snapshot import Array, Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.policy import roles
+from deltacheck.policy.parameters import hyperparameters
 from deltacheck.save.treatment import RelativeError, octaves_apart, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
@@ -82,7 +83,7 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
     run does.
     """
     found = roles.find(live.specs, live.numbers)
-    told = roles.hyperparameters(found, live.numbers)
+    told = hyperparameters(found, live.numbers)
     rates = {}
     for parameter in found.parameters:
         own = told.get(parameter.group or "")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deltacheck.errors import StepNotFound, StepTagged
-from deltacheck.policy.retention import Retention, Saved, kept
+from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.store import collect, tags
 from deltacheck.store.root import Brief, Root, describe_steps
 
@@ -51,7 +51,9 @@ def prune(
     with tags.lock(root.store.path):
         briefs = root.briefs()[0].values()
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
-        stay = kept([Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged)
+        stay = retained(
+            [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged
+        )
         going = _named(b for b in briefs if b.seq not in stay)
         for one in going if not dry_run else ():
             if still_ours is not None:

@@ -1,4 +1,4 @@
-"""The online phase: what a save must write, decided by pure functions over frozen records."""
+"""The online phase: pure functions that decide how a save stores each leaf."""
 
 from deltacheck.policy.presets import Policy
 from deltacheck.policy.retention import KeepBest

@@ -1,9 +1,9 @@
-"""Adam's own arithmetic: how fast its second moment drifts, how it may be reused, and the law that
-ties it to the first.
+"""The arithmetic of Adam: drift and reuse of the second moment, and the law between both moments.
 
-All of it follows from the two recursions m <- b1 m + (1 - b1) g and v <- b2 v + (1 - b2) g^2 from
-zero (Kingma & Ba, "Adam", 2015), and holds for AdamW and whatever else keeps these two means,
-provided that both see the same gradients. It says nothing of others.
+Everything here follows from the two recursions m <- b1 m + (1 - b1) g and v <- b2 v + (1 - b2) g^2
+that start at zero (Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015). It holds
+for AdamW and for every other optimizer that keeps these two means of the same gradients, and for no
+other optimizer. ``docs/explanation/policy.md`` explains how the policy applies it.
 """
 
 from __future__ import annotations
@@ -17,72 +17,91 @@ from numpy.typing import NDArray
 F32: TypeAlias = NDArray[np.float32]
 F64: TypeAlias = NDArray[np.float64]
 
-# Half of 1 / ln 2; measured in fine-tuning, where a stationary run with white noise would drift
-# less
+# Half of 1 / ln 2. Fitted to fine-tuning runs; a stationary run whose gradients are white noise
+# would drift less, so the permitted age is conservative there.
 DRIFT_OCTAVES = 0.72
-LEAST_REUSE_STEPS = 10  # below that a reused moment is written again before it has saved anything
-ROUNDING = 1e-3  # of m^2 / (C v): thousands of float32 steps add up to 1e-4 of it at most
+# A pair that is reused for fewer steps is written again before it has saved any bytes.
+LEAST_REUSE_STEPS = 10
+# Relative to C v. Thousands of float32 steps accumulate an error of at most 1e-4 of it, so a live
+# state of Adam never exceeds this tolerance.
+ROUNDING = 1e-3
 
 
 def moment_limit(beta1: float, beta2: float) -> float:
-    """C, with m^2 <= C v for every element of every Adam state that began at zero: 52.9 for (.9,
-    .999).
+    """Return the constant C of the law m^2 <= C v, 52.9 for the betas (0.9, 0.999).
 
-    C = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), by the Cauchy-Schwarz inequality on the two sums,
-    in the limit of many steps and a gradient that grows by b2 / b1 a step. Raises ``ValueError``
-    unless 0 <= b1, b1^2 < b2 < 1: there is no limit then.
+    The law holds for every element of every Adam state that started at zero. By the Cauchy-Schwarz
+    inequality on the two sums, C = (1 - b1)^2 / ((1 - b2) (1 - b1^2 / b2)), in the limit of many
+    steps and of a gradient that grows by b2 / b1 per step.
+
+    Raises:
+        ValueError: Unless 0 <= b1 and b1^2 < b2 < 1. Otherwise no such limit exists.
     """
     if not (0 <= beta1 < 1 and beta1 * beta1 < beta2 < 1):
         raise ValueError(
-            "the moments of Adam are bounded only where beta1^2 < beta2 < 1, not for betas"
+            "the moments of Adam are bounded only if beta1^2 < beta2 < 1, not for betas"
             f" ({beta1}, {beta2})"
         )
     return (1 - beta1) ** 2 / ((1 - beta2) * (1 - beta1 * beta1 / beta2))
 
 
 def memory_steps(step: int, beta2: float) -> float:
-    """Steps that the second moment averages over after ``step`` steps: all of them, up to 1 / (1 -
-    b2).
-    """
+    """Return the number of steps that v averages over: all ``step`` steps, up to 1 / (1 - b2)."""
     return min(float(step), 1 / (1 - beta2))
 
 
 def expected_drift(step: int, steps_apart: int, beta2: float) -> float:
-    """Median ``|log2(v_t / v_(t-K))|`` to expect of a stationary run, in octaves: 0.72 K / min(t, 1
-    /
-    (1 - b2)).
+    """Return the drift of v to expect of a stationary run, in octaves.
 
-    Measured on fine-tuning runs; holds for K well below the memory. ``step``: at least 1.
+    The drift is the median ``|log2(v_t / v_(t-K))|``, and the estimate 0.72 K / min(t, 1 / (1 -
+    b2)). It was measured on fine-tuning runs and holds for K well below the memory of v.
+
+    Args:
+        step: The step t, at least 1.
+        steps_apart: The distance K of the two moments, in steps.
+        beta2: The decay rate of v.
     """
     return DRIFT_OCTAVES * steps_apart / memory_steps(step, beta2)
 
 
 def permitted_staleness(tolerance: float, step: int, beta2: float) -> int:
-    """For how many steps v stays within ``tolerance`` octaves (the median): 1.4 tau min(t, 1 / (1 -
-    b2)), rounded down.
+    """Return the number of steps for which the median drift of v stays within ``tolerance``.
 
-    0 where that is under ``LEAST_REUSE_STEPS``: with b2 = .95 v is stale after 3 steps, and there
-    is no point in reuse. Larger tolerance: v is written less often, a restored run takes an older
-    one.
+    This inverts ``expected_drift``: 1.4 tau min(t, 1 / (1 - b2)), rounded down.
+
+    Args:
+        tolerance: tau, in octaves. Larger: v is written less often, and a restored run gets an
+            older v; smaller: the opposite.
+        step: The step t, at least 1.
+        beta2: The decay rate of v. With b2 = 0.95, v is stale after 3 steps.
+
+    Returns:
+        The number of steps, or 0 if it is below ``LEAST_REUSE_STEPS`` and reuse would save nothing.
     """
     steps = math.floor(tolerance / DRIFT_OCTAVES * memory_steps(step, beta2))
     return steps if steps >= LEAST_REUSE_STEPS else 0
 
 
 def bias_correction(step: int, beta2: float) -> float:
-    """1 - b2^t, the share of the gradients' mean square that a v from zero has after ``step``
-    steps, counted from 1.
+    """Return 1 - b2^t, the share of the mean squared gradient that v holds after ``step`` steps.
+
+    Raises:
+        ValueError: If ``step`` is below 1.
     """
     if step < 1:
         raise ValueError(f"step must be at least 1, not {step}")
+    # expm1 keeps the precision that 1 - b2^t loses for b2 close to 1.
     return -math.expm1(step * math.log(beta2))
 
 
 def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
-    """What a v of ``stored_step`` is multiplied by to stand for v at ``step``: (1 - b2^t) / (1 -
-    b2^s). Both count from 1, t >= s.
+    """Return the factor (1 - b2^t) / (1 - b2^s) that scales a v of ``stored_step`` to ``step``.
 
-    Keeps v / (1 - b2^t), which the optimizer divides by, as it was when v was stored.
+    The optimizer divides by v / (1 - b2^t). The factor keeps this quotient as it was when v was
+    stored.
+
+    Raises:
+        ValueError: Unless 1 <= ``stored_step`` <= ``step``.
     """
     if not 1 <= stored_step <= step:
         raise ValueError(f"steps must be 1 <= stored_step <= step, not {stored_step} and {step}")
@@ -90,25 +109,28 @@ def bias_rescale(step: int, stored_step: int, beta2: float) -> float:
 
 
 def repair(second: F32, first: F32, limit: float, *, out: F32 | None = None) -> F32:
-    """v where it obeys m^2 <= C v, and the least that does elsewhere: max(v, m^2 / C); in ``out``,
-    which may be ``second``, or a new array.
+    """Return max(v, m^2 / C): v, raised to the least value that obeys the law m^2 <= C v.
 
-    ``second``, ``first``: float32 of one shape. ``limit``: C, of ``moment_limit``. A v that is too
-    small for its m, stale or coarsely rounded, would multiply updates by up to 10^5; a live state
-    is left as it is, up to rounding. NaN stays NaN.
+    A v that is too small for its m, because it is stale or coarsely rounded, would multiply updates
+    by up to 10^5. A live state stays as it is, up to rounding. NaN stays NaN.
+
+    Args:
+        second: v, float32.
+        first: m, float32 of the same shape.
+        limit: C of ``moment_limit``.
+        out: The array for the result, which may be ``second``; a new array by default.
     """
+    # The square of a float32 overflows or vanishes for elements that are valid themselves.
     wide = np.square(first, dtype=np.float64)
     wide /= limit
     return np.maximum(second, wide.astype(np.float32), out=out)
 
 
 def law_violations(first: F32, second: F32, limit: float, tolerance: float = ROUNDING) -> int:
-    """Elements with m^2 > C v (1 + tolerance), or with v that is negative or NaN: none in a live
-    state
-    of Adam.
+    """Return the number of elements with m^2 > C v (1 + tolerance), or with a negative or NaN v.
 
-    Elements whose least v is below the normal numbers of float32 are left out: there v has lost its
-    precision, and may be 0.
+    A live state of Adam has none. Elements whose least v is below the normal numbers of float32 do
+    not count: v has lost its precision there, and may be 0.
     """
     square = np.square(first, dtype=np.float64)
     bound = limit * (1 + tolerance) * second.astype(np.float64)
@@ -123,32 +145,42 @@ def update(
     step: int | None = None,
     betas: tuple[float, float] | None = None,
 ) -> F64:
-    """The direction of an Adam step, m / (sqrt(v) + eps), float64. With ``step`` and ``betas``:
-    after correction of both biases.
+    """Return the direction of an Adam step, m / (sqrt(v) + eps), in float64.
+
+    Both biases are corrected if ``step`` and ``betas`` are given.
     """
     m, v = first.astype(np.float64), second.astype(np.float64)
     if step is not None and betas is not None:
         m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
-    found: F64 = m / (np.sqrt(v) + eps)
-    return found
+    direction: F64 = m / (np.sqrt(v) + eps)
+    return direction
 
 
 def update_change(
     first: F32,
     second: F32,
-    other: F32,
+    stale_second: F32,
     eps: float,
     step: int | None = None,
     betas: tuple[float, float] | None = None,
 ) -> float:
-    """||u(m, v') - u(m, v)|| / ||u(m, v)||: how much the update changes where ``other`` stands for
-    ``second``. L2, 0 where nothing is updated.
+    """Return ||u(m, v') - u(m, v)|| / ||u(m, v)||, the L2 change of the update if v' replaces v.
 
-    Infinite or NaN elements of u make it infinite: such a state must not be reused.
+    Args:
+        first: m, float32.
+        second: The live v, float32 of the same shape.
+        stale_second: v', the moment that a restore would give.
+        eps: The constant of the optimizer.
+        step: The step count; if it is given together with ``betas``, biases are corrected.
+        betas: The decay rates of m and v.
+
+    Returns:
+        The relative change, 0 if nothing is updated. It is infinite if u has an infinite or NaN
+        element, because such a state must not be reused.
     """
     with np.errstate(all="ignore"):
         live = update(first, second, eps, step, betas)
-        difference = float(np.linalg.norm(update(first, other, eps, step, betas) - live))
+        difference = float(np.linalg.norm(update(first, stale_second, eps, step, betas) - live))
         size = float(np.linalg.norm(live))
     if not (math.isfinite(difference) and math.isfinite(size)):
         return math.inf

@@ -1,4 +1,8 @@
-"""Which leaf is kept how, at one save: pure functions from roles, stage and hyperparameters."""
+"""The decision for each leaf at one save: pure functions of roles, stage and hyperparameters.
+
+The numbered laws are those of ``docs/explanation/policy.md``. ``save.treatment`` carries out the
+decisions and measures the errors.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +15,45 @@ import xxhash
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import adam
+from deltacheck.policy.parameters import Hyperparameters, Parameter
 from deltacheck.policy.presets import Hidden, Policy
-from deltacheck.policy.roles import Hyperparameters, Parameter
 from deltacheck.policy.stage import STABLE
 
-# Smaller leaves, and those of one axis, are always exact: they weigh nothing, and norms are
-# sensitive
+# Smaller leaves and leaves of one axis are always exact: they take hardly any bytes, and norms are
+# sensitive (law 6).
 LEAST_ELEMENTS = 1024
-# Of first moments, whose codes are a sign and an exponent: they are fresh noise every ten steps
+# Largest error of first moments, which are coded as a sign and an exponent. They are fresh noise
+# every ten steps, so more precision would be wasted.
 _MEAN_ERROR_OCTAVES = 0.6
-# A lattice's spacing over the error that is allowed: when it is chosen, and the range in which it
-# is kept. An element errs by half of it.
+# Spacing of a lattice in units of the permitted error: for a new lattice, and the range in which an
+# old one stays. An element errs by at most half a spacing.
 _SPACING, _LEAST_SPACING, _MOST_SPACING = 1.6, 0.8, 1.98
-# Of weights that are the cast of a bounded master: one unit in the last place is 2^-7 at most
+# Relative L2 error of weights that are the cast of a bounded master. One unit in the last place of
+# bfloat16 is at most 2^-7.
 _CAST_ERROR = 0.02
-_WEIGHT_SHARE = (
-    1 / 32
-)  # of the root mean square of a master, that a lattice's spacing never exceeds
-# The same where weights are the cast of the bounded master: a unit in the last place of bfloat16
-# (or what is small beside a few updates).
+# Limit of a lattice's spacing, as a share of the root mean square of the master.
+_WEIGHT_SHARE = 1 / 32
+# The same limit for weights that are the cast of the bounded master: a unit in the last place of
+# bfloat16, or a number of learning rates that is small beside a few updates.
 _CAST_SHARE, _CAST_SPACING_LR = 1 / 256, 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one leaf is kept: ``cast``, ``lattice``, ``octaves``, ``zeros`` as
-    ``store.schema.Derived``
-    has them, with its fields.
+    """The form in which one leaf is stored.
 
-    ``terms``: what is promised, ``None`` where the leaf is exact. ``dead_band``: in octaves of the
-    bits, within which a stored code stays.
+    Attributes:
+        how: The rule of ``store.manifest.Derived``: ``cast``, ``lattice``, ``octaves`` or
+            ``zeros``. Field names are those of the manifest.
+        terms: The contract of the leaf, ``None`` if it is restored exactly.
+        of: The leaf that this one is computed from, or whose cells bound a lattice.
+        spacing: The spacing of a lattice, in units of the leaf's values.
+        seed: The seed of a lattice's phases.
+        fraction_bits: The number of mantissa bits of an octave code.
+        signed: If True, octave codes have a sign.
+        dead_band: The distance, in octaves of the bit pattern, within which a stored code stays.
+        first: The first moment that bounds this second moment from below.
+        limit: C of ``adam.moment_limit`` for that bound.
     """
 
     how: str
@@ -57,10 +70,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is known of one parameter at one save. ``step``: of its optimizer, ``None`` where it
-    does
-    not say. ``spacing``: of its master's lattice so far. ``master_scale``: root mean square of the
-    master, sampled.
+    """The inputs of a decision about one parameter at one save.
+
+    Attributes:
+        hyperparameters: The constants of its group.
+        step: The step count of its optimizer, ``None`` if the state does not hold it.
+        spacing: The spacing of its master's lattice so far, ``None`` without one.
+        master_scale: The root mean square of a sample of the master.
     """
 
     hyperparameters: Hyperparameters
@@ -69,10 +85,8 @@ class Situation:
     master_scale: float
 
 
-def treated(spec: LeafSpec | None, dtype: str) -> bool:
-    """Whether a leaf is large enough to be kept otherwise than exactly, and of the type that its
-    role has.
-    """
+def is_treatable(spec: LeafSpec | None, dtype: str) -> bool:
+    """Return True if a leaf has the type of its role and is large enough to be stored inexactly."""
     return (
         spec is not None
         and spec.dtype == dtype
@@ -88,25 +102,34 @@ def decide(
     specs: Mapping[str, LeafSpec],
     situation: Situation,
 ) -> dict[str, Decision]:
-    """How the leaves of one parameter are kept, by path; those that are not named are exact.
+    """Return the decisions for the leaves of one parameter, by path.
 
-    Law 1: weights are never reused. Law 7: an optimizer that is not known to be Adam keeps its
-    moments exactly.
+    Leaves that are not in the result are stored exactly. Weights are never reused (law 1). The
+    moments of an optimizer that is not known to be Adam stay exact (law 7).
+
+    Args:
+        policy: The policy of the save.
+        stage: The stage of the run, a constant of ``policy.stage``.
+        parameter: The leaves of the parameter.
+        specs: The specs of all leaves.
+        situation: The numbers that the decision depends on.
     """
-    master = parameter.master if treated(specs.get(parameter.master or ""), "float32") else None
+    master = (
+        parameter.master if is_treatable(specs.get(parameter.master or ""), "float32") else None
+    )
     weight = (
         parameter.weight
-        if master is not None and treated(specs.get(parameter.weight or ""), "bfloat16")
+        if master is not None and is_treatable(specs.get(parameter.weight or ""), "bfloat16")
         else None
     )
     if weight is not None and specs[weight].shape != specs[str(master)].shape:
         weight = None
     hidden = policy.hidden
-    found: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = {}
     if policy.derive and weight is not None and master is not None:
-        found[weight] = Decision("cast", None, of=master)
+        decisions[weight] = Decision("cast", None, of=master)
     if hidden is None or stage != STABLE:
-        return found
+        return decisions
     if (
         master is not None
         and weight is not None
@@ -116,68 +139,75 @@ def decide(
         if spacing is not None:
             terms = Bounded(hidden.master_error_lr, "lr")
             cells = weight if hidden.weights == "exact" else ""
-            found[master] = Decision(
+            decisions[master] = Decision(
                 "lattice", terms, of=cells, spacing=spacing, seed=_seed(master)
             )
             if cells:
-                found.pop(weight, None)
+                decisions.pop(weight, None)
             else:
-                found[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
-    return found | _moments(hidden, parameter, specs, situation)
+                decisions[weight] = Decision("cast", Bounded(_CAST_ERROR, "l2"), of=master)
+    return decisions | _moments(hidden, parameter, specs, situation)
 
 
 def lattice_spacing(hidden: Hidden, situation: Situation) -> float | None:
-    """The spacing of a master's lattice, ``None`` where there can be none.
+    """Return the spacing of a master's lattice, ``None`` if no lattice is possible.
 
-    As large as the learning rate permits, but small beside the weights. Kept while the error stays
-    allowed and is not needlessly small, and so through a schedule's slow change: a new spacing
-    makes every code new. Law 2: in units of the learning rate, on a fixed lattice.
+    The spacing is as large as the learning rate permits, but small beside the weights. Law 2: it is
+    in units of the learning rate, on a fixed lattice. The random phases of its cells make the
+    rounding error independent of the value: subtractive dither (Schuchman, "Dither signals and
+    their effect on quantization noise", 1964).
     """
     rate = situation.hyperparameters.lr
     if not rate or not math.isfinite(rate) or rate < 0 or not situation.master_scale > 0:
         return None
-    error, most = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
+    error, largest = hidden.master_error_lr * rate, _WEIGHT_SHARE * situation.master_scale
     if hidden.weights == "bounded":
-        most = min(most, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
-    kept = situation.spacing
-    if kept is not None and min(_LEAST_SPACING * error, most) <= kept <= min(
-        _MOST_SPACING * error, 2 * most
-    ):
-        return kept
-    return min(_SPACING * error, most)
+        largest = min(largest, max(_CAST_SHARE * situation.master_scale, _CAST_SPACING_LR * rate))
+    # A new spacing changes every code. So the old one stays through the slow change of a schedule,
+    # while the error remains permitted and not needlessly small.
+    current = situation.spacing
+    lower, upper = min(_LEAST_SPACING * error, largest), min(_MOST_SPACING * error, 2 * largest)
+    if current is not None and lower <= current <= upper:
+        return current
+    return min(_SPACING * error, largest)
 
 
 def _moments(
     hidden: Hidden, parameter: Parameter, specs: Mapping[str, LeafSpec], situation: Situation
 ) -> dict[str, Decision]:
-    """Laws 3 to 5: m is disposable; v needs little precision but never less than m^2 / C; both are
-    reused as a pair, or not at all.
+    """Return the decisions for both moments, by laws 3 to 5.
+
+    m is disposable, v needs little precision but is at least m^2 / C, and both are reused as a pair
+    or not at all.
     """
     first, second = parameter.first, parameter.second
     if not (
         parameter.adam
-        and treated(specs.get(first or ""), "float32")
-        and treated(specs.get(second or ""), "float32")
+        and is_treatable(specs.get(first or ""), "float32")
+        and is_treatable(specs.get(second or ""), "float32")
     ):
         return {}
-    assert first is not None  # treated() has said so
+    assert first is not None  # is_treatable() is False for a missing leaf
     assert second is not None
     if hidden.moments == "exact" or (hidden.leaves is not None and second not in hidden.leaves):
         return {}
-    known = betas(hidden, situation.hyperparameters)
-    if known is None or not 0 <= known[0] ** 2 < known[1] < 1:
+    constants = betas(hidden, situation.hyperparameters)
+    # Outside this range the moments obey no law, see adam.moment_limit.
+    if constants is None or not 0 <= constants[0] ** 2 < constants[1] < 1:
         return {}
     dead_band = _dead_band(hidden.moment_error_octaves)
+    # A code errs by half of its cell. A quarter of the dead band is left for the change of the value
+    # while its code stays.
     fraction_bits = next((bits for bits in range(7) if 0.5 ** (bits + 1) <= 0.75 * dead_band), 7)
-    within = Bounded(hidden.moment_error_octaves, "octaves")
-    coarse = Decision("octaves", within, fraction_bits=fraction_bits, dead_band=dead_band)
+    tolerance = Bounded(hidden.moment_error_octaves, "octaves")
+    coarse = Decision("octaves", tolerance, fraction_bits=fraction_bits, dead_band=dead_band)
     if hidden.moments == "dropped":
         return {first: Decision("zeros", Bounded(1.0, "l2")), second: coarse}
-    limit = adam.moment_limit(*known)
+    limit = adam.moment_limit(*constants)
     mean = Decision("octaves", Bounded(_MEAN_ERROR_OCTAVES, "octaves"), signed=True, dead_band=0.5)
     paired = Decision(
         "octaves",
-        within,
+        tolerance,
         fraction_bits=fraction_bits,
         dead_band=dead_band,
         first=first,
@@ -188,7 +218,7 @@ def _moments(
     age = (
         0
         if situation.step is None
-        else adam.permitted_staleness(hidden.max_drift_octaves, situation.step, known[1])
+        else adam.permitted_staleness(hidden.max_drift_octaves, situation.step, constants[1])
     )
     if hidden.max_age_steps:
         age = min(age, hidden.max_age_steps)
@@ -199,19 +229,22 @@ def _moments(
 
 
 def _dead_band(octaves: float) -> float:
-    """The distance in octaves of the bits within which ``|log2|`` moves by no more than ``octaves``
-    (``codec.octaves``).
+    """Return the dead band on the bit pattern for a change of ``|log2|`` by ``octaves``.
+
+    A float's bit pattern is a piecewise linear approximation of its logarithm (see
+    ``codec.octaves``). The logarithm rises fastest at the start of an octave, where a distance d of
+    the pattern is log2(1 + d) octaves. Over an octave or more the two differ by at most 0.09.
     """
     return float(2.0**octaves - 1) if octaves < 1 else octaves - 0.09
 
 
-def betas(hidden: Hidden, known: Hyperparameters) -> tuple[float, float] | None:
-    """Of Adam: what the state says, else what the policy was told."""
-    if known.beta1 is not None and known.beta2 is not None:
-        return known.beta1, known.beta2
+def betas(hidden: Hidden, hyperparameters: Hyperparameters) -> tuple[float, float] | None:
+    """Return the betas of Adam: those of the state, else those of the policy."""
+    if hyperparameters.beta1 is not None and hyperparameters.beta2 is not None:
+        return hyperparameters.beta1, hyperparameters.beta2
     return hidden.betas
 
 
 def _seed(path: str) -> int:
-    """Of a leaf's random phases: fixed, so that the lattice is."""
+    """Return the seed of a leaf's phases: fixed by its path, so that the lattice is fixed too."""
     return xxhash.xxh3_64_intdigest(path.encode())

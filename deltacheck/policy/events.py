@@ -1,9 +1,12 @@
-"""What ends a stable stage: a change point in loss or gradient norm, a learning rate that leaves
-its
-trend, NaN, a changed optimizer, a resume.
+"""Detection of the events that end a stable stage.
 
-A fold: ``detector, events = detector.advance(observation)``. Records in, records out; every process
-that sees the same numbers decides alike.
+Events are a change point in the loss or in the gradient norm, a learning rate that leaves its
+trend, NaN, a changed optimizer and a resume. The detector is a pure fold, ``detector, events =
+detector.advance(observation)``: every process that gets the same numbers decides alike.
+
+The change-point test is a z score of the newest window against the median level and trend of the
+windows before it. Its scale is a median absolute deviation (MAD), which outliers do not move
+(Hampel, "The influence curve and its role in robust estimation", 1974).
 """
 
 from __future__ import annotations
@@ -18,40 +21,53 @@ import msgspec
 
 Numbers: TypeAlias = tuple[float, ...]
 
-Z_LIMIT = (
-    4.5  # found a domain shift in real fine-tuning within 10 steps, with no false alarm in 4 runs
-)
-RATE_FACTOR = 2.0  # from one observation to the next, beyond what the trend says
-_FROM_ZERO = 1e300  # a factor that JSON can hold
-_MAD_TO_SD = 1.4826  # of a normal distribution
-_RECENT, _LONG, _LEAST = (
-    8,
-    32,
-    12,
-)  # changes between windows: of the present, of the run, before which nothing is judged
-_LEVEL = 4  # windows
-_RESIDUALS = 40  # values whose scatter within their windows tells the noise of one step
+# In real fine-tuning this limit detected a domain shift within 10 steps, without a false alarm in
+# four runs.
+Z_LIMIT = 4.5
+# Permitted factor between two observations, beyond the trend of the learning rate.
+RATE_FACTOR = 2.0
+# Stands for a rate that rises from zero: the largest factor that JSON can hold.
+_FROM_ZERO = 1e300
+# Ratio of the standard deviation and the MAD of a normal distribution.
+_MAD_TO_SD = 1.4826
+# Numbers of changes between windows that the scale is computed from: the recent and the long past.
+_RECENT, _LONG = 8, 32
+# Nothing is judged before this number of changes, because the scale is not reliable yet.
+_LEAST = 12
+# Number of windows whose median is the level.
+_LEVEL = 4
+# Number of values whose scatter within their windows gives the noise of a single step.
+_RESIDUALS = 40
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What re-arms the stage: ``what`` is one of ``loss``, ``gradient``, ``learning-rate``,
-    ``nonfinite``, ``optimizer``, ``resume``.
+    """An event that ends a stable stage.
+
+    Attributes:
+        step: The step at which it was observed.
+        what: ``loss``, ``gradient``, ``learning-rate``, ``nonfinite``, ``optimizer`` or ``resume``.
+        size: The z score of a loss or gradient event, the factor of a learning-rate event.
     """
 
+    # The field names are those of profile.json.
     step: int
     what: str
-    size: float = 0.0  # z score, or factor
+    size: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What a run reports at a step; ``None`` where it does not say.
+class RunObservation:
+    """The report of a run at one step; ``None`` stands for an unknown value.
 
-    ``loss``: of this step, or the mean since the observation before. ``gradient_norm``: before
-    clipping, likewise. ``learning_rate``: of the first parameter group, or of each. ``optimizer``:
-    whatever tells optimizers and layouts apart (betas, groups, leaf shapes, world size); compared
-    for equality. ``skipped``: the optimizer left a step out since the observation before.
-    ``resumed``: the run was restored since then.
+    Attributes:
+        step: The training step.
+        loss: The loss of this step, or the mean since the previous observation.
+        gradient_norm: The norm before clipping, likewise.
+        learning_rate: The rate of the first parameter group, or of each group.
+        optimizer: Any value that distinguishes optimizers and layouts (betas, groups, leaf shapes,
+            world size). It is compared for equality.
+        skipped: If True, the optimizer skipped a step since the previous observation.
+        resumed: If True, the run was restored since then.
     """
 
     step: int
@@ -65,8 +81,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The recent past of one quantity: its means over windows, how they changed, and how values
-    scatter within them.
+    """The recent past of one quantity.
+
+    Attributes:
+        pending: The values of the window that is still open.
+        pending_steps: The number of steps that they cover.
+        means: The means of the newest closed windows.
+        changes: The differences of neighbouring means.
+        residuals: The deviations of values from the means of their windows.
     """
 
     pending: Numbers = ()
@@ -76,18 +98,23 @@ class Series:
     residuals: Numbers = ()
 
     def advance(self, value: float, steps: int, window_steps: int) -> tuple[Series, float]:
-        """Take a value in, ``steps`` after the one before. Gives the z score of the window that it
-        closes; 0 where it closes none.
+        """Return the series with a value added, and the z score of the window that it closes.
 
-        Judged is the distance from the level, the median of the last 4 means moved on by the median
-        change. The scale is the largest of: the deviation (MAD) of the last 8 changes, of the last
-        32 (8 alone often tell too little noise), and the scatter of single values over the root of
-        their number in the window.
+        The score is 0 if no window is closed. It is the distance of the window's mean from the
+        level, which is the median of the last 4 means, extrapolated by the median change. The scale
+        is the largest of three estimates: the MAD of the last 8 changes, that of the last 32
+        changes, and the scatter of single values over the root of their number in the window.
+
+        Args:
+            value: The new value.
+            steps: The number of steps since the previous value.
+            window_steps: The number of steps of a window.
         """
         pending, pending_steps = (*self.pending, value), self.pending_steps + steps
         if pending_steps < window_steps:
             return replace(self, pending=pending, pending_steps=pending_steps), 0.0
         mean, count = fmean(pending), len(pending)
+        # Bessel's correction: residuals against the own mean are too small by this factor.
         widen = math.sqrt(count / (count - 1)) if count > 1 else 1.0
         residuals = self.residuals + (
             tuple(widen * (v - mean) for v in pending) if count > 1 else ()
@@ -97,6 +124,8 @@ class Series:
             noise = (
                 math.sqrt(fmean(r * r for r in self.residuals) / count) if self.residuals else 0.0
             )
+            # The recent changes alone often show too little noise. The long past alone lags behind
+            # a run that grows noisier. The last term guards against a series of equal values.
             scale = max(
                 _deviation(self.changes[-_RECENT:]),
                 _deviation(self.changes),
@@ -112,31 +141,41 @@ class Series:
 
 
 def _deviation(changes: Sequence[float]) -> float:
+    """Return the standard deviation, estimated from the median absolute deviation."""
     middle = median(changes)
     return _MAD_TO_SD * median(abs(change - middle) for change in changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Detector:
-    """What has been seen so far, as much of it as matters.
+    """The state of the fold over the observations of a run.
 
-    ``window_steps``: losses and norms are averaged over as many steps before they are judged;
-    observations further apart are judged one by one. Larger: smaller shifts are found, later.
-    ``rates``: (step, learning rate) of the last two observations, for each group.
+    Attributes:
+        window_steps: The number of steps over which losses and norms are averaged before they are
+            judged. Observations further apart are judged one by one. Larger: smaller shifts are
+            detected, but later; smaller: only large shifts, at once.
+        last: The last observation.
+        loss: The past of the loss.
+        gradient_norm: The past of the logarithm of the gradient norm.
+        rates: (step, learning rate of each group) of the last two observations.
+        peak_rate: The largest learning rate so far.
     """
 
     window_steps: int = 5
-    last: Observation | None = None
+    last: RunObservation | None = None
     loss: Series = field(default_factory=Series)
     gradient_norm: Series = field(default_factory=Series)
     rates: tuple[tuple[int, Numbers], ...] = ()
     peak_rate: float = 0.0
 
-    def advance(self, observation: Observation) -> tuple[Detector, tuple[Event, ...]]:
-        """Take an observation in. Gives the events that it shows; several of them may be one and
-        the same in the run.
+    def advance(self, observation: RunObservation) -> tuple[Detector, tuple[Event, ...]]:
+        """Return the detector with an observation added, and the events that it shows.
+
+        One cause in the run may raise several events.
         """
         step, last = observation.step, self.last
+        # A step that does not ascend is a resume that nobody reported. Nothing that was learned
+        # before it describes the run that continues.
         if last is not None and (observation.resumed or step <= last.step):
             fresh, _ = Detector(self.window_steps).advance(replace(observation, resumed=False))
             return fresh, (Event(step, "resume"), *_nonfinite(observation))
@@ -162,19 +201,21 @@ class Detector:
             events.append(Event(step, "loss", z_loss))
         if abs(z_norm) > Z_LIMIT:
             events.append(Event(step, "gradient", z_norm))
-        if events:  # the level is a new one, the noise most likely not
+        if events:
+            # The level is a new one. The noise is most likely the same, so the changes stay.
             loss, norm = (
                 replace(series, pending=(), pending_steps=0, means=()) for series in (loss, norm)
             )
-        seen = self.rates if rates is None else (*self.rates[-1:], (step, rates))
+        history = self.rates if rates is None else (*self.rates[-1:], (step, rates))
         peak = max((self.peak_rate, *(rates or ())))
-        kept = replace(
+        # An observation without an optimizer must not hide a change between its neighbours.
+        newest = replace(
             observation,
             optimizer=observation.optimizer
             if last is None or observation.optimizer is not None
             else last.optimizer,
         )
-        return Detector(self.window_steps, kept, loss, norm, seen, peak), tuple(events)
+        return Detector(self.window_steps, newest, loss, norm, history, peak), tuple(events)
 
 
 def _advance(
@@ -185,7 +226,7 @@ def _advance(
     return series.advance(value, steps, window_steps)
 
 
-def _nonfinite(observation: Observation) -> tuple[Event, ...]:
+def _nonfinite(observation: RunObservation) -> tuple[Event, ...]:
     values = (observation.loss, observation.gradient_norm)
     bad = observation.skipped or any(
         value is not None and not math.isfinite(value) for value in values
@@ -194,35 +235,35 @@ def _nonfinite(observation: Observation) -> tuple[Event, ...]:
 
 
 def _log(value: float | None) -> float | None:
-    """Gradient norms scatter by factors, not by amounts."""
+    """Return the logarithm of a gradient norm, because norms scatter by factors, not by amounts."""
     return math.log(value) if value is not None and 0 < value < math.inf else None
 
 
-def _rates(observation: Observation) -> Numbers | None:
+def _rates(observation: RunObservation) -> Numbers | None:
     rate = observation.learning_rate
     return rate if rate is None or isinstance(rate, tuple) else (float(rate),)
 
 
 def _jump(
-    seen: tuple[tuple[int, Numbers], ...], step: int, rates: Numbers | None, peak: float
+    history: tuple[tuple[int, Numbers], ...], step: int, rates: Numbers | None, peak: float
 ) -> float | None:
-    """The factor by which a learning rate has left its trend, or ``None``.
+    """Return the factor by which a learning rate has left its trend, or ``None``.
 
-    The trend is the line through the last two observations; what lies between it and the last rate,
-    twofold, is a schedule: warm-up, cosine, linear decay. So is what moves by less than a twentieth
-    of the largest rate: the end of a cosine.
+    The trend is the line through the last two observations. A rate between the trend and the last
+    rate, with a margin of ``RATE_FACTOR``, belongs to a schedule: warm-up, cosine or linear decay.
+    A change by less than a twentieth of the largest rate is the end of a cosine.
     """
-    if rates is None or not seen or len(seen[-1][1]) != len(rates):
+    if rates is None or not history or len(history[-1][1]) != len(rates):
         return None
     for group, rate in enumerate(rates):
-        last_step, last = seen[-1][0], seen[-1][1][group]
-        if len(seen) < 2 or len(seen[0][1]) != len(rates):
-            if rate > last:  # the first of a warm-up: no trend yet
+        last_step, last = history[-1][0], history[-1][1][group]
+        if len(history) < 2 or len(history[0][1]) != len(rates):
+            if rate > last:  # a warm-up begins and has no trend yet
                 continue
             trend = last
         else:
-            trend = last + (last - seen[0][1][group]) * (step - last_step) / (
-                last_step - seen[0][0]
+            trend = last + (last - history[0][1][group]) * (step - last_step) / (
+                last_step - history[0][0]
             )
         high, low = RATE_FACTOR * max(last, trend), min(last, trend) / RATE_FACTOR
         if not low <= rate <= high and abs(rate - min(max(rate, low), high)) > peak / 20:

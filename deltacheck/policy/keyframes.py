@@ -1,4 +1,4 @@
-"""The chain budget: when a leaf is written whole again."""
+"""The chain budget: the decision to write a leaf whole again."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import xxhash
 if TYPE_CHECKING:
     from deltacheck.policy.presets import Policy
 
-LEAST_RATIO_BYTES = 16 << 10  # what deltas of smaller leaves hold, a restore does not notice
+# The deltas of smaller leaves take no noticeable time in a restore, however many they are.
+LEAST_RATIO_BYTES = 16 << 10
 
 
 def staggered(path: str, limit: int) -> int:
-    """A limit for one leaf between half of ``limit`` (exclusive) and all of it, by a hash of its
-    path.
+    """Return the limit of one leaf, between half of ``limit`` (exclusive) and all of it.
 
-    So what is due at the limit does not all fall on one save. It depends on nothing else: every
-    process decides alike.
+    A hash of the path spreads the limits, so that the keyframes of all leaves do not fall on one
+    save. The result depends on nothing else, so every process decides alike.
     """
     spread = limit // 2
     return limit - (_hash(path) % spread if spread else 0)
 
 
 def staggered_ratio(path: str, limit: float) -> float:
-    """As ``staggered``, of a ratio."""
+    """Return the limit of one leaf for a ratio, spread as by ``staggered``."""
+    # The hash has 64 bits, so the fraction that is subtracted is below one half.
     return limit * (1 - _hash(path) / 2**65)
 
 
@@ -35,12 +36,14 @@ def _hash(path: str) -> int:
 
 
 def needs_keyframe(policy: Policy, path: str, raw_bytes: int, deltas: Sequence[int] | None) -> bool:
-    """Whether a leaf is written whole: it has no base (``deltas=None``), or its chain has reached
-    one
-    of its limits.
+    """Decide if a leaf is written whole: it has no base, or its chain has reached a limit.
 
-    ``deltas``: what each delta since the keyframe holds for a restore to decode, in bytes;
-    ``raw_bytes``: of the leaf.
+    Args:
+        policy: The policy that sets the limits.
+        path: The path of the leaf.
+        raw_bytes: The size of the leaf.
+        deltas: The decoded size in bytes of each delta since the keyframe; ``None`` if the leaf has
+            no keyframe yet.
     """
     if deltas is None or len(deltas) >= staggered(path, policy.max_chain_depth):
         return True
@@ -51,36 +54,37 @@ def needs_keyframe(policy: Policy, path: str, raw_bytes: int, deltas: Sequence[i
 
 
 def deltas_between(policy: Policy, path: str, raw_bytes: int, delta_bytes: int) -> int:
-    """How many deltas lie between two keyframes of a leaf where each holds ``delta_bytes`` for a
-    restore to decode.
-    """
+    """Return the number of deltas between two keyframes if each decodes to ``delta_bytes``."""
     return next(n for n in count() if needs_keyframe(policy, path, raw_bytes, [delta_bytes] * n))
 
 
 def due_for_reads(
     chains: Mapping[str, Sequence[str]], reads: Mapping[str, int], limit: int | None
 ) -> frozenset[str]:
-    """Leaves to write whole, so that a restore opens at most ``limit`` arrays of deltas after the
-    next
-    save.
+    """Return the leaves to write whole, so that a restore opens at most ``limit`` delta arrays.
 
-    ``chains``: the segments, oldest first, whose deltas each leaf needs; ``reads``: arrays that a
-    segment's deltas are made of. The oldest segments are given up first: their deltas serve fewest
-    leaves, since chains end at different times. The next save is taken to need as many as the
-    largest so far.
+    The limit holds after the next save, which is assumed to need as many arrays as the largest save
+    so far.
+
+    Args:
+        chains: For each leaf path, the segments whose deltas it needs, oldest first.
+        reads: For each segment, the number of arrays that its deltas consist of, 1 by default.
+        limit: The largest number of arrays, ``None`` for no limit. Smaller: faster restores, more
+            leaves written whole; larger: the opposite.
     """
     if limit is None:
         return frozenset()
-    needed = sorted(
-        {segment for chain in chains.values() for segment in chain}
-    )  # names ascend with the saves
-    total = sum(reads.get(segment, 1) for segment in needed) + max(
-        (reads.get(segment, 1) for segment in needed), default=0
+    # The names of segments ascend with the saves.
+    segments = sorted({segment for chain in chains.values() for segment in chain})
+    total = sum(reads.get(segment, 1) for segment in segments) + max(
+        (reads.get(segment, 1) for segment in segments), default=0
     )
-    given_up: set[str] = set()
-    for segment in needed:
+    # Chains end at different times, so the oldest segments serve the fewest leaves: abandoning them
+    # writes the least.
+    abandoned: set[str] = set()
+    for segment in segments:
         if total <= limit:
             break
-        given_up.add(segment)
+        abandoned.add(segment)
         total -= reads.get(segment, 1)
-    return frozenset(path for path, chain in chains.items() if given_up & set(chain))
+    return frozenset(path for path, chain in chains.items() if abandoned & set(chain))

@@ -1,4 +1,4 @@
-"""What a save promises: the presets that users choose from."""
+"""The presets of a policy: the promises of a save that users choose from."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ if TYPE_CHECKING:
 MOMENTS = ("exact", "bounded", "reused", "dropped")
 WEIGHTS = ("exact", "bounded")
 
-# Largest error of a bounded master: runs that were killed and resumed with it stayed within the
-# noise between data orders, and no element of theirs moved by 50 learning rates, where harm begins
-# (docs/explanation/stability.md).
+# The largest error of a bounded master. Runs that were killed and resumed with it stayed within the
+# noise between data orders, and none of their elements moved by 50 learning rates, where harm
+# begins (docs/explanation/stability.md).
 MASTER_ERROR_LR = 32.0
 
-# Where everything changes, a restore then decodes seven times the state at most, and not 33 times;
-# four to six deltas follow each keyframe.
+# If every word changes, a restore then decodes at most seven times the state instead of 33 times,
+# and four to six deltas follow each keyframe.
 RESTORE_RATIO = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """How the state behind the weights is kept once a run is stable; see ``Policy.model_exact`` for
-    what the fields mean.
+    """The treatment of the state behind the weights once a run is stable.
+
+    Attributes:
+        weights: ``"exact"`` or ``"bounded"``, see ``Policy.post_training``.
+        moments: One of ``MOMENTS``, see ``Policy.model_exact``.
+        master_error_lr: The largest error of a master weight, in learning rates.
+        moment_error_octaves: The largest error of a second moment, in octaves.
+        max_drift_octaves: The largest drift of a reused second moment, in octaves.
+        max_age_steps: The largest age of reused moments; 0 takes the limit from Adam's memory.
+        stable_from: The first step that may be inexact, ``None`` to detect it.
+        leaves: Paths of the leaves that may be inexact, ``None`` for all.
+        betas: The constants of Adam if the state does not hold them.
     """
 
     weights: str
@@ -42,19 +52,27 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a save promises and how long its chains may grow. Make one with a preset.
+    """The promises of a save and the limits of its delta chains.
 
-    ``hidden``: ``None`` where every leaf is restored bit for bit. ``max_chain_depth``: most deltas
-    that a restore applies to a leaf. Larger: fewer keyframes to write, longer restore, more
-    segments that a step depends on. ``derive``: whether weights that are the cast of their master
-    are left out of what is stored, and computed, proven by their digest, at a restore. Fewer bytes;
-    plain zarr finds no weights then. ``max_restore_reads``: most arrays of deltas that a restore
-    opens beside the keyframes. Smaller: a faster restore, above all from storage with slow
-    requests; more leaves written whole. ``max_restore_ratio``: most that a restore decodes of a
-    leaf's deltas, in units of the leaf's own bytes; the delta that reaches it is the last.
-    ``None``: what the depth allows. A delta of a leaf that changes everywhere counts as one, where
-    few words change as a few hundredths. Smaller: faster restores; larger: fewer bytes where
-    everything changes.
+    Make one with a preset: ``Policy.exact``, ``Policy.model_exact`` or ``Policy.post_training``.
+
+    Args:
+        max_chain_depth: The largest number of deltas that a restore applies to a leaf. Larger:
+            fewer keyframes to write, longer restores, more segments that a step depends on;
+            smaller: the opposite. 0: every save writes keyframes.
+        hidden: The treatment of the state behind the weights. ``None`` (default): every leaf is
+            restored bit for bit.
+        derive: If True, weights that are the cast of their master are not stored. A restore
+            computes them and proves them by their digest: fewer bytes, but plain zarr finds no
+            weights. If False (default), every weight is stored: more bytes, readable by zarr.
+        max_restore_reads: The largest number of delta arrays that a restore opens in addition to
+            the keyframes, ``None`` (default) for no limit. Smaller: faster restores, above all from
+            storage with slow requests, but more leaves written whole; larger: the opposite.
+        max_restore_ratio: The largest amount that a restore decodes of a leaf's deltas, in units of
+            the leaf's own bytes (default: 6). The delta that reaches it is the last of its chain. A
+            delta of a leaf that changes everywhere counts as 1; if few words change, it counts as
+            a few hundredths. Smaller: faster restores; larger: fewer bytes if everything changes.
+            ``None``: only ``max_chain_depth`` limits the chain.
     """
 
     max_chain_depth: int
@@ -65,7 +83,7 @@ class Policy:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every leaf is stored as it is, whatever the others are."""
+        """Return True if every leaf is stored as it is, independently of other leaves."""
         return self.hidden is None and not self.derive
 
     @classmethod
@@ -77,10 +95,29 @@ class Policy:
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
-        """Lossless: every leaf is restored bit for bit. Raises ``ValueError`` for a limit below 0
-        (0: every save writes keyframes).
+        """Return a lossless policy: every leaf is restored bit for bit.
+
+        Args:
+            max_chain_depth: The largest number of deltas that a restore applies to a leaf (default:
+                32). Larger: fewer bytes to write; smaller: faster restores. 0: every save writes
+                keyframes.
+            derive: Omit weights that are the cast of their master (default: False). True: fewer
+                bytes; False: plain zarr can read the weights.
+            max_restore_reads: The largest number of delta arrays that a restore opens, ``None``
+                (default) for no limit. Smaller: faster restores; larger: fewer bytes.
+            max_restore_ratio: The largest amount that a restore decodes of a leaf's deltas, in
+                units of the leaf (default: 6), ``None`` for no limit. Smaller: faster restores;
+                larger: fewer bytes.
+
+        Returns:
+            The policy.
+
+        Raises:
+            ValueError: If a limit is negative, or ``max_restore_ratio`` is not positive.
         """
-        return cls(**_checked(max_chain_depth, max_restore_reads, max_restore_ratio), derive=derive)
+        return cls(
+            **_chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio), derive=derive
+        )
 
     @classmethod
     def model_exact(
@@ -97,31 +134,53 @@ class Policy:
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
-        """What the forward pass sees is restored bit for bit; optimizer state that it does not see
-        is
-        bounded or reused, once it is stable.
+        """Return a policy that keeps the forward pass exact and bounds or reuses optimizer state.
 
-        Until then, and after every event that makes the run unstable (a jump of loss, gradient norm
-        or learning rate, a NaN, a resume), everything is exact. So are, always, the weights, step
-        counts, schedules, generators, everything small or of one axis, and all that is not known to
-        be Adam's.
+        The forward pass after a restore is bit for bit that of the save. Optimizer state that it
+        does not see is bounded or reused once the run is stable. Until then, and after every event
+        that makes the run unstable (a jump of loss, gradient norm or learning rate, a NaN, a
+        resume), everything is exact. The following leaves are always exact: weights, step counts,
+        schedules, generators, everything small or of one axis, and all moments that are not known
+        to be Adam's. ``docs/explanation/policy.md`` gives the reasons.
 
-        ``moments``: of Adam. ``"reused"``: mean and mean of squares (m, v) are written as a pair
-        when they have drifted, and at least every ``max_age_steps``; between, a restore gives the
-        earlier pair. ``"bounded"``: both at every save, within ``moment_error_octaves``; the
-        largest files, the closest resume. ``"dropped"``: v bounded, m zero after a restore, which
-        costs a resumed run about 1 / (1 - beta1) steps of progress, once. ``"exact"``: only master
-        weights are bounded. ``master_error_lr``: largest error of a float32 master weight, in units
-        of the learning rate; it never leaves the cell of its exact bfloat16 weight. Larger: fewer
-        bytes, more noise on resume. ``moment_error_octaves``: of v, as ``|log2|`` of the ratio; m
-        has 0.6. ``max_drift_octaves``: how far v may have moved (the median) while it is reused,
-        beside that error. Larger: fewer bytes, an older state. ``max_age_steps``: 0 takes what
-        Adam's memory permits. ``stable_from``: first step at which anything may be inexact
-        (default: found from the drift of v). ``betas``: of Adam, where the state does not tell
-        (optax). Saves take the learning rate from the state, or from ``metrics={"learning_rate":
-        ...}``; without it masters stay exact.
+        Saves take the learning rate from the state, or from ``metrics={"learning_rate": ...}``.
+        Without it masters stay exact.
 
-        Raises ``ValueError`` for values out of range.
+        Args:
+            moments: The treatment of Adam's moments m and v:
+
+                - ``"reused"`` (default): m and v are written as a pair when they have drifted, and
+                  at least every ``max_age_steps``. In between, a restore gives the earlier pair.
+                - ``"bounded"``: both are written at every save, within ``moment_error_octaves``:
+                  the largest files, the closest resume.
+                - ``"dropped"``: v is bounded, and m is zero after a restore. This costs a resumed
+                  run about 1 / (1 - beta1) steps of progress, once.
+                - ``"exact"``: only master weights are bounded.
+            master_error_lr: The largest error of a float32 master weight, in units of the learning
+                rate (default: 32). A master never leaves the cell of its exact bfloat16 weight.
+                Larger: fewer bytes, more noise on resume; smaller: the opposite.
+            moment_error_octaves: The largest error of v, as ``|log2|`` of the ratio, from 0.02 to 2
+                (default: 0.5); the error of m is 0.6. Larger: fewer bytes, a less faithful step
+                size; smaller: the opposite.
+            max_drift_octaves: The largest median drift of v while it is reused, in addition to
+                ``moment_error_octaves``; above 0 and below 8 (default: 0.1). Larger: fewer bytes,
+                an older state; smaller: the opposite.
+            max_age_steps: The largest age of a reused pair in steps (default: 200). Larger: fewer
+                bytes, an older state; smaller: the opposite. 0: only Adam's memory limits the age.
+            stable_from: The first step at which anything may be inexact. Earlier: fewer bytes, but
+                a larger risk while v still changes; later: the opposite. ``None`` (default): it is
+                detected from the drift of v.
+            betas: The constants of Adam if the state does not hold them, as with optax. ``None``
+                (default): moments without known betas stay exact.
+            max_chain_depth: As in ``Policy.exact``.
+            max_restore_reads: As in ``Policy.exact``.
+            max_restore_ratio: As in ``Policy.exact``.
+
+        Returns:
+            The policy.
+
+        Raises:
+            ValueError: If a value is out of its range.
         """
         hidden = Hidden(
             "exact",
@@ -134,7 +193,7 @@ class Policy:
             None,
             betas,
         )
-        limits = _checked(max_chain_depth, max_restore_reads, max_restore_ratio)
+        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
         return cls(**limits, hidden=_checked_hidden(hidden))
 
     @classmethod
@@ -152,19 +211,35 @@ class Policy:
         max_restore_reads: int | None = None,
         max_restore_ratio: float | None = RESTORE_RATIO,
     ) -> Policy:
-        """What the profile of an earlier run allows: its stable set, from its stable start on.
-        Everything else is exact.
+        """Return the policy that the profile of an earlier run permits.
 
-        ``weights``: ``"exact"`` or ``"bounded"``: then bfloat16 weights are the cast of the bounded
-        master and are not stored; fewer bytes where many weights move between saves, and the
-        forward pass after a restore is not the one that was saved. Masters then err by no more than
-        half a unit in the last place of a typical weight, or 8 learning rates. The others: as
-        ``model_exact`` has them. A profile without a stable start, or of an unknown optimizer,
-        gives an exact policy.
+        The leaves that the profile calls stable are bounded or reused, from the step at which they
+        became stable. Everything else is exact. A profile without a stable start, or of an unknown
+        optimizer, gives an exact policy.
 
-        Raises ``ValueError`` for values out of range.
+        Args:
+            profile: The profile of an earlier, similar run.
+            weights: ``"exact"`` (default): weights are restored bit for bit. ``"bounded"``:
+                bfloat16 weights are the cast of the bounded master and are not stored: fewer bytes
+                if many weights move between saves, but the forward pass after a restore differs
+                from the saved one. Masters then err by at most half a unit in the last place of a
+                typical weight, or 8 learning rates.
+            moments: As in ``Policy.model_exact``.
+            master_error_lr: As in ``Policy.model_exact``.
+            moment_error_octaves: As in ``Policy.model_exact``.
+            max_drift_octaves: As in ``Policy.model_exact``.
+            max_age_steps: As in ``Policy.model_exact``.
+            max_chain_depth: As in ``Policy.exact``.
+            max_restore_reads: As in ``Policy.exact``.
+            max_restore_ratio: As in ``Policy.exact``.
+
+        Returns:
+            The policy.
+
+        Raises:
+            ValueError: If a value is out of its range.
         """
-        stable = frozenset(
+        stable_leaves = frozenset(
             path for path, leaf in profile.leaves.items() if not isinstance(leaf.recommended, Exact)
         )
         betas = (
@@ -172,26 +247,29 @@ class Policy:
             if profile.optimizer is None
             else (profile.optimizer.beta1, profile.optimizer.beta2)
         )
-        hidden = Hidden(
-            weights,
-            moments,
-            master_error_lr,
-            moment_error_octaves,
-            max_drift_octaves,
-            max_age_steps,
-            profile.stable_start,
-            stable,
-            betas,
-        )
-        kept = None if profile.stable_start is None or betas is None else _checked_hidden(hidden)
-        limits = _checked(max_chain_depth, max_restore_reads, max_restore_ratio)
-        return cls(**limits, hidden=kept, derive=True)
+        hidden = None
+        if profile.stable_start is not None and betas is not None:
+            hidden = _checked_hidden(
+                Hidden(
+                    weights,
+                    moments,
+                    master_error_lr,
+                    moment_error_octaves,
+                    max_drift_octaves,
+                    max_age_steps,
+                    profile.stable_start,
+                    stable_leaves,
+                    betas,
+                )
+            )
+        limits = _chain_limits(max_chain_depth, max_restore_reads, max_restore_ratio)
+        return cls(**limits, hidden=hidden, derive=True)
 
 
-def _checked(
+def _chain_limits(
     max_chain_depth: int, max_restore_reads: int | None, max_restore_ratio: float | None
 ) -> dict[str, Any]:
-    """The limits of a chain by their names."""
+    """Check the limits of a chain and return them by their names."""
     for limit in (max_chain_depth, max_restore_reads or 0):
         if limit < 0:
             raise ValueError(
@@ -210,6 +288,7 @@ def _checked(
 
 
 def _checked_hidden(hidden: Hidden) -> Hidden:
+    """Check the ranges of all values and return the record."""
     if hidden.weights not in WEIGHTS or hidden.moments not in MOMENTS:
         raise ValueError(
             f"weights must be one of {', '.join(WEIGHTS)} and moments one of {', '.join(MOMENTS)}, "

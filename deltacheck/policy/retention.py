@@ -1,4 +1,4 @@
-"""Which checkpoints stay: a pure function of what there is."""
+"""Retention rules: a pure function from the checkpoints of a root to those that stay."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keep the ``count`` checkpoints with the best value of ``metric``, a name given to ``save(...,
-    metrics=...)``.
+    """A retention rule that keeps the checkpoints with the best values of a metric.
 
-    ``mode``: ``"min"`` (a loss) or ``"max"`` (an accuracy). A step without the metric, or with a
-    value that is not finite, is never among the best; of equal values the older one stays. Larger
-    ``count``: more to choose from, more disk space.
+    A step without the metric, or with a value that is not finite, is never among the best. Of equal
+    values the older one stays.
 
-    Raises ``ValueError`` for another mode, a count below 1, an empty name.
+    Args:
+        metric: The name of a metric that is given to ``save(..., metrics=...)``.
+        count: The number of checkpoints to keep, at least 1 (default: 1). Larger: more checkpoints
+            to choose from, more disk space; smaller: the opposite.
+        mode: ``"min"`` keeps the smallest values, as for a loss (default); ``"max"`` keeps the
+            largest values, as for an accuracy.
+
+    Raises:
+        ValueError: If the name is empty, the count is below 1 or the mode is unknown.
     """
 
     metric: str
@@ -33,12 +39,17 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept is the union of the rules. ``last``: so many of the newest steps. ``every``:
-    steps
-    that it divides. ``best``: by metrics.
+    """The retention rules of a root; a checkpoint that any rule names is kept.
 
-    Without any rule everything is kept; with any, the newest step is kept in any case. Raises
-    ``ValueError`` for numbers below 1.
+    Without any rule everything is kept. With a rule, the newest step is kept in any case.
+
+    Args:
+        last: The number of newest steps to keep, ``None`` for no such rule.
+        every: Keep the steps that this number divides, ``None`` for no such rule.
+        best: Rules that keep the best steps by a metric.
+
+    Raises:
+        ValueError: If a number is below 1.
     """
 
     last: int | None = None
@@ -52,13 +63,19 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
+        """Return True if there is no rule, so that nothing is ever deleted."""
         return self.last is None and self.every is None and not self.best
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint. ``nonce``: of its save; what compaction has written again has the
-    same.
+    """A committed checkpoint.
+
+    Attributes:
+        seq: Its sequence number.
+        step: Its training step.
+        nonce: The identifier of its save. A checkpoint that compaction rewrites keeps the nonce.
+        metrics: The metrics that were given to the save.
     """
 
     seq: int
@@ -67,35 +84,44 @@ class Saved:
     metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def kept(
+def retained(
     checkpoints: Iterable[Saved], retention: Retention, tagged: Collection[str] = ()
 ) -> frozenset[int]:
-    """The sequence numbers of the checkpoints that stay. ``tagged``: nonces of saves that stay
-    whatever the rules say.
+    """Return the sequence numbers of the checkpoints that stay.
 
-    A step that was saved again later (by a resumed run, or by compaction) can no longer be asked
-    for by its number: the rules do not count it. Of one save, only the newest form stays.
+    Args:
+        checkpoints: All checkpoints of a root.
+        retention: The rules.
+        tagged: Nonces of saves that stay whatever the rules say.
     """
-    every = sorted(checkpoints, key=lambda one: one.seq)
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
     if retention.keeps_all:
-        return frozenset(one.seq for one in every)
-    of_saves = {one.nonce: one.seq for one in every}
-    stay = {of_saves[nonce] for nonce in tagged if nonce in of_saves}
-    steps = sorted({one.step: one for one in every}.values(), key=lambda one: one.seq)
-    stay |= {one.seq for one in steps[-(retention.last or 1) :]}
+        return frozenset(checkpoint.seq for checkpoint in ordered)
+    # Later entries overwrite earlier ones: of each save only its newest form stays.
+    newest_of_save = {checkpoint.nonce: checkpoint.seq for checkpoint in ordered}
+    stay = {newest_of_save[nonce] for nonce in tagged if nonce in newest_of_save}
+    # A step that was saved again, by a resumed run or by compaction, can no longer be requested by
+    # its number, so the rules do not count it.
+    reachable = sorted(
+        {checkpoint.step: checkpoint for checkpoint in ordered}.values(),
+        key=lambda checkpoint: checkpoint.seq,
+    )
+    stay |= {checkpoint.seq for checkpoint in reachable[-(retention.last or 1) :]}
     if retention.every is not None:
-        stay |= {one.seq for one in steps if one.step % retention.every == 0}
+        stay |= {
+            checkpoint.seq for checkpoint in reachable if checkpoint.step % retention.every == 0
+        }
     for rule in retention.best:
         sign = 1 if rule.mode == "min" else -1
         values = [
-            (sign * value, one.seq)
-            for one in steps
-            if (value := _finite(one.metrics.get(rule.metric))) is not None
+            (sign * value, checkpoint.seq)
+            for checkpoint in reachable
+            if (value := _finite(checkpoint.metrics.get(rule.metric))) is not None
         ]
         stay |= {seq for _, seq in sorted(values)[: rule.count]}
     return frozenset(stay)
 
 
 def _finite(value: float | str | None) -> float | None:
-    """A metric as a number that can be compared: manifests keep NaN and infinities as text."""
+    """Return a metric if it can be compared; manifests store NaN and infinities as text."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""The stage of a run: warm (everything is written), stable (hidden state is bounded or reused),
-degraded (everything is written again).
+"""The stages of a run: warm, stable and degraded.
 
-A fold over what each save saw: ``advance`` is pure, so every process and every replay of the same
-observations decides alike.
+In the warm and the degraded stage everything is written bit for bit. In the stable stage the hidden
+state is bounded or reused. ``advance`` is a pure fold over the observations of the saves, so every
+process and every replay of the same observations decides alike.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from dataclasses import dataclass, replace
 
 WARM, STABLE, DEGRADED = "warm", "stable", "degraded"
 
-QUIET_WINDOWS = 3  # saves without an event, and within the drift, before anything may be reused
-RISING = 1.001  # of the learning rate from save to save: a warm-up is under way
+# Saves in a row without an event and within the drift before anything may be reused. A single quiet
+# save happens by chance in the middle of a warm-up.
+QUIET_WINDOWS = 3
+# Growth of the learning rate from save to save above which a warm-up is under way.
+RISING = 1.001
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What one save saw. ``drift_octaves``: median ``|log2|`` change of second moments since the
-    save
-    before, ``None`` where there is nothing to compare with. ``events``: what the change-point
-    detector found since.
+class SaveObservation:
+    """The signals of a run at one save.
+
+    Attributes:
+        step: The step that is saved.
+        learning_rate: The largest rate of all groups, ``None`` if it is unknown.
+        drift_octaves: Median ``|log2|`` change of the second moments since the previous save,
+            ``None`` if nothing can be compared.
+        events: The names of the events that the change-point detector raised since then.
     """
 
     step: int
@@ -31,7 +38,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``quiet``: windows in a row that were quiet. ``learning_rate``: at the last save."""
+    """The state of the fold.
+
+    Attributes:
+        name: ``WARM``, ``STABLE`` or ``DEGRADED``.
+        quiet: The number of quiet saves in a row.
+        learning_rate: The rate at the last save.
+    """
 
     name: str = WARM
     quiet: int = 0
@@ -39,28 +52,40 @@ class Stage:
 
 
 def advance(
-    stage: Stage, seen: Observation, tolerance_octaves: float, stable_from: int | None
+    stage: Stage,
+    observation: SaveObservation,
+    tolerance_octaves: float,
+    stable_from: int | None,
 ) -> Stage:
-    """The stage for the save that saw ``seen``.
+    """Return the stage of the save that made ``observation``.
 
-    Stable begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning rate that
-    does not rise, and with a drift of at most ``tolerance_octaves``, not before step
-    ``stable_from``. An event ends it at once: degraded, until the same holds again. Drift does not:
-    from then on what is reused is guarded leaf by leaf, and the leaves that are written exactly
-    would speak for the others.
+    The stable stage begins after ``QUIET_WINDOWS`` saves in a row without an event, with a learning
+    rate that does not rise and with a drift within the tolerance. An event ends it at once.
+
+    Args:
+        stage: The stage of the previous save.
+        observation: The signals of this save.
+        tolerance_octaves: The largest drift of a quiet save. Larger: the stable stage begins
+            earlier; smaller: later or never.
+        stable_from: The first step that may be stable, ``None`` for any.
     """
     rising = (
         stage.learning_rate is not None
-        and seen.learning_rate is not None
-        and seen.learning_rate > RISING * stage.learning_rate
+        and observation.learning_rate is not None
+        and observation.learning_rate > RISING * stage.learning_rate
     )
-    settled = seen.drift_octaves is not None and seen.drift_octaves <= tolerance_octaves
-    after = replace(stage, learning_rate=seen.learning_rate)
-    if seen.events:
-        return replace(after, name=WARM if stage.name == WARM else DEGRADED, quiet=0)
+    within_drift = (
+        observation.drift_octaves is not None and observation.drift_octaves <= tolerance_octaves
+    )
+    successor = replace(stage, learning_rate=observation.learning_rate)
+    if observation.events:
+        # A run that was never stable has nothing to degrade from.
+        return replace(successor, name=WARM if stage.name == WARM else DEGRADED, quiet=0)
     if stage.name == STABLE:
-        return after
-    quiet = stage.quiet + 1 if settled and not rising else 0
-    if quiet >= QUIET_WINDOWS and (stable_from is None or seen.step >= stable_from):
-        return replace(after, name=STABLE, quiet=quiet)
-    return replace(after, quiet=quiet)
+        # Drift does not end the stable stage. From then on each reused leaf is guarded by itself,
+        # and the leaves that are still written exactly would speak for the others.
+        return successor
+    quiet = stage.quiet + 1 if within_drift and not rising else 0
+    if quiet >= QUIET_WINDOWS and (stable_from is None or observation.step >= stable_from):
+        return replace(successor, name=STABLE, quiet=quiet)
+    return replace(successor, quiet=quiet)

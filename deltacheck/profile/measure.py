@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.policy import adam
-from deltacheck.policy.roles import Hyperparameters, Parameter, Roles, hyperparameters, prove
+from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
+from deltacheck.policy.roles import prove
 from deltacheck.profile.record import AdamRule
 from deltacheck.profile.sample import Plan
 

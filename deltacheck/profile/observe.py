@@ -13,7 +13,8 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat
 from deltacheck.policy import roles
-from deltacheck.policy.events import Detector, Event, Observation
+from deltacheck.policy.events import Detector, Event, RunObservation
+from deltacheck.policy.parameters import hyperparameters
 from deltacheck.profile import measure
 from deltacheck.profile.analyse import TOLERANCE_OCTAVES, Facts, History, analyse
 from deltacheck.profile.measure import Observed, Samples
@@ -79,8 +80,8 @@ class Observer(ABC):
             rates, optimizer = self._look(
                 step, state() if callable(state) else state, rates, resumed
             )
-        seen = Observation(step, loss, gradient_norm, rates or None, optimizer)
-        self._detector, events = self._detector.advance(seen)
+        observation = RunObservation(step, loss, gradient_norm, rates or None, optimizer)
+        self._detector, events = self._detector.advance(observation)
         self._events += events
         return due
 
@@ -103,7 +104,7 @@ class Observer(ABC):
             self._plan = Plan(specs, settled, self._plan.starts)
         values = measure.scalars_of(scalars, samples)
         self._rules = measure.rules(self._plan.roles, values, self._optimizer)
-        groups = roles.hyperparameters(self._plan.roles, values)
+        groups = hyperparameters(self._plan.roles, values)
         rates = tuple(group.lr for group in groups.values() if group.lr is not None) or rates
         if len(rates) == 1:
             self._rules = {

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.roles import Roles
+from deltacheck.policy.parameters import Roles
 
 BLOCK = 64  # contiguous elements: at most two rows of most matrices, one burst of memory
 _EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)

@@ -26,11 +26,10 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node, scalars
 from deltacheck.policy import Policy, adam, roles
 from deltacheck.policy.decide import Decision, Situation, betas, decide
-from deltacheck.policy.events import Detector
-from deltacheck.policy.events import Observation as Seen
+from deltacheck.policy.events import Detector, RunObservation
 from deltacheck.policy.keyframes import staggered
-from deltacheck.policy.roles import Hyperparameters, Parameter, Roles
-from deltacheck.policy.stage import STABLE, Observation, Stage, advance
+from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
+from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
 from deltacheck.restore import derive
 from deltacheck.save.work import Coded, LeafSource, Terms
 from deltacheck.store.manifest import Derived
@@ -109,9 +108,7 @@ class Treatment:
         told = next((metrics[name] for name in _RATES if name in metrics), None)
         rates = {
             group: own if own.lr is not None else replace(own, lr=told)
-            for group, own in (
-                roles.hyperparameters(found, known) | {"": Hyperparameters()}
-            ).items()
+            for group, own in (hyperparameters(found, known) | {"": Hyperparameters()}).items()
         }
         self._observe(step, rates, metrics, specs)
         if self._stage.name == STABLE:
@@ -147,7 +144,7 @@ class Treatment:
             tuple((group, own.beta1, own.beta2) for group, own in rates.items()),
             tuple(specs.values()),
         )
-        seen = Seen(
+        seen = RunObservation(
             step,
             loss=metrics.get("loss"),
             gradient_norm=next((metrics[name] for name in _NORMS if name in metrics), None),
@@ -164,7 +161,7 @@ class Treatment:
             )
         drifts, self._drifts = self._drifts, []
         drift = float(np.median(drifts)) if drifts else None
-        observed = Observation(
+        observed = SaveObservation(
             step, max(learning_rates, default=None), drift, tuple(event.what for event in events)
         )
         self._stage = advance(self._stage, observed, hidden.max_drift_octaves, hidden.stable_from)

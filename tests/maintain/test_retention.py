@@ -18,7 +18,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.maintain import retain
 from deltacheck.maintain.compact import compact
-from deltacheck.policy.retention import Retention, Saved, kept
+from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.store import collect, tags
 from deltacheck.store.root import open_root, open_segments
 
@@ -33,12 +33,12 @@ def saved(*steps: int, **metrics: dict[int, float | str]) -> list[Saved]:
 def test_what_is_kept_is_the_union_of_the_rules_and_the_tags() -> None:
     loss = dict(enumerate([5.0, 1.0, 3.0, 9.0, 8.0, 7.0]))
     every = saved(0, 1, 2, 3, 4, 5, loss=loss)
-    assert kept(every, Retention()) == {0, 1, 2, 3, 4, 5}
-    assert kept(every, Retention(last=2)) == {4, 5}
-    assert kept(every, Retention(every=3)) == {0, 3, 5}
-    assert kept(every, Retention(best=(KeepBest("loss", 2),))) == {1, 2, 5}
-    assert kept(every, Retention(best=(KeepBest("loss", 1, "max"),))) == {3, 5}
-    assert kept(
+    assert retained(every, Retention()) == {0, 1, 2, 3, 4, 5}
+    assert retained(every, Retention(last=2)) == {4, 5}
+    assert retained(every, Retention(every=3)) == {0, 3, 5}
+    assert retained(every, Retention(best=(KeepBest("loss", 2),))) == {1, 2, 5}
+    assert retained(every, Retention(best=(KeepBest("loss", 1, "max"),))) == {3, 5}
+    assert retained(
         every, Retention(2, 3, (KeepBest("loss"),)), tagged=["n2", "of a step that is gone"]
     ) == {0, 1, 2, 3, 4, 5}
 
@@ -51,13 +51,13 @@ def test_a_value_that_is_not_finite_or_missing_is_never_among_the_best() -> None
         3: float("nan"),
         4: float("-inf"),
     }
-    assert kept(
+    assert retained(
         saved(0, 1, 2, 3, 4, 5, 6, loss=values), Retention(best=(KeepBest("loss", 3),))
     ) == {0, 6}
 
 
 def test_of_equal_values_the_older_step_stays() -> None:
-    assert kept(
+    assert retained(
         saved(0, 1, 2, 3, accuracy=dict.fromkeys(range(4), 1.0)),
         Retention(best=(KeepBest("accuracy", 1, "max"),)),
     ) == {0, 3}
@@ -65,12 +65,12 @@ def test_of_equal_values_the_older_step_stays() -> None:
 
 def test_a_step_that_a_resumed_run_has_saved_again_does_not_count() -> None:
     every = saved(1, 2, 3, 2, 3)
-    assert kept(every, Retention(last=3)) == {0, 3, 4}
-    assert kept(every, Retention(last=1), tagged=["n1"]) == {1, 4}
+    assert retained(every, Retention(last=3)) == {0, 3, 4}
+    assert retained(every, Retention(last=1), tagged=["n1"]) == {1, 4}
 
 
 def test_the_newest_step_is_the_last_one_saved_not_the_one_with_the_highest_number() -> None:
-    assert kept(saved(7, 8, 9, 2), Retention(last=1)) == {3}
+    assert retained(saved(7, 8, 9, 2), Retention(last=1)) == {3}
 
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}])

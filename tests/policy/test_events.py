@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltacheck.policy.events import Detector, Observation
+from deltacheck.policy.events import Detector, RunObservation
 from deltacheck.profile.record import Event
 
 STEPS = 400
 
 
-def events(observations: Sequence[Observation]) -> list[Event]:
+def events(observations: Sequence[RunObservation]) -> list[Event]:
     detector, found = Detector(), []
     for observation in observations:
         detector, seen = detector.advance(observation)
@@ -35,9 +35,9 @@ def norms(seed: int, steps: int = STEPS) -> np.ndarray[Any, Any]:
 
 def observed(
     loss: Any, norm: Any = None, every: int = 1, **more: Sequence[Any]
-) -> list[Observation]:
+) -> list[RunObservation]:
     return [
-        Observation(
+        RunObservation(
             every * (i + 1),
             float(loss[i]),
             None if norm is None else float(norm[i]),
@@ -79,14 +79,14 @@ def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
 @pytest.mark.parametrize("every", [1, 5, 20])
 def test_a_schedule_is_no_jump_of_the_learning_rate(rates: list[float], every: int) -> None:
     assert (
-        events([Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)])
+        events([RunObservation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)])
         == []
     )
     linear = [1e-5 * max(0.0, 1 - step / STEPS) for step in range(STEPS + 1)]
     assert (
         events(
             [
-                Observation(step, learning_rate=linear[step])
+                RunObservation(step, learning_rate=linear[step])
                 for step in range(0, STEPS + 1, 5 * every)
             ]
         )
@@ -103,7 +103,7 @@ def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(
         rate * (factor if step >= 200 else 1) for step, rate in enumerate(warmup_then_cosine())
     ]
     (found,) = events(
-        [Observation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)]
+        [RunObservation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)]
     )
     assert (found.step, found.what) == (200, "learning-rate")
     assert found.size == pytest.approx(factor, rel=0.1)
@@ -111,14 +111,14 @@ def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(
 
 def test_a_rate_that_comes_out_of_nothing_has_a_size_that_a_profile_can_hold() -> None:
     rates = [1e-5, 1e-5, 0.0, 0.0, 1e-5]
-    found = events([Observation(step, learning_rate=rate) for step, rate in enumerate(rates)])
+    found = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
     assert [event.step for event in found] == [2, 4]
     assert all(math.isfinite(event.size) for event in found)
 
 
 def test_each_group_has_a_learning_rate() -> None:
     rates = [(1e-5, 1e-6 if step < 60 else 9e-6) for step in range(100)]
-    (found,) = events([Observation(step, learning_rate=rate) for step, rate in enumerate(rates)])
+    (found,) = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
     assert (found.step, found.what) == (60, "learning-rate")
 
 
@@ -164,12 +164,12 @@ def test_other_betas_or_another_layout_are_an_event() -> None:
 
 def test_a_resume_is_an_event_and_a_new_beginning() -> None:
     """Told by the caller, or by a step that was there before; rates before it are no trend."""
-    resumed = [Observation(1, resumed=True)]
+    resumed = [RunObservation(1, resumed=True)]
     assert [event.what for event in events(resumed)] == ["resume"]
-    run = [Observation(step, 2.0, learning_rate=1e-5) for step in range(30)]
-    again = [Observation(step, 2.0, learning_rate=9e-5) for step in range(20, 40)]
+    run = [RunObservation(step, 2.0, learning_rate=1e-5) for step in range(30)]
+    again = [RunObservation(step, 2.0, learning_rate=9e-5) for step in range(20, 40)]
     assert [(event.step, event.what) for event in events([*run, *again])] == [(20, "resume")]
-    later = [Observation(50, 2.0, learning_rate=1e-5, resumed=True)]
+    later = [RunObservation(50, 2.0, learning_rate=1e-5, resumed=True)]
     assert [(event.step, event.what) for event in events([*run, *later])] == [(50, "resume")]
 
 

@@ -12,7 +12,7 @@ import pytest
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy import roles
-from deltacheck.policy.roles import Hyperparameters, Parameter, Roles
+from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 
 
 def specs(**leaves: tuple[int, ...]) -> dict[str, LeafSpec]:
@@ -149,7 +149,7 @@ def test_injected_hyperparameters_are_read_from_leaves() -> None:
     group = "opt_state/1/hyperparams"
     assert {p.group for p in found.parameters} == {group}
     values = {f"{group}/learning_rate": 1e-3, f"{group}/b1": 0.9, f"{group}/b2": 0.999}
-    assert roles.hyperparameters(found, values) == {group: Hyperparameters(1e-3, 0.9, 0.999, None)}
+    assert hyperparameters(found, values) == {group: Hyperparameters(1e-3, 0.9, 0.999, None)}
 
 
 # --- torch ----------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_numbered_torch_states_get_weights_by_shape_and_order(tied: bool, severa
     found = roles.find(leaves, scalars, order)
     assert {p.name: p.weight for p in found.parameters} == weights_of(model, optimizer, found)
     assert all(p.adam and not p.proven and p.count == f"{p.name}/step" for p in found.parameters)
-    rates = roles.hyperparameters(found, scalars)
+    rates = hyperparameters(found, scalars)
     assert [r.lr for r in rates.values()] == ([1e-3, 1e-4] if several else [1e-3])
     assert set(rates.values()) <= {Hyperparameters(lr, 0.9, 0.999, 1e-8) for lr in (1e-3, 1e-4)}
     assert {p.group for p in found.parameters} == rates.keys()
@@ -314,7 +314,7 @@ def test_states_under_names_get_the_weight_of_that_name(flattened: bool) -> None
         assert parameter.adam
         assert parameter.proven
         assert (leaves.get(str(parameter.count)) or scalars.get(str(parameter.count))) is not None
-    assert set(roles.hyperparameters(found, scalars).values()) == {
+    assert set(hyperparameters(found, scalars).values()) == {
         Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
     }
 

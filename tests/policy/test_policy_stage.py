@@ -11,15 +11,15 @@ from deltacheck import Policy
 from deltacheck.leaf.contracts import Bounded, Reused
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.decide import Situation, decide, lattice_spacing
+from deltacheck.policy.parameters import Hyperparameters, Parameter
 from deltacheck.policy.presets import Hidden
-from deltacheck.policy.roles import Hyperparameters, Parameter
-from deltacheck.policy.stage import DEGRADED, STABLE, WARM, Observation, Stage, advance
+from deltacheck.policy.stage import DEGRADED, STABLE, WARM, SaveObservation, Stage, advance
 
 QUIET = dict(learning_rate=1e-5, drift_octaves=0.05)
 
 
 def stages(
-    *seen: Observation, stable_from: int | None = None, first: Stage | None = None
+    *seen: SaveObservation, stable_from: int | None = None, first: Stage | None = None
 ) -> list[str]:
     stage, names = first or Stage(), []
     for one in seen:
@@ -29,7 +29,7 @@ def stages(
 
 
 def test_three_quiet_saves_make_a_run_stable() -> None:
-    assert stages(*(Observation(step, **QUIET) for step in range(4))) == [
+    assert stages(*(SaveObservation(step, **QUIET) for step in range(4))) == [
         WARM,
         WARM,
         STABLE,
@@ -39,21 +39,21 @@ def test_three_quiet_saves_make_a_run_stable() -> None:
 
 def test_nothing_is_stable_before_the_step_that_a_profile_found() -> None:
     assert (
-        stages(*(Observation(step, **QUIET) for step in range(0, 60, 10)), stable_from=40)
+        stages(*(SaveObservation(step, **QUIET) for step in range(0, 60, 10)), stable_from=40)
         == [WARM] * 4 + [STABLE] * 2
     )
 
 
 def test_a_learning_rate_that_rises_is_not_quiet() -> None:
     rates = [1e-6, 2e-6, 3e-6, 4e-6, 4e-6, 4e-6, 4e-6]
-    assert stages(*(Observation(n, rate, 0.01) for n, rate in enumerate(rates))) == [WARM] * 6 + [
-        STABLE
-    ]
+    assert stages(*(SaveObservation(n, rate, 0.01) for n, rate in enumerate(rates))) == [
+        WARM
+    ] * 6 + [STABLE]
 
 
 def test_a_save_that_has_nothing_to_compare_with_is_not_quiet() -> None:
     drifts = [None, 0.01, 0.01, None, 0.01, 0.01, 0.01]
-    assert stages(*(Observation(n, 1e-5, drift) for n, drift in enumerate(drifts))) == [
+    assert stages(*(SaveObservation(n, 1e-5, drift) for n, drift in enumerate(drifts))) == [
         WARM
     ] * 6 + [STABLE]
 
@@ -63,14 +63,14 @@ def test_a_save_that_has_nothing_to_compare_with_is_not_quiet() -> None:
 )
 def test_an_event_ends_a_stable_stage_at_once_and_three_quiet_saves_end_that(event: str) -> None:
     seen = [
-        Observation(0, **QUIET, events=(event,)),
-        *(Observation(n, **QUIET) for n in range(1, 4)),
+        SaveObservation(0, **QUIET, events=(event,)),
+        *(SaveObservation(n, **QUIET) for n in range(1, 4)),
     ]
     assert stages(*seen, first=Stage(STABLE, 3, 1e-5)) == [DEGRADED, DEGRADED, DEGRADED, STABLE]
 
 
 def test_drift_is_a_condition_of_becoming_stable_and_not_of_staying_so() -> None:
-    fast = Observation(0, 1e-5, 0.2)
+    fast = SaveObservation(0, 1e-5, 0.2)
     assert stages(fast, fast, fast, fast) == [WARM] * 4
     assert stages(fast, first=Stage(STABLE, 3, 1e-5)) == [STABLE]
 

@@ -19,7 +19,7 @@ import pytest
 
 from deltacheck import Profile, Profiler
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
-from deltacheck.policy.events import Detector, Observation
+from deltacheck.policy.events import Detector, RunObservation
 from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.analyse import History, analyse
 from deltacheck.profile.measure import Measured, Observed
@@ -150,7 +150,7 @@ def test_loss_and_gradients_of_real_training_raise_no_alarm(name: str) -> None:
     for step, (loss, norm) in enumerate(
         zip(recorded(name)["loss"], recorded(name)["gradient_norm"], strict=True)
     ):
-        detector, events = detector.advance(Observation(step, loss, norm))
+        detector, events = detector.advance(RunObservation(step, loss, norm))
         found += events
     assert found == []
 
