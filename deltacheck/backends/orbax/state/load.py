@@ -11,18 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from numpy.typing import NDArray
 
 from deltacheck.backends.base import match_targets, place_numpy
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
-from deltacheck.leaf.tiles import Box
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
+from deltacheck.resolve_leaves import Loaded
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import Leaf, require_contract, resolve_leaves, stored_chains
-from deltacheck.restore.values import Loaded, as_array, load_boxes, load_leaves
+from deltacheck.restore.fill import Request, StepReader
+from deltacheck.restore.resolve import require_contract, resolve_leaves
+from deltacheck.restore.values import as_array
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
@@ -207,79 +210,47 @@ def _made(
     ``is_all``: these are all of the step.
     """
     across = {
-        path: one
-        for path, one in wanted.items()
-        if one.tag not in _NUMPY and pieces.spans_processes(one.sharding)
+        path: array
+        for path, array in wanted.items()
+        if array.tag not in _NUMPY and pieces.spans_processes(array.sharding)
     }
-    here = {path: one for path, one in wanted.items() if path not in across}
-    bases: dict[str, U8] = {}
-    some = None if is_all and not across else [one.owner for one in here.values()]
-    found = resolve_leaves(root, manifest, some, max_bytes=max_bytes)
-    loaded = load_leaves(found, max_bytes=max_bytes, stored=bases)
-    made = make(here, loaded)
-    chains = stored_chains(found.values())
+    local = {path: array for path, array in wanted.items() if path not in across}
+    paths = None if is_all and not across else [array.owner for array in local.values()]
+    reader = StepReader(root, manifest, max_bytes=max_bytes)
+    loaded = reader.whole(paths)
+    arrays = make(local, loaded)
     if across:
-        parts, more = _parts(root, manifest, across, max_bytes, bases)
-        made |= parts
-        chains |= stored_chains(more.values())
-    return {path: made[path] for path in wanted}, Read(loaded, chains, bases)
+        arrays |= _assembled(reader, across)
+    return {path: arrays[path] for path in wanted}, Read(loaded, reader.chains, reader.stored)
 
 
-def _parts(
-    root: Root,
-    manifest: Manifest,
-    wanted: Mapping[str, Wanted],
-    max_bytes: int | None,
-    bases: dict[str, U8],
-) -> tuple[dict[str, Any], Mapping[str, Leaf]]:
-    """Arrays of several processes from what this one needs of their leaves, which is all that is
-    read, and these leaves.
-    """
-    shapes, shardings, boxes = {}, {}, {}
-    for path, one in wanted.items():
-        assert one.sharding is not None
-        stored = manifest.spec(one.owner).shape
-        shape = stored[:-1] if leaves.is_key_tag(one.tag) else stored
-        shapes[path], shardings[path] = shape, one.sharding
-        boxes[path] = pieces.boxes_of(one.sharding, shape, stored[len(shape) :])
-    asked: dict[str, Box] = {}  # of each leaf, what holds every box of it
-    for path, one in wanted.items():
-        for box in boxes[path].values():
-            before = asked.get(one.owner, box)
-            asked[one.owner] = tuple(
-                slice(min(a.start, b.start), max(a.stop, b.stop))
-                for a, b in zip(before, box, strict=True)
-            )
-    found = resolve_leaves(root, manifest, list(asked), max_bytes=max_bytes, boxes=asked)
-    names = {
-        (path, device): f"{path}\0{_text(box)}"
-        for path, of in boxes.items()
-        for device, box in of.items()
-    }
-    needed = {name: boxes[path][device] for (path, device), name in names.items()}
-    arrays = load_boxes(
-        {name: found[wanted[path].owner] for (path, _), name in names.items()},
-        needed,
-        max_bytes=max_bytes,
-        stored=bases,
-    )
-    parts = {
-        path: {device: arrays[names[path, device]] for device in of} for path, of in boxes.items()
-    }
-    tags = {path: one.tag for path, one in wanted.items()}
+def _assembled(reader: StepReader, wanted: Mapping[str, Wanted]) -> dict[str, Any]:
+    """Return arrays of several processes. Only the boxes of this process's devices are read."""
+    shapes, shardings = {}, {}
+    requests: dict[tuple[str, jax.Device], Request] = {}
+    for path, array in wanted.items():
+        assert array.sharding is not None
+        stored = reader.manifest.spec(array.owner).shape
+        shape = stored[:-1] if leaves.is_key_tag(array.tag) else stored
+        shapes[path], shardings[path] = shape, array.sharding
+        for device, box in pieces.boxes_of(array.sharding, shape, stored[len(shape) :]).items():
+            requests[path, device] = Request(array.owner, box)
+    parts: dict[str, dict[jax.Device, NDArray[Any]]] = {path: {} for path in wanted}
+
+    def place(key: tuple[str, jax.Device], spec: LeafSpec, box: NDArray[Any]) -> None:
+        parts[key[0]][key[1]] = box
+
+    reader.boxes(requests, place)
     dtypes = {
         path: (
-            leaves.key_dtype(one.tag)
-            if leaves.is_key_tag(one.tag)
-            else manifest.spec(one.owner).element.numpy
+            leaves.key_dtype(array.tag)
+            if leaves.is_key_tag(array.tag)
+            else reader.manifest.spec(array.owner).element.numpy
         )
-        for path, one in wanted.items()
+        for path, array in wanted.items()
     }
-    return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags)), found
-
-
-def _text(box: Box) -> str:
-    return ",".join(f"{s.start}:{s.stop}" for s in box)
+    tags = {path: array.tag for path, array in wanted.items()}
+    return dict(pieces.assembled(shapes, shardings, parts, dtypes, tags))
 
 
 def abstract_tree(manifest: Manifest) -> Any:

@@ -8,11 +8,9 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import optree
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -30,20 +28,15 @@ from torch.futures import Future
 from deltacheck.backends.torch.dcp import names
 from deltacheck.backends.torch.dcp.stream import Restored, keep
 from deltacheck.backends.torch.state import leaves
-from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.sharding import whole
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore import damage
-from deltacheck.restore.resolve import (
-    Leaf,
-    check_budget,
-    require_contract,
-    resolve_leaves,
-    stored_chains,
-)
-from deltacheck.restore.values import Array, Loaded, box_bytes, load_boxes, load_leaves
+from deltacheck.restore.fill import Request, StepReader, leaf_of_box
+from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.values import Array, Loaded
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
@@ -189,31 +182,18 @@ class DeltaStorageReader(StorageReader):
     def _tensors(
         self, items: list[ReadItem], planner: LoadPlanner, manifest: Manifest, index: _Index
     ) -> None:
-        boxes = [_box(item) for item in items]
-        paths = [index.tensors[item.storage_index.fqn] for item in items]
-        found = resolve_leaves(
-            self._root,
-            manifest,
-            list(dict.fromkeys(paths)),
-            max_bytes=self._max_bytes,
-            boxes=_hulls(paths, boxes),
-        )
-        sizes = [box_bytes(found[path].spec, box) for path, box in zip(paths, boxes, strict=True)]
-        check_budget(self._max_bytes, sum(sizes))
-        stored: dict[str, U8] | None = {} if self._resume else None
-        order = sorted(range(len(items)), key=lambda at: (paths[at], [s.start for s in boxes[at]]))
-        for batch in _batches(order, sizes):
-            asked = {str(at): found[paths[at]] for at in batch}
-            arrays = load_boxes(
-                asked,
-                {str(at): boxes[at] for at in batch},
-                max_bytes=self._max_bytes,
-                stored=stored,
-            )
-            for at in batch:
-                _place(items[at], planner, found[paths[at]], arrays.pop(str(at)), manifest.step)
-        if stored is not None:
-            keep(self._root.path, Restored(manifest, stored_chains(found.values()), stored))
+        reader = StepReader(self._root, manifest, max_bytes=self._max_bytes, keep=self._resume)
+
+        def place(number: int, spec: LeafSpec, box: Array) -> None:
+            _place(items[number], planner, leaf_of_box(spec, box), manifest.step)
+
+        requests = {
+            number: Request(index.tensors[item.storage_index.fqn], _box(item))
+            for number, item in enumerate(items)
+        }
+        reader.boxes(requests, place, batch_bytes=_BATCH_BYTES)
+        if self._resume:
+            keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 
     def _object(self, fqn: str, manifest: Manifest, index: _Index) -> io.BytesIO:
         """What DCP's planner will unpickle: written by ``torch.save`` in this process, of values
@@ -242,9 +222,8 @@ class DeltaStorageReader(StorageReader):
         return safe
 
     def _load(self, path: str, manifest: Manifest) -> Loaded:
-        return load_leaves(resolve_leaves(self._root, manifest, [path], max_bytes=self._max_bytes))[
-            path
-        ]
+        reader = StepReader(self._root, manifest, max_bytes=self._max_bytes, keep=False)
+        return reader.whole([path])[path]
 
 
 def _index(manifest: Manifest) -> _Index:
@@ -311,36 +290,9 @@ def _box(item: ReadItem) -> Box:
     )
 
 
-def _hulls(paths: list[str], boxes: list[Box]) -> dict[str, Box]:
-    """Per leaf, the least box that holds all that is asked of it."""
-    hulls: dict[str, Box] = {}
-    for path, box in zip(paths, boxes, strict=True):
-        known = hulls.get(path, box)
-        hulls[path] = tuple(
-            slice(min(a.start, b.start), max(a.stop, b.stop))
-            for a, b in zip(known, box, strict=True)
-        )
-    return hulls
-
-
-def _batches(order: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    total = 0
-    for at in order:
-        if batch and total + sizes[at] > _BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(at)
-        total += sizes[at]
-    if batch:
-        yield batch
-
-
-def _place(item: ReadItem, planner: LoadPlanner, leaf: Leaf, array: Array, step: int) -> None:
-    part = dataclasses.replace(leaf.spec, shape=array.shape)
-    tensor = leaves.tensor_of(
-        Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    )
+def _place(item: ReadItem, planner: LoadPlanner, leaf: Loaded, step: int) -> None:
+    """Copy a box to the tensor that the planner has for it."""
+    tensor = leaves.tensor_of(leaf)
     target = planner.resolve_tensor(item).detach()
     if target.dtype != tensor.dtype or target.shape != tensor.shape:
         raise TreeMismatch(

@@ -41,6 +41,7 @@ from deltacheck.errors import Damaged, StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.restore import damage
 from deltacheck.restore.export import new_file
+from deltacheck.restore.fill import StepReader
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Written
 
@@ -116,7 +117,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._engine: _Publishing | None = None
         self._saving: _Save | None = None  # while save_checkpoint runs
         self._reading: Reading | None = None  # while load_checkpoint runs
-        self._read: Reading | None = None  # what the next save goes on from
+        self._read: StepReader | None = None  # what the next save continues from
         self._is_fresh = False  # whether the ranks have to agree on that
 
     def bind(self, engine: Any, options: Mapping[str, Any]) -> None:
@@ -250,21 +251,14 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_fresh, self._read = False, None
         mine = (
             None
-            if read is None or read.root is None or read.root.path != engine.root
-            else read.digest
+            if read is None or read.root.path != engine.root
+            else read.root.digest_of(read.manifest)
         )
         if together.joint.agree(
             mine, lambda every: every[0] is not None and all(one == every[0] for one in every)
         ):
             assert read is not None
-            assert read.manifest is not None
-            together.resume(
-                engine._saver,
-                read.manifest,
-                together.flatten(state),
-                read.leaves.values(),
-                read.stored,
-            )
+            together.resume(engine._saver, read, together.flatten(state))
 
     def _state(self, save: _Save, root: Path) -> dict[str, Any]:
         """The tree of this rank."""
@@ -360,7 +354,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         reading.files.clear()
         self._is_fresh, self._read = True, None
         if kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
-            self._read = reading
+            self._read = reading.reader
             reading.keep(self._own(), bool(self._deepspeed.save_non_zero_checkpoint))
         return found
 
@@ -414,7 +408,8 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 pointer.write(path, pointer.read(first))
 
     def _load(self, path: Path, reading: Reading, map_location: MapLocation | None) -> Any:
-        root, manifest = reading.opened(path)
+        reader = reading.open(path)
+        root, manifest = reader.root, reader.manifest
         about = self._about(path, manifest)
         files = child(manifest.tree, _FILES)
         name = path.name

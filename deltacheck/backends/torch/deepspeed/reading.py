@@ -4,13 +4,10 @@ what was read can be gone on from.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -19,125 +16,107 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tiles, tree
-from deltacheck.leaf.sharding import whole
-from deltacheck.leaf.tiles import Box
+from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Node
-from deltacheck.restore.resolve import Leaf, resolve_leaves
-from deltacheck.restore.values import Loaded, load_boxes
-from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root
+from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 
 
-@dataclass(slots=True)
 class Reading:
-    """One ``load_checkpoint``. ``files``: what was loaded, by path; ``leaves``, ``stored``: where
-    it
-    came from, and the bytes of chains that were read whole: what a save that goes on from here
-    compares with.
+    """One ``load_checkpoint``: all its files are read from one step.
+
+    ``files`` has what was loaded so far, by path. ``reader`` is ``None`` before the first file was
+    opened; it has what a save that continues from the step needs.
     """
 
-    files: dict[str, Any] = field(default_factory=dict)
-    root: Root | None = None
-    manifest: Manifest | None = None
-    leaves: dict[str, Leaf] = field(default_factory=dict)
-    stored: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.files: dict[str, Any] = {}
+        self.reader: StepReader | None = None
 
-    def opened(self, path: Path) -> tuple[Root, Manifest]:
+    def open(self, path: Path) -> StepReader:
+        """Return the reader of the step that a file points to.
+
+        Raises:
+            TreeMismatch: The file points to another save than the files before it.
+        """
         root, manifest = pointer.opened(path)
-        if self.manifest is not None and (root.path, manifest.seq) != (
-            self._step[0].path,
-            self._step[1].seq,
-        ):
+        if self.reader is None:
+            self.reader = StepReader(root, manifest)
+        opened = self.reader
+        if (root.path, manifest.seq) != (opened.root.path, opened.manifest.seq):
             raise TreeMismatch(
-                f"{path} stands for another save (seq {manifest.seq}) than the file before it (seq"
-                f" {self.manifest.seq}); a save was not finished, or files of two were mixed. Load"
-                " another tag"
+                f"{path} points to another save (seq {manifest.seq}) than the file before it (seq"
+                f" {opened.manifest.seq}); a save was not finished, or files of two were mixed."
+                " Load another tag"
             )
-        if self.manifest is None:
-            self.root, self.manifest = root, manifest
-        return self._step
+        return opened
 
     @property
-    def _step(self) -> tuple[Root, Manifest]:
-        assert self.root is not None
-        assert self.manifest is not None
-        return self.root, self.manifest
-
-    @property
-    def digest(self) -> str:
-        root, manifest = self._step
-        return root.digest_of(manifest)
+    def _opened(self) -> StepReader:
+        assert self.reader is not None  # every file is opened before it is read
+        return self.reader
 
     def keep(self, own: Mapping[str, range], others: bool) -> None:
-        """Forget the bytes that another rank goes on from. ``own``: elements of leaves that are
-        cut;
-        ``others``: whether leaves beside them are this rank's.
+        """Drop the stored bytes that another rank will continue from.
+
+        Args:
+            own: The elements of this rank, for each leaf that is cut.
+            others: Keep the leaves that are not in ``own``.
         """
-        self.stored = {
-            name: data
-            for name, data in self.stored.items()
-            if (
-                tiles.origin(name)[0] in own[leaf]
-                if (leaf := tiles.leaf_of(name)) in own
-                else others
-            )
-        }
+        reader = self._opened
+
+        def is_own(name: str) -> bool:
+            leaf = tiles.leaf_of(name)
+            return tiles.origin(name)[0] in own[leaf] if leaf in own else others
+
+        reader.stored = {name: data for name, data in reader.stored.items() if is_own(name)}
 
     def dtype(self, prefix: str) -> torch.dtype:
-        """Of the leaves below a path, which all have the same."""
-        _, manifest = self._step
-        name = next(spec.dtype for path, spec in manifest.specs.items() if path.startswith(prefix))
-        found = getattr(torch, name)
-        assert isinstance(found, torch.dtype)
-        return found
+        """Return the dtype of the leaves below a path, which all have the same."""
+        specs = self._opened.manifest.specs
+        name = next(spec.dtype for path, spec in specs.items() if path.startswith(prefix))
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
-    def tree(self, wanted: Mapping[str, Any], move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Some branches of the step's tree."""
-        root, manifest = self._step
-        part = tree.pruned(manifest.tree, _like(wanted))
-        owners = sorted(set(tree.array_paths(part).values()))
-        found = resolve_leaves(root, manifest, owners)
-        self.leaves |= found
-        boxes = {path: whole(leaf.spec.shape) for path, leaf in found.items()}
-        arrays = load_boxes(found, boxes, stored=self.stored)
-        loaded = {
-            path: Loaded(found[path].spec, list(range(found[path].spec.chunk_count)), _bytes(array))
-            for path, array in arrays.items()
-        }
-        return leaves.tree_of(part, loaded, move, stored=self.stored)
+    def tree(
+        self, branches: Mapping[str, Any], move: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """Read some branches of the step's tree.
 
-    def put(self, wanted: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
-        """Read what parts say of leaves (by path) to where they say of flat tensors."""
-        places = {path: (flat, part) for path, flat, part in wanted if part.size}
-        boxes = {
-            path: (slice(part.begin, part.begin + part.size),) for path, (_, part) in places.items()
-        }
-        for path, values in self._boxes(boxes).items():
-            flat, part = places[path]
-            flat.narrow(0, part.at, part.size).copy_(values)
+        Args:
+            branches: The keys to read, nested; ``None`` stands for all below a key.
+            move: Puts each tensor on the device that it is loaded to.
+        """
+        reader = self._opened
+        part = tree.pruned(reader.manifest.tree, _like(branches))
+        loaded = reader.whole(sorted(set(tree.array_paths(part).values())))
+        return leaves.tree_of(part, loaded, move, stored=reader.stored)
 
-    def _boxes(self, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
-        root, manifest = self._step
-        specs = manifest.specs
-        for path, box in boxes.items():
-            if path in specs and box[0].stop > specs[path].shape[0]:
+    def put(self, parts: Iterable[tuple[str, torch.Tensor, zero.Part]]) -> None:
+        """Read parts of leaves into flat tensors.
+
+        Args:
+            parts: For each part the path of its leaf, the flat tensor, and the part's position in
+                both.
+        """
+        reader = self._opened
+        specs, step = reader.manifest.specs, reader.manifest.step
+        places = {path: (flat, part) for path, flat, part in parts if part.size}
+        requests: dict[str, Request] = {}
+        for path, (_, part) in places.items():
+            stop = part.begin + part.size
+            if path in specs and stop > specs[path].shape[0]:
                 raise TreeMismatch(
-                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {manifest.step},"
-                    " more in this engine"
+                    f"leaf {path!r} has {specs[path].shape[0]} elements in step {step}, more in"
+                    " this engine"
                 )
-        found = resolve_leaves(root, manifest, list(boxes), boxes=boxes)
-        self.leaves |= found
-        arrays = load_boxes(found, boxes, stored=self.stored)
-        return {
-            path: leaves.tensor_of(
-                Loaded(dataclasses.replace(found[path].spec, shape=array.shape), [], _bytes(array))
-            )
-            for path, array in arrays.items()
-        }
+            requests[path] = Request(path, (slice(part.begin, stop),))
 
+        def place(path: str, spec: LeafSpec, box: NDArray[Any]) -> None:
+            flat, part = places[path]
+            flat.narrow(0, part.at, part.size).copy_(leaves.tensor_of(leaf_of_box(spec, box)))
 
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        reader.boxes(requests, place)
 
 
 def _like(wanted: Mapping[str, Any]) -> Node:

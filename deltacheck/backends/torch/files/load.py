@@ -12,8 +12,8 @@ import torch
 from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.state import leaves
 from deltacheck.restore import damage
-from deltacheck.restore.resolve import require_contract, resolve_leaves
-from deltacheck.restore.values import load_leaves
+from deltacheck.restore.fill import StepReader
+from deltacheck.restore.resolve import require_contract
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.root import open_root
 
@@ -75,9 +75,7 @@ def load(
     opened.require_digest(manifest, expected_digest)
     require_contract(manifest, contract)
     with damage.named(opened, manifest):
-        loaded = load_leaves(
-            resolve_leaves(opened, manifest, max_bytes=max_bytes), max_bytes=max_bytes
-        )
+        loaded = StepReader(opened, manifest, max_bytes=max_bytes, keep=False).whole()
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 
 

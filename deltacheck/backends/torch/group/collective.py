@@ -5,11 +5,10 @@ restore with the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
@@ -21,11 +20,10 @@ from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
-from deltacheck.restore.resolve import Leaf, require_contract, resolve_leaves, stored_chains
-from deltacheck.restore.values import load_boxes, load_leaves
+from deltacheck.restore.fill import Request, StepReader
+from deltacheck.restore.resolve import require_contract
 from deltacheck.save.joint import Attempt, Joint
 from deltacheck.save.saver import Saver
 from deltacheck.store.files.durability import Durability
@@ -147,43 +145,36 @@ class Together:
             return root.digest_of(manifest)
 
         digest = self.joint.agree(step, choose)
-        found: dict[str, Leaf] = {}
-        stored: dict[str, NDArray[np.uint8]] = {}
         with self.telling():
             manifest = root.manifest(step)
             root.require_digest(manifest, digest)
             require_contract(manifest, contract)
+            reader = StepReader(root, manifest, max_bytes=max_bytes, keep=target is not None)
             with damage.named(root, manifest):
                 if target is None:
-                    loaded = load_leaves(
-                        resolve_leaves(root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
-                    )
-                    state = leaves.tree_of(manifest.tree, loaded)
+                    state = leaves.tree_of(manifest.tree, reader.whole())
                 else:
-                    state, found, stored = _fill(root, manifest, target, max_bytes)
-        self.joint.agree(
-            None, lambda _: None
-        )  # nobody goes on from a step that another could not restore
-        self.resume(saver, manifest, target, found.values(), stored)
+                    state = _fill(reader, target)
+        # No rank may continue from a step that another rank could not restore.
+        self.joint.agree(None, lambda _: None)
+        self.resume(saver, reader, target)
         return manifest, state
 
-    def resume(
-        self,
-        saver: Saver,
-        manifest: Manifest,
-        state: Flat | None,
-        found: Iterable[Leaf],
-        stored: Mapping[str, NDArray[np.uint8]],
-    ) -> None:
-        """Go on from a step that every rank has read. ``state``: as the next save has it, where
-        that
-        is known; ``found``: the leaves that were read, ``stored``: the bytes of their chains that
-        were read whole.
+    def resume(self, saver: Saver, reader: StepReader, state: Flat | None) -> None:
+        """Continue from a step that every rank has read with ``reader``.
+
+        Args:
+            saver: The saver of this rank.
+            reader: Has read what this rank holds of the step.
+            state: The state as the next save will have it; ``None`` if that is not known.
         """
-        own = self.joint.resume(manifest, None if state is None else shards.held(state))
-        chains = stored_chains(found)
-        adopted = {name: chains[name] for name in own if name in stored}
-        saver.adopt(adopted, {name: stored[name] for name in adopted}, manifest)
+        own = self.joint.resume(reader.manifest, None if state is None else shards.held(state))
+        names = [name for name in own if name in reader.stored]
+        saver.adopt(
+            {name: reader.chains[name] for name in names},
+            {name: reader.stored[name] for name in names},
+            reader.manifest,
+        )
 
     def given(self, into: object, restored: object) -> object:
         """What a restore into a state gives its caller."""
@@ -224,45 +215,29 @@ def _copies(flat: Flat) -> dict[str, str]:
     }
 
 
-def _fill(
-    root: Root, manifest: Manifest, target: Flat, max_bytes: int | None
-) -> tuple[Any, dict[str, Leaf], dict[str, NDArray[np.uint8]]]:
-    """Fill a target with what it holds of a step: the state, where it came from, and the bytes of
-    chains that were read whole.
-    """
-    chosen = match_targets(manifest, target, partly=True)
+def _fill(reader: StepReader, target: Flat) -> Any:
+    """Fill a target with the part of a step that it holds, and return its state."""
+    manifest = reader.manifest
+    stored_path = match_targets(manifest, target, partly=True)
     parts = {
         (path, number): piece
         for path, value in target.arrays.items()
         for number, piece in enumerate(shards.pieces(value))
     }
-    asked: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-    for (path, _), piece in parts.items():
-        asked.setdefault(chosen[path], set()).add(tuple((s.start, s.stop) for s in piece.box))
-    alone: dict[str, Box] = {
-        chosen[path]: piece.box
-        for (path, _), piece in parts.items()
-        if len(asked[chosen[path]]) == 1
-    }
-    found = resolve_leaves(
-        root, manifest, list(asked), max_bytes=max_bytes, boxes=alone, partly=asked
-    )
-    stored: dict[str, NDArray[np.uint8]] = {}
-    named = {str(number): (path, piece) for number, ((path, _), piece) in enumerate(parts.items())}
-    arrays = load_boxes(
-        {name: found[chosen[path]] for name, (path, _) in named.items()},
-        {name: piece.box for name, (_, piece) in named.items()},
-        max_bytes=max_bytes,
-        stored=stored,
-    )
     values = dict(target.arrays)
-    for name, (path, piece) in named.items():
-        filled = shards.fill(piece, found[chosen[path]].spec, arrays[name])
+
+    def place(key: tuple[str, int], spec: LeafSpec, box: NDArray[Any]) -> None:
+        piece, path = parts[key], key[0]
+        filled = shards.fill(piece, spec, box)
         if values[path] is piece.values:
             values[path] = filled
+
+    reader.boxes(
+        {key: Request(stored_path[key[0]], piece.box) for key, piece in parts.items()}, place
+    )
     owners = tree.array_paths(target.skeleton)
     skeleton = tree.pruned(manifest.tree, target.skeleton)
     missing = tree.array_paths(skeleton).keys() - owners.keys()
     if missing:
         raise TreeMismatch(f"leaf {min(missing)!r} of step {manifest.step} is not in the target")
-    return tree.unflatten(skeleton, lambda path, owner, tag: values[owners[path]]), found, stored
+    return tree.unflatten(skeleton, lambda path, owner, tag: values[owners[path]])

@@ -4,7 +4,6 @@ descriptor says.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore.values import Loaded
+from deltacheck.restore.fill import leaf_of_box
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,10 +201,8 @@ def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
     ``spec``: of the leaf.
     """
     if isinstance(piece.values, torch.Tensor):
-        part = dataclasses.replace(spec, shape=array.shape)
-        content = Loaded(part, [], np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         with torch.no_grad():
-            piece.values.copy_(leaves.tensor_of(content))
+            piece.values.copy_(leaves.tensor_of(leaf_of_box(spec, array)))
         return piece.values
     if isinstance(piece.values, np.ndarray):
         np.copyto(piece.values, array)
