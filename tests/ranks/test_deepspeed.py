@@ -530,25 +530,28 @@ class Unknown:
 
 
 def troubles(rank: int, folder: Path) -> dict[str, Any]:
-    from deltacheck.backends.torch import deepspeed
+    from deltacheck.backends.torch.deepspeed import publishing
+    from deltacheck.backends.torch.deepspeed.configuration import engine_options
+    from deltacheck.backends.torch.deepspeed.reading import Reading
     from deltacheck.save import work
 
     found: dict[str, Any] = {}
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
     found["options"] = dict(engine.checkpoint_engine._options)
-    found["wrong option"] = message_of(
-        lambda: deepspeed._options({"deltacheck": {"keep_lots": 1}}, {})
-    )
+    found["wrong option"] = message_of(lambda: engine_options({"deltacheck": {"keep_lots": 1}}, {}))
     train(engine, False, 1)
     run = folder / "troubles"
-    gate, real = threading.Event(), deepspeed._Publishing._commit
-    deepspeed._Publishing._commit = lambda self, manifest: (gate.wait(60), real(self, manifest))[1]
+    gate, real = threading.Event(), publishing.PublishingEngine._commit
+    publishing.PublishingEngine._commit = lambda self, manifest: (
+        gate.wait(60),
+        real(self, manifest),
+    )[1]
     engine.save_checkpoint(str(run), "slow")
     found["latest before the commit"] = text_of(run / "latest")
     found["pointers before the commit"] = [path.name for path in (run / "slow").iterdir()]
     gate.set()
     engine.checkpoint_engine.wait()
-    deepspeed._Publishing._commit = real
+    publishing.PublishingEngine._commit = real
     torch.distributed.barrier()
     found["latest after the commit"] = text_of(run / "latest")
 
@@ -574,12 +577,12 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["latest after the refusal"] = text_of(run / "latest")
 
     train(engine, False, 4)
-    publish = deepspeed.publish
-    deepspeed.publish = no_room
+    publish = publishing.publish
+    publishing.publish = no_room
     engine.save_checkpoint(str(run), "unfound")
     engine.checkpoint_engine._engine.wait()
     torch.distributed.barrier()
-    deepspeed.publish = publish
+    publishing.publish = publish
     found["unpublished"] = message_of(lambda: engine.save_checkpoint(str(run), "unfound"))
     found["latest of the unpublished"] = text_of(run / "latest")
     torch.distributed.barrier()
@@ -593,7 +596,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
         target = pointer.read(run / "slow" / path.name)
         pointer.write(path, target)
         checkpoints = engine.checkpoint_engine
-        checkpoints._reading = deepspeed.Reading()
+        checkpoints._reading = Reading()
         checkpoints.load(str(run / "good" / "zero_pp_rank_0_mp_rank_00_model_states.pt"))
         found["mixed files"] = message_of(lambda: checkpoints.load(str(path)))
         checkpoints._reading = None

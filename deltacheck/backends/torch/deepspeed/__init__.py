@@ -8,7 +8,7 @@ from deltacheck.backends.torch.deepspeed.checkpoint_engine import (
     DeltaCheckpointEngine,
     attach,
     install,
-    publish,
 )
+from deltacheck.backends.torch.deepspeed.publishing import publish
 
 __all__ = ["DeltaCheckpointEngine", "attach", "install", "publish"]

@@ -1,6 +1,4 @@
-"""Read what is wanted of one step: branches of its tree, and runs of leaves that are stored flat;
-what was read can be gone on from.
-"""
+"""Read branches of one step's tree, and parts of its leaves that are stored flat."""
 
 from __future__ import annotations
 
@@ -70,6 +68,11 @@ class Reading:
 
         reader.stored = {name: data for name, data in reader.stored.items() if is_own(name)}
 
+    def names(self, keys: Iterable[str]) -> list[str]:
+        """Return the names below some keys of the step's tree."""
+        skeleton = self._opened.manifest.tree
+        return [name for key in keys for name in keys_of(child(skeleton, key))]
+
     def dtype(self, prefix: str) -> torch.dtype:
         """Return the dtype of the leaves below a path, which all have the same."""
         specs = self._opened.manifest.specs
@@ -119,23 +122,24 @@ class Reading:
         reader.boxes(requests, place)
 
 
-def _like(wanted: Mapping[str, Any]) -> Node:
-    """A skeleton with these keys, to prune another by."""
+def _like(branches: Mapping[str, Any]) -> Node:
+    """Return a skeleton with these keys, by which another one can be pruned."""
     return {
         "t": "dict",
         "k": [
-            [key, {"t": "none"} if below is None else _like(below)] for key, below in wanted.items()
+            [key, {"t": "none"} if below is None else _like(below)]
+            for key, below in branches.items()
         ],
     }
 
 
 def child(node: Node, key: str) -> Node:
-    """What a dict of a skeleton has under a key."""
+    """Return the child of a skeleton's dict under a key."""
     return dict(_pairs(node))[key]
 
 
 def keys_of(node: Node) -> list[str]:
-    """The keys of a dict of a skeleton; none of anything else."""
+    """Return the keys of a skeleton's dict, and none for any other node."""
     return [key for key, _ in _pairs(node)]
 
 

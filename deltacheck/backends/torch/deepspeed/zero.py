@@ -1,10 +1,8 @@
-"""What DeepSpeed's ZeRO optimizers hold, by parameter: which elements of which parameter lie where
-in
-the flat partitions of this rank.
+"""Map the flat partitions of DeepSpeed's ZeRO optimizers to parameters.
 
-Their layout depends on the stage, the number of ranks, the alignment and the order of the
-parameters. So nothing of it is stored: each save takes the partitions of its run apart into
-fragments of parameters, each load puts those of its own run together from them.
+The layout of a partition depends on the stage, the number of ranks, the alignment and the order of
+the parameters. Therefore no layout is stored. Each save splits the partitions of its run into
+fragments of parameters, and each load assembles the partitions of its own run from them.
 """
 
 from __future__ import annotations
@@ -22,13 +20,20 @@ MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"  # keys of the saved
 
 
 def prefix(key: str) -> str:
-    """The path of the leaves that hold the parts of flat partitions, without their names."""
+    """Return the path under which the parts of flat partitions are stored, ending in a slash."""
     return f"{key}/" if key in (MASTER, MODULE) else f"{OPTIMIZER}/{escape_key(key)}/"
 
 
+def leaf_path(key: str, name: str) -> str:
+    """Return the leaf path of a parameter below a key."""
+    return prefix(key) + escape_key(name)
+
+
 class Part(NamedTuple):
-    """Elements ``begin`` to ``begin + size`` of a parameter, which lie at ``at`` in a partition;
-    ``size`` is 0 where this rank has none.
+    """A run of elements of a parameter and its position in a partition.
+
+    The elements ``begin`` to ``begin + size`` of the parameter lie at ``at`` in the partition.
+    ``size`` is 0 if this rank has none of them.
     """
 
     name: str
@@ -39,13 +44,11 @@ class Part(NamedTuple):
     at: int
 
     def of(self, flat: torch.Tensor) -> Fragment:
-        """The fragment, of the partition's weights or of an optimizer state that lies as they
-        do.
-        """
+        """Return the fragment of a flat tensor that is laid out like the partition."""
         return self._cut(flat, self.at)
 
     def of_parameter(self) -> Fragment:
-        """The same elements of the parameter itself. REQUIRES: this rank has all of it."""
+        """Return the same elements of the parameter itself, which this rank must hold whole."""
         return self._cut(self.parameter.detach().reshape(-1), self.begin)
 
     def _cut(self, flat: torch.Tensor, at: int) -> Fragment:
@@ -56,20 +59,19 @@ class Part(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A flat partition of this rank. ``master``: the weights that the optimizer updates, 1-D;
-    ``states``: what it keeps beside them, alike.
+    """A flat partition of this rank.
+
+    ``master`` holds the weights that the optimizer updates, 1-D; ``states`` holds its state tensors
+    of the same layout, by key.
     """
 
     master: torch.Tensor
     states: Mapping[str, torch.Tensor]
     parts: tuple[Part, ...]
 
-    def flat(self, key: str) -> torch.Tensor:
-        return self.master if key == MASTER else self.states[key]
-
 
 def partitions(engine: Any) -> list[Partition]:
-    """The flat partitions of a DeepSpeed engine on this rank; none under ZeRO 0."""
+    """Return the flat partitions of a DeepSpeed engine on this rank; none under ZeRO 0."""
     optimizer, names = engine.optimizer, engine.param_names
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         masters = optimizer.fp32_partitioned_groups_flat
@@ -86,16 +88,16 @@ def partitions(engine: Any) -> list[Partition]:
     else:
         return []
     inner = optimizer.optimizer
-    found = []
-    for master, of in zip(masters, parts, strict=True):
+    result = []
+    for master, own_parts in zip(masters, parts, strict=True):
         state = inner.state.get(master, {}).items()
         states = {
             key: value
             for key, value in state
             if isinstance(value, torch.Tensor) and value.shape == master.shape
         }
-        found.append(Partition(master, states, tuple(of)))
-    return found
+        result.append(Partition(master, states, tuple(own_parts)))
+    return result
 
 
 def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> list[Part]:
@@ -108,7 +110,7 @@ def _of_stage_3(optimizer: Any, names: Mapping[Any, str], group: list[Any]) -> l
 
 
 def _own(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """The first element of a parameter that this rank has under ZeRO 3, and how many."""
+    """Return the first element of a parameter that this rank has under ZeRO 3, and the count."""
     size = parameter.partition_numel()
     begin = size * dist.get_rank(group=optimizer._get_param_partition_group(parameter))
     return begin, max(0, min(parameter.ds_numel - begin, size))
@@ -139,6 +141,7 @@ def _of_stage_2(optimizer: Any, names: Mapping[Any, str], number: int, size: int
 
 
 def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
+    """Return the parts of a group of the BF16 optimizer, which links parameters to fragments."""
     parts = []
     for parameter in group:
         link = parameter._hp_mapping
@@ -155,36 +158,38 @@ def _linked(names: Mapping[Any, str], group: list[Any]) -> list[Part]:
     return parts
 
 
-def frozen(engine: Any, of: list[Partition]) -> dict[str, Part]:
-    """What this rank has, under ZeRO 3, of the parameters that no optimizer updates."""
-    trained = {id(part.parameter) for partition in of for part in partition.parts}
-    found = {}
+def frozen(engine: Any, partitions: list[Partition]) -> dict[str, Part]:
+    """Return this rank's parts of parameters that no optimizer updates, under ZeRO 3."""
+    trained = {id(part.parameter) for partition in partitions for part in partition.parts}
+    parts = {}
     for parameter, name in engine.param_names.items():
         if id(parameter) not in trained and hasattr(parameter, "ds_tensor"):
             begin, count = _own(engine.optimizer, parameter)
-            found[name] = Part(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
-    return found
+            parts[name] = Part(name, tuple(parameter.ds_shape), parameter, begin, count, 0)
+    return parts
 
 
-def fragments(engine: Any, of: list[Partition]) -> dict[str, Any]:
-    """All that the partitions hold, by parameter: ``master``, ``optimizer`` by state, and
-    ``module``,
-    the weights that the model computes with.
+def fragments(engine: Any, partitions: list[Partition]) -> dict[str, Any]:
+    """Return the content of the partitions, by parameter.
 
-    Under ZeRO 3 those of trained parameters follow from ``master``, and are left out.
+    The keys are ``master``, ``optimizer`` (by state), and ``module``, the weights that the model
+    computes with. Under ZeRO 3 the module's trained parameters follow from ``master``, and are left
+    out.
     """
-    found: dict[str, Any] = {MASTER: {}, OPTIMIZER: {}, MODULE: {}}
-    for partition in of:
+    result: dict[str, Any] = {MASTER: {}, OPTIMIZER: {}, MODULE: {}}
+    stage = engine.zero_optimization_stage()
+    for partition in partitions:
         for part in partition.parts:
-            found[MASTER][part.name] = part.of(partition.master)
-            if engine.zero_optimization_stage() < 3:
-                found[MODULE][part.name] = part.of_parameter()
+            result[MASTER][part.name] = part.of(partition.master)
+            if stage < 3:
+                result[MODULE][part.name] = part.of_parameter()
         for key, flat in partition.states.items():
-            found[OPTIMIZER].setdefault(key, {}).update(
+            result[OPTIMIZER].setdefault(key, {}).update(
                 {part.name: part.of(flat) for part in partition.parts}
             )
-    if engine.zero_optimization_stage() == 3:
-        found[MODULE] = {
-            name: part.of(part.parameter.ds_tensor) for name, part in frozen(engine, of).items()
+    if stage == 3:
+        result[MODULE] = {
+            name: part.of(part.parameter.ds_tensor)
+            for name, part in frozen(engine, partitions).items()
         }
-    return found
+    return result

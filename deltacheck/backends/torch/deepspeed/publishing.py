@@ -1,0 +1,74 @@
+"""Let DeepSpeed find a committed step: a pointer for each file of its tag, and ``latest``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from deltacheck.backends.torch.deepspeed.reading import child, keys_of
+from deltacheck.backends.torch.deepspeed.saved_state import ABOUT, FILES
+from deltacheck.backends.torch.engine import Engine
+from deltacheck.backends.torch.files import pointer
+from deltacheck.leaf import tree
+from deltacheck.restore.export import new_file
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Written
+
+log = logging.getLogger("deltacheck")
+
+
+class PublishingEngine(Engine):
+    """An engine whose rank 0 publishes each committed step: the pointers first, then ``latest``.
+
+    If DeepSpeed were to find a pointer before the commit, a crash in between would leave it with a
+    step that does not exist.
+    """
+
+    _unpublished: Exception | None = None
+
+    def _commit(self, manifest: Manifest) -> Written:
+        written = super()._commit(manifest)
+        try:
+            publish(self.folder, manifest)
+        except Exception as error:  # the step exists, and later steps may depend on it
+            log.exception("step %d is committed, but DeepSpeed cannot find it", manifest.step)
+            self._unpublished = error
+        return written
+
+    @property
+    def folder(self) -> Path:
+        """The root as a local path."""
+        assert isinstance(self.root, Path)  # the configuration accepts local folders only
+        return self.root
+
+    def raise_unpublished(self) -> None:
+        """Raise the error that kept an earlier step from being published, once."""
+        error, self._unpublished = self._unpublished, None
+        if error is not None:
+            raise error
+
+
+def publish(root: Path, manifest: Manifest) -> None:
+    """Write the pointers of a step that a DeepSpeed engine has saved, and ``latest`` if the save
+    asked for it.
+
+    Call this if the pointers were lost; it replaces those that exist.
+
+    Args:
+        root: The root that holds the step.
+        manifest: The step's manifest, ``deltacheck.open(root).manifest(step)``.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    about: dict[str, Any] = {**tree.scalars(child(manifest.tree, ABOUT))}
+    folder = Path(os.path.normpath(root / about["folder"]))
+    for name in keys_of(child(manifest.tree, FILES)):
+        path = folder / about["tag"] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pointer.write(path, pointer.Pointer(root, manifest.step, manifest.seq))
+    if about["latest"]:
+        with new_file(folder / "latest", overwrite=True) as file:
+            file.write(about["tag"].encode())
