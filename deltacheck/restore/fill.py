@@ -17,10 +17,9 @@ import numpy as np
 from deltacheck.codec.base import U8, Codec
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.leaf.tiles import Box
-from deltacheck.resolve_leaves import Array, Loaded
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.resolve import check_budget, resolve_leaves, stored_chains
-from deltacheck.restore.values import box_bytes, load_boxes, load_leaves
+from deltacheck.restore.values import Array, Loaded, box_bytes, load_boxes, load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
@@ -84,8 +83,8 @@ class StepReader:
                 was resolved, so that a step that cannot be read has no effect on the caller.
 
         Raises:
-            ReplayNeeded, StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve`` and
-                ``load`` raise them.
+            ReplayNeeded, StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve_leaves``
+                and ``load_leaves`` raise them.
         """
         leaves = resolve_leaves(
             self.root, self.manifest, paths, stored=replay_inputs, max_bytes=self._max_bytes
@@ -121,8 +120,8 @@ class StepReader:
                 that nothing is placed before everything was verified.
 
         Raises:
-            StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve`` and ``load_boxes``
-                raise them.
+            StepNotFound, Damaged, ChainBroken, BudgetExceeded: As ``resolve_leaves`` and
+                ``load_boxes`` raise them.
         """
         hulls = _hulls(requests.values())
         leaves = resolve_leaves(

@@ -20,12 +20,11 @@ from deltacheck.errors import StepNotFound, TreeMismatch
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
-from deltacheck.resolve_leaves import Loaded
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, resolve_leaves
-from deltacheck.restore.values import as_array
+from deltacheck.restore.values import Loaded, as_array
 from deltacheck.store.files.storage import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
