@@ -19,10 +19,9 @@ from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.save import joint
 from deltacheck.save.joint import Assigned, Go, Hello, Report, Told
-from deltacheck.store import layout
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout
+from deltacheck.store.documents import manifest_content
 from deltacheck.store.manifest import Manifest, SegmentRef
-from deltacheck.store.root import manifest_content
 
 RANKS = 1024
 _LIMIT_SECONDS, _LIMIT_BYTES = 5.0, 64 << 20
@@ -195,7 +194,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     merging = clock.lap()
     content = manifest_content(manifest)
     encoding = clock.lap()
-    found = schema.from_zarr_json(content, Manifest, "the manifest about to be written")
+    found = documents.from_zarr_json(content, Manifest, "the manifest about to be written")
     assert found == manifest
     checking = clock.lap()
     _resolve(found, held[size // 2])

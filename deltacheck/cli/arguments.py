@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import typer
 
 from deltacheck.errors import DeltacheckError
+from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage as place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root, read_manifest
+from deltacheck.store.root import Root, open_root
 
 LATEST = "latest"
 TAG = "@"

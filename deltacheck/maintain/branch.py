@@ -16,9 +16,10 @@ import msgspec
 from deltacheck.errors import NotACheckpointRoot
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
+from deltacheck.store.commit import commit
 from deltacheck.store.files import storage as place
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.root import Root, Store, commit, open_segments
+from deltacheck.store.root import Root, Store, open_segments
 
 # Where a hard link cannot be made: another file system, one without links, too many of them.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)

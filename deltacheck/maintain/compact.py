@@ -12,7 +12,8 @@ from deltacheck.restore.chain import resolve_chains
 from deltacheck.save.compactor import write_whole
 from deltacheck.save.rewrite import renewed
 from deltacheck.store import collect
-from deltacheck.store.root import Root, commit
+from deltacheck.store.commit import commit
+from deltacheck.store.root import Root
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,24 +24,22 @@ from deltacheck.maintain import retain
 from deltacheck.maintain.transfer import as_at, transfer
 from deltacheck.save.options import SaveOptions
 from deltacheck.store import collect, layout
+from deltacheck.store.commit import commit
 from deltacheck.store.deadline import Deadline, Pulse
+from deltacheck.store.documents import (
+    Written,
+    check_place,
+    manifest_content,
+    manifest_digest,
+    read_manifest,
+)
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import (
-    Brief,
-    Root,
-    Store,
-    Written,
-    check_place,
-    commit,
-    manifest_content,
-    manifest_digest,
-    read_manifest,
-)
+from deltacheck.store.root import Brief, Root, Store
 
 log = logging.getLogger("deltacheck")
 

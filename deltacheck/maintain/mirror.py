@@ -13,10 +13,11 @@ from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
 from deltacheck.maintain.memory_tier import read_bond, write_bond
 from deltacheck.maintain.transfer import transfer
 from deltacheck.store import collect
+from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.root import Root, Store, check_place, open_root, read_manifest
+from deltacheck.store.root import Root, Store, open_root
 
 
 class Mirror:

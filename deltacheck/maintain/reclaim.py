@@ -20,10 +20,11 @@ from deltacheck.leaf import tiles
 from deltacheck.restore.chain import Chain, resolve_chains
 from deltacheck.save.compactor import write_whole
 from deltacheck.store import layout
+from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
-from deltacheck.store.root import Root, encode_manifest
+from deltacheck.store.root import Root
 
 
 @dataclass(frozen=True, slots=True)

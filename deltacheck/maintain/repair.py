@@ -30,12 +30,14 @@ from deltacheck.restore.chain import Chain
 from deltacheck.restore.read import apply_entry
 from deltacheck.save.rewrite import WholeLeaves, renewed
 from deltacheck.store import collect, layout
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import MANAGER_STORE, Root, Store, commit, encode_manifest, open_root
+from deltacheck.store.root import MANAGER_STORE, Root, Store, open_root
 
 _FLOATS = ("float32", "float64")  # that others may be a cast of
 

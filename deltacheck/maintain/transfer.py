@@ -16,14 +16,14 @@ from pathlib import Path
 import msgspec
 
 from deltacheck.errors import Damaged
-from deltacheck.store import layout
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout
+from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, Place
 from deltacheck.store.manifest import Manifest, SegmentRef
-from deltacheck.store.root import Root, commit, open_segments
+from deltacheck.store.root import Root, open_segments
 from deltacheck.store.segment import document_digest
 
 _PIECE_BYTES = 8 << 20
@@ -91,7 +91,7 @@ def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
     """
     try:
         if (
-            document_digest(arrays.read_file(path / "zarr.json", schema.MAX_DOCUMENT_BYTES))
+            document_digest(arrays.read_file(path / "zarr.json", documents.MAX_DOCUMENT_BYTES))
             != ref.digest
         ):
             return False
@@ -121,7 +121,7 @@ def _copy_segment(
                 written += copy_file(Path(folder) / name, inner / name, durability)
                 beat()
     durability.sync_tree(target)
-    table = arrays.read_file(source / "zarr.json", schema.MAX_DOCUMENT_BYTES)
+    table = arrays.read_file(source / "zarr.json", documents.MAX_DOCUMENT_BYTES)
     if document_digest(table) != ref.digest:
         raise Damaged(
             f"{source / 'zarr.json'} is not the file that was committed", file=source / "zarr.json"

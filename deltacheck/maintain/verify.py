@@ -30,7 +30,7 @@ from deltacheck.maintain.survey import Lineage, Survey
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Derived, Manifest
@@ -259,7 +259,7 @@ def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
 
 
 def _json_of(path: Place) -> Any:
-    return json.loads(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES))
+    return json.loads(arrays.read_file(path, documents.MAX_DOCUMENT_BYTES))
 
 
 def _normal(value: object) -> object:

@@ -12,9 +12,10 @@ from deltacheck.errors import ChainBroken, DeltacheckError
 from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
+from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import storage as place
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
-from deltacheck.store.root import Root, StepRef, read_manifest
+from deltacheck.store.root import Root, StepRef
 from deltacheck.store.segment import Segment
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deltacheck.errors import ReplayDiffers, ReplayNeeded
+from deltacheck.store.documents import read_manifest
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, read_manifest
+from deltacheck.store.root import Root
 
 GIVE_UP_AFTER = (
     3  # saves in a row whose replay gave other bits: replaying the next would only cost time

@@ -28,8 +28,8 @@ from deltacheck.leaf.structs import known
 from deltacheck.leaf.tiles import Cuts
 from deltacheck.leaf.tree import Node
 from deltacheck.save.channel import Ranks, consult
+from deltacheck.store.documents import Written
 from deltacheck.store.manifest import TILES, LeafRecord, Manifest, SegmentRef, Tiles
-from deltacheck.store.root import Written
 
 _DIGITS = 32
 

@@ -41,11 +41,12 @@ from deltacheck.save.options import SaveOptions
 from deltacheck.save.treatment import Shadow, Treatment
 from deltacheck.save.work import Leaf, LeafSource, Setup, Work
 from deltacheck.store.deadline import Deadline, Pulse
+from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest, Replay, SegmentRef
-from deltacheck.store.root import Store, Written
+from deltacheck.store.root import Store
 
 __all__ = ["LeafSource", "Saver"]
 

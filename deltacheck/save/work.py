@@ -28,6 +28,7 @@ from deltacheck.policy.keyframes import needs_keyframe
 from deltacheck.save.handle import SaveHandle
 from deltacheck.save.options import SaveOptions
 from deltacheck.store import layout, segment
+from deltacheck.store.documents import Written
 from deltacheck.store.files.arrays import Pending
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.manifest import (
@@ -42,7 +43,7 @@ from deltacheck.store.manifest import (
     Replay,
     SegmentRef,
 )
-from deltacheck.store.root import Store, Written
+from deltacheck.store.root import Store
 from deltacheck.store.segment import SegmentWriter, is_packed, stream_sizes
 
 # Encoded bytes after which a part is closed and written, and its share of the host cache where that

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
-from deltacheck.store import layout, tags
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout, tags
+from deltacheck.store.documents import read_manifest
 from deltacheck.store.files import arrays, chunk_files
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
 from deltacheck.store.lock import pins
-from deltacheck.store.root import Root, Store, read_manifest
+from deltacheck.store.root import Root, Store
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
 
@@ -154,7 +154,9 @@ def _needed(root: Root) -> tuple[int, set[str]]:
             except StorageFailed:
                 raise
             except DeltacheckError:
-                if layout.ATTRIBUTE.encode() in arrays.read_file(path, schema.MAX_DOCUMENT_BYTES):
+                if layout.ATTRIBUTE.encode() in arrays.read_file(
+                    path, documents.MAX_DOCUMENT_BYTES
+                ):
                     raise
                 # else: another format's zarr.json
     except StorageFailed:
@@ -261,7 +263,7 @@ def boot() -> str:
 def _read_marks(store: Place) -> dict[str, _Mark]:
     try:
         content = arrays.read_file(
-            store / layout.CONTROL / _MARKS / "zarr.json", schema.MAX_DOCUMENT_BYTES
+            store / layout.CONTROL / _MARKS / "zarr.json", documents.MAX_DOCUMENT_BYTES
         )
         marks = json.loads(content)["attributes"][layout.ATTRIBUTE]
         return {

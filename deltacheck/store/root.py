@@ -10,10 +10,8 @@ beside them.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,22 +25,18 @@ from deltacheck.errors import (
     ChainBroken,
     Damaged,
     NotACheckpointRoot,
-    RootBusy,
-    SaveFailed,
     StepNotFound,
     StorageFailed,
     UnsupportedFormat,
 )
-from deltacheck.store import layout, object_root, tags
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout, object_root, tags
 from deltacheck.store.files import arrays, chunk_files
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.arrays import Spent, StreamWriter
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
-from deltacheck.store.files.storage import ObjectPath, ObjectStore, Place
+from deltacheck.store.files.storage import ObjectPath, ObjectStore, Place, scan
 from deltacheck.store.files.storage import subdirectories as _entries
-from deltacheck.store.lock import object_lease
 from deltacheck.store.lock.pins import Pin
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.segment import Segment, SegmentWriter
@@ -229,7 +223,7 @@ class Root:
             folder = self.path / layout.CHECKPOINTS
             # A link or a file in a checkpoint's place is damage: no step may go missing without a
             # word.
-            ours = [entry for entry in _scan(folder) if layout.is_checkpoint_id(entry.name)]
+            ours = [entry for entry in scan(folder) if layout.is_checkpoint_id(entry.name)]
             found = {
                 folder / entry.name / "zarr.json": entry.is_dir(follow_symlinks=False)
                 for entry in ours
@@ -237,7 +231,7 @@ class Root:
             return [
                 path for path, is_plain in found.items() if not is_plain or os.path.lexists(path)
             ]
-        steps = [entry for entry in _scan(self.path) if _is_manager_step(entry)]
+        steps = [entry for entry in scan(self.path) if _is_manager_step(entry)]
         strange = [
             Path(e.path) / "zarr.json" for e in steps if e.is_symlink() and e.name[-1:].isdigit()
         ]
@@ -389,18 +383,18 @@ class Root:
         ``FileNotFoundError``, ``Damaged``.
         """
         if isinstance(path, ObjectPath):
-            return check_place(path, self._read_object(path), False)
+            return documents.check_place(path, self._read_object(path), False)
         chunk_files.check_directory(path.parent)
         stamp = _stamp(path)
         cached = self._manifests.get(path)
         if cached is None or cached[0] != stamp:
-            content = arrays.read_file(path, schema.MAX_DOCUMENT_BYTES)
-            manifest = _decode_manifest(content, path)
+            content = arrays.read_file(path, documents.MAX_DOCUMENT_BYTES)
+            manifest = documents.decode_manifest(content, path)
             if (
                 not self.is_manager_root or path.parents[2] == self.path
             ):  # else it lies elsewhere, as a handler of its own may have it
-                check_place(path, manifest, self.is_manager_root)
-            cached = (stamp, manifest, manifest_digest(content))
+                documents.check_place(path, manifest, self.is_manager_root)
+            cached = (stamp, manifest, documents.manifest_digest(content))
             self._manifests[path] = cached
         return cached[1]
 
@@ -428,7 +422,11 @@ class Root:
             raise FileNotFoundError(f"{path} does not exist")
         if cached is None or content is not None:
             content = content or b""
-            cached = (generation, _decode_manifest(content, path), manifest_digest(content))
+            cached = (
+                generation,
+                documents.decode_manifest(content, path),
+                documents.manifest_digest(content),
+            )
             self._manifests[path] = cached
         return cached[1]
 
@@ -445,7 +443,9 @@ class Root:
             known = (
                 stamp,
                 _brief(
-                    cached[1] if cached is not None and cached[0] == stamp else read_manifest(path)
+                    cached[1]
+                    if cached is not None and cached[0] == stamp
+                    else documents.read_manifest(path)
                 ),
             )
             self._briefs[path] = known
@@ -502,7 +502,7 @@ class Root:
         taken = [layout.seq_of(name) for name in self.store.segment_ids()]
         taken += [
             layout.seq_of(e.name)
-            for e in _scan(self.store.path / layout.CHECKPOINTS)
+            for e in scan(self.store.path / layout.CHECKPOINTS)
             if layout.is_checkpoint_id(e.name)
         ]
         if self.is_manager_root:
@@ -557,7 +557,7 @@ def check_root(path: Place) -> None:
     about = _group_attributes(path)
     if about is None or about.get("format") != layout.FORMAT:
         raise NotACheckpointRoot(f"{path} is not a deltacheck root")
-    schema.check_version(about, str(path / "zarr.json"))
+    documents.check_version(about, str(path / "zarr.json"))
     for name in (layout.SEGMENTS, layout.CHECKPOINTS, layout.CONTROL):
         chunk_files.check_directory(path / name)
 
@@ -577,139 +577,6 @@ def create_manager_store(
         )
     )
     return Store.create(path, threads, durability)
-
-
-def manifest_digest(content: bytes) -> str:
-    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of
-    the manifest's file, hexadecimal.
-
-    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but
-    not a forger who makes other bytes with the same xxh3.
-    """
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-
-def read_manifest(path: Place) -> Manifest:
-    """Read and check one manifest file."""
-    return _decode_manifest(arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), path)
-
-
-def _decode_manifest(content: bytes, path: Place) -> Manifest:
-    try:
-        return schema.from_zarr_json(content, Manifest, str(path))
-    except Damaged as error:
-        error.file = str(path)
-        raise
-
-
-def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manifest:
-    """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is
-    another's, as a backup may leave it.
-    """
-    name = path.parent.parent.name if is_manager_step else path.parent.name
-    number = re.search(r"[0-9]+\Z", name)
-    if (
-        (number is not None and int(number[0]) != manifest.step)
-        if is_manager_step
-        else name != layout.checkpoint_id(manifest.seq)
-    ):
-        raise Damaged(
-            f"{path} is the manifest of another checkpoint: of step {manifest.step}, sequence"
-            f" number {manifest.seq}",
-            file=path,
-        )
-    return manifest
-
-
-def manifest_content(manifest: Manifest) -> bytes:
-    """The manifest's file content."""
-    return arrays.group_json(schema.to_attributes(manifest))
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's file content, decoded again and compared before anyone writes it."""
-    content = manifest_content(manifest)
-    if schema.from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
-        raise SaveFailed(
-            f"step {manifest.step}: its manifest does not decode to itself; this is a defect,"
-            " please report it"
-        )
-    return content
-
-
-class Written(NamedTuple):
-    """What a commit wrote: the bytes of the manifest, and its ``manifest_digest``."""
-
-    stored_bytes: int
-    digest: str
-
-    @classmethod
-    def of(cls, content: bytes) -> Written:
-        return cls(len(content), manifest_digest(content))
-
-
-def commit(
-    root: Place,
-    manifest: Manifest,
-    durability: Durability = Durability.POWER,
-    still_ours: Callable[[], None] | None = None,
-    *,
-    again: bool = False,
-) -> Written:
-    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
-
-    ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the
-    lease writes steps again, newer ones first, which are then no sign of another writer. Raises
-    ``RootBusy`` where another writer has taken the sequence number, or has gone beyond it: what a
-    writer that was taken for dead has to say then comes too late, and what it stands on may be
-    gone.
-    """
-    folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
-    content = encode_manifest(manifest)
-    fenced = isinstance(root, Path) and not again
-    if fenced:
-        _fence(root, manifest, still_ours)
-    folder.mkdir(exist_ok=True)
-    valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
-    if not arrays.create_file(
-        folder, "zarr.json", content, durability, valid
-    ):  # <- the step exists from here on
-        raise RootBusy(
-            f"checkpoint {folder.name} of {root} was committed by"
-            f" {read_manifest(folder / 'zarr.json').writer}: two writers"
-        )
-    if isinstance(root, ObjectPath):
-        place.written.leave_out(len(content))
-    try:
-        if fenced:
-            _fence(
-                root, manifest, still_ours
-            )  # whoever took over between the first look and the creation
-    except RootBusy:
-        (folder / "zarr.json").unlink(missing_ok=True)
-        raise
-    durability.sync_directory(folder)
-    durability.sync_directory(folder.parent)
-    return Written.of(content)
-
-
-def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
-    """Refuse to commit beside another writer: one that holds the root now, or one whose steps are
-    newer.
-    """
-    if still_ours is not None:
-        still_ours()
-    for entry in reversed(_scan(root / layout.CHECKPOINTS)):
-        if not layout.is_checkpoint_id(entry.name):
-            continue
-        if layout.seq_of(entry.name) <= manifest.seq:
-            return
-        if os.path.lexists(Path(entry.path) / "zarr.json"):
-            raise RootBusy(
-                f"{root} has been written by another since: step {manifest.step} would be"
-                f" checkpoint {manifest.seq}, but there is {entry.name}. Nothing was committed;"
-                " open the root again"
-            )
 
 
 def describe_steps(steps: list[int]) -> str:
@@ -800,15 +667,6 @@ def _stamp(path: Path) -> _Stamp:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def _scan(path: Place) -> list[os.DirEntry[str]]:
-    """All that is in a local directory, ascending by name, or nothing where it is not there."""
-    try:
-        with os.scandir(str(path)) as found:
-            return sorted(found, key=lambda entry: entry.name)
-    except FileNotFoundError:
-        return []
-
-
 def _is_empty(path: Place) -> bool:
     """Whether a directory holds nothing but what the creation of a root begins with, which may have
     been cut short.
@@ -851,7 +709,7 @@ def _is_manager_step(entry: os.DirEntry[str]) -> bool:
 
 
 def _item_manifests(step: os.DirEntry[str], item: str | None) -> list[Path]:
-    items = [e for e in _scan(Path(step.path)) if item is None or e.name == item]
+    items = [e for e in scan(Path(step.path)) if item is None or e.name == item]
     # Whatever the file holds: a damaged manifest must be named, not overlooked. So must a link in
     # an item's place.
     found = {

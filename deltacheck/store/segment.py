@@ -17,7 +17,7 @@ from deltacheck.codec.base import STREAMS, U8, U32, U64
 from deltacheck.errors import ChainBroken, Damaged, SaveFailed, StorageTimeout
 from deltacheck.leaf import grid
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.store import layout
+from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays, chunk_files
 from deltacheck.store.files import storage as place
@@ -223,8 +223,11 @@ class SegmentWriter:
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
         )
-        content = arrays.group_json(schema.to_attributes(table))
-        if schema.from_zarr_json(content, SegmentTable, "the table about to be written") != table:
+        content = arrays.group_json(documents.to_attributes(table))
+        if (
+            documents.from_zarr_json(content, SegmentTable, "the table about to be written")
+            != table
+        ):
             raise SaveFailed(
                 f"segment {self.id}: its table does not decode to itself; this is a defect, please"
                 " report it"
@@ -268,7 +271,7 @@ class Segment:
         for folder in (self.path.parent, self.path):
             chunk_files.check_directory(folder)
         try:
-            content = arrays.read_file(self.path / "zarr.json", schema.MAX_DOCUMENT_BYTES)
+            content = arrays.read_file(self.path / "zarr.json", documents.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
             raise ChainBroken(
                 f"segment {ref.id} is not in {root}", file=self.path / "zarr.json"
@@ -279,7 +282,7 @@ class Segment:
                 f" {document_digest(content)}, recorded {ref.digest}",
                 file=self.path / "zarr.json",
             )
-        self.table = schema.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
+        self.table = documents.from_zarr_json(content, SegmentTable, str(self.path / "zarr.json"))
         if self.table.id != ref.id:
             raise Damaged(
                 f"{self.path / 'zarr.json'} says that it is segment {self.table.id}",

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
-from deltacheck.store import layout
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
@@ -38,8 +37,8 @@ def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | Unsuppor
     for name in filter(layout.is_tag, [entry.name for entry in subdirectories(folder)]):
         path = folder / name / "zarr.json"
         try:
-            tag = schema.from_zarr_json(
-                arrays.read_file(path, schema.MAX_DOCUMENT_BYTES), Tag, str(path)
+            tag = documents.from_zarr_json(
+                arrays.read_file(path, documents.MAX_DOCUMENT_BYTES), Tag, str(path)
             )
             if tag.name != name:
                 raise Damaged(f"{path} is the tag {tag.name!r}")
@@ -96,7 +95,7 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         tag = Tag(layout.FORMAT, layout.VERSION, name, manifest.step, manifest.seq, manifest.nonce)
         folder = store / layout.CONTROL / layout.TAGS / name
         folder.mkdir(exist_ok=True)
-        content = arrays.group_json(schema.to_attributes(tag))
+        content = arrays.group_json(documents.to_attributes(tag))
         if move:
             arrays.replace_file(folder, "zarr.json", content)
         elif not arrays.create_file(folder, "zarr.json", content):

@@ -34,6 +34,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.leaf import tree
 from deltacheck.report import history
+from deltacheck.store import documents
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
 from deltacheck.store.root import open_root
@@ -54,7 +55,7 @@ Trial = Callable[[random.Random], None]
 # --- documents ------------------------------------------------------------------------------------
 
 
-def documents() -> list[bytes]:
+def golden_documents() -> list[bytes]:
     """Every manifest and table of the golden roots."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -72,14 +73,14 @@ def parse(content: bytes) -> None:
     """Read a document as either kind, and walk what was taken."""
     for kind in (schema.Manifest, schema.SegmentTable):
         with contextlib.suppress(errors.DeltacheckError):
-            document = schema.from_zarr_json(content, kind, "here")
+            document = documents.from_zarr_json(content, kind, "here")
             if isinstance(document, schema.Manifest):
                 tree.scalars(document.tree)
                 _ = document.raw_bytes, [document.digest_of(path) for path in document.specs]
 
 
 def documents_trial() -> Trial:
-    seeds = documents()
+    seeds = golden_documents()
 
     def trial(rng: random.Random) -> None:
         content = rng.choice(seeds)
@@ -281,9 +282,9 @@ def guided(seconds: float) -> None:
     import atheris  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as corpus:
-        for number, content in enumerate(documents()):
+        for number, content in enumerate(golden_documents()):
             (Path(corpus) / str(number)).write_bytes(content)
-        atheris.instrument_func(schema.from_zarr_json)
+        atheris.instrument_func(documents.from_zarr_json)
 
         def one(data: bytes) -> None:
             parse(data)

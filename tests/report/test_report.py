@@ -36,7 +36,7 @@ from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile
 from deltacheck.report import figures, page
 from deltacheck.report.data import METHODS, Held, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
-from deltacheck.store import root as store_root
+from deltacheck.store import documents
 from deltacheck.store.root import open_root
 
 NAMES = ("bytes", "changes", "drift", "contracts", "restore")
@@ -282,7 +282,7 @@ def promise(root: Path, step: int, **promises: Promise) -> None:
         stage="stable",
     )
     file = root / "checkpoints" / f"c{manifest.seq:010d}" / "zarr.json"
-    file.write_bytes(store_root.encode_manifest(changed))
+    file.write_bytes(documents.encode_manifest(changed))
 
 
 def test_contracts_errors_and_the_stage_are_those_of_the_manifests(

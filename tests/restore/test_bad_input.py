@@ -25,6 +25,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.extension import extension
+from deltacheck.store import documents
 from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays, chunk_files, native_files
 from deltacheck.store.files.arrays import ArraySpec
@@ -401,10 +402,10 @@ def test_an_impossible_table_is_refused_whatever_vouches_for_it(root: Path, name
 def test_a_document_of_a_gibibyte_is_refused_before_it_is_read(root: Path) -> None:
     os.truncate(manifest_path(root), 1 << 30)
     assert_refused(
-        root, f"more than the {schema.MAX_DOCUMENT_BYTES} that it may have", errors.Damaged
+        root, f"more than the {documents.MAX_DOCUMENT_BYTES} that it may have", errors.Damaged
     )
     with pytest.raises(errors.Damaged, match="may have"):
-        schema.from_zarr_json(bytes(schema.MAX_DOCUMENT_BYTES + 1), schema.Manifest, "here")
+        documents.from_zarr_json(bytes(documents.MAX_DOCUMENT_BYTES + 1), schema.Manifest, "here")
 
 
 @pytest.mark.parametrize("more", [b" ", b"\0", b"{}", b"x"])

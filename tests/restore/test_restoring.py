@@ -19,8 +19,8 @@ from deltacheck.backends.torch import Engine
 from deltacheck.codec import default_codec
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
+from deltacheck.store import documents, segment
 from deltacheck.store import manifest as schema
-from deltacheck.store import segment
 from deltacheck.store.root import open_root
 from tests.support.states import bits
 
@@ -55,13 +55,13 @@ class Parsed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: Counter[str] = Counter()
-        original = schema.from_zarr_json
+        original = documents.from_zarr_json
 
         def counted(content: bytes, kind: Any, where: str) -> Any:
             self.files[where] += 1
             return original(content, kind, where)
 
-        monkeypatch.setattr(schema, "from_zarr_json", counted)
+        monkeypatch.setattr(documents, "from_zarr_json", counted)
 
 
 def test_a_restore_parses_each_table_of_the_step_once_and_no_other_manifest(
@@ -187,6 +187,6 @@ def test_a_manifest_under_another_number_is_not_taken_for_the_newest(
 
 def test_a_key_that_stands_twice_in_a_document_is_refused_by_the_quick_parser_too() -> None:
     once = b'{"attributes":{"deltacheck":{"a":1,"checksum":"x"}}}'
-    assert schema._parse(once)[1]
+    assert documents._parse(once)[1]
     with pytest.raises(errors.Damaged, match="the same key twice"):
-        schema.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), schema.SegmentTable, "x")
+        documents.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), schema.SegmentTable, "x")

@@ -90,7 +90,7 @@ def test_the_same_states_are_encoded_to_the_same_arrays(
 
 def content_of(root: Any, manifest: Any) -> Any:
     """A step with everything in it that depends on the state alone."""
-    told = forge.body_of({"attributes": deltacheck.store.manifest.to_attributes(manifest)})
+    told = forge.body_of({"attributes": deltacheck.store.documents.to_attributes(manifest)})
     for key in ("nonce", "time", "writer", "segments", "checksum"):
         del told[key]
     told.pop(
@@ -102,7 +102,7 @@ def content_of(root: Any, manifest: Any) -> Any:
     for ref in manifest.segments:
         segment = root.store.segment(ref)
         table = forge.body_of(
-            {"attributes": deltacheck.store.manifest.to_attributes(segment.table)}
+            {"attributes": deltacheck.store.documents.to_attributes(segment.table)}
         )
         del table["id"], table["checksum"]
         parts = [segment.part(number) for number in range(len(segment.table.parts))]

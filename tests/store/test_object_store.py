@@ -30,12 +30,13 @@ from deltacheck.errors import (
     StorageFailed,
 )
 from deltacheck.store import collect, layout, object_root
+from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 from deltacheck.store.lock import object_lease
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.root import Root, Store, commit, open_root
+from deltacheck.store.root import Root, Store, open_root
 from tests.support.s3_server import S3, Fault
 
 FOREVER = 1 << 30

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store import layout
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents, layout
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.manifest import Manifest, SegmentTable
-from deltacheck.store.root import commit, encode_manifest
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -158,7 +158,7 @@ def sealed(group: dict[str, Any]) -> bytes:
     """The document with a checksum that is right again: what a forger, or a bug, would write."""
     body = group["attributes"]["deltacheck"]
     body.pop("checksum", None)
-    body["checksum"] = schema._checksum(body)
+    body["checksum"] = documents._checksum(body)
     return json.dumps(group).encode()
 
 
@@ -288,9 +288,9 @@ def test_an_impossible_segment_table_is_refused_even_when_the_manifest_vouches_f
 
 def test_documents_survive_a_round_trip_through_plain_json(root: Path) -> None:
     manifest = deltacheck.open(root).manifest(1)
-    assert schema.from_zarr_json(encode_manifest(manifest), Manifest, "here") == manifest
+    assert documents.from_zarr_json(encode_manifest(manifest), Manifest, "here") == manifest
     path = root / "segments" / manifest.segments[0].id / "zarr.json"
-    table = schema.from_zarr_json(path.read_bytes(), SegmentTable, "there")
+    table = documents.from_zarr_json(path.read_bytes(), SegmentTable, "there")
     assert table.id == manifest.segments[0].id
 
 

@@ -234,8 +234,8 @@ BUGS = (
         "fence-ignored",
         (
             Edit(
-                "deltacheck.store.root",
-                "for entry in reversed(_scan(root / layout.CHECKPOINTS)):",
+                "deltacheck.store.commit",
+                "for entry in reversed(scan(root / layout.CHECKPOINTS)):",
                 "for entry in ():",
             ),
         ),
@@ -268,7 +268,7 @@ BUGS = (
         "checksum-not-compared",
         (
             Edit(
-                "deltacheck.store.manifest",
+                "deltacheck.store.documents",
                 "if not (is_canonical",
                 "if False and not (is_canonical",
             ),

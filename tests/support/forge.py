@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltacheck.store import manifest as schema
+from deltacheck.store import documents
 from deltacheck.store.segment import document_digest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1.0"
@@ -38,7 +38,7 @@ def sealed(group: dict[str, Any]) -> bytes:
     """The document with a checksum that is right again."""
     body = body_of(group)
     body.pop("checksum", None)
-    body["checksum"] = schema._checksum(body)
+    body["checksum"] = documents._checksum(body)
     return json.dumps(group, separators=(",", ":")).encode()
 
 

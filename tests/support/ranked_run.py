@@ -25,10 +25,12 @@ from deltacheck.restore.values import load_leaves
 from deltacheck.save.joint import Attempt, Joint
 from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import open_alone
-from deltacheck.store.root import Root, Store, Written, commit
+from deltacheck.store.root import Root, Store
 from deltacheck.testing.ranks import Threads
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]

@@ -29,9 +29,10 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, SaveFailed
 from deltacheck.policy import Policy
 from deltacheck.save.joint import Joint
 from deltacheck.save.options import SaveOptions
+from deltacheck.store.documents import read_manifest
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root, read_manifest, way_out, whole_steps
+from deltacheck.store.root import Root, open_root, way_out, whole_steps
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types

@@ -31,11 +31,11 @@ from deltacheck.save.logbook import Plan
 from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.documents import Written, encode_manifest
 from deltacheck.store.files import arrays
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Written, encode_manifest
 
 if TYPE_CHECKING:
     from deltacheck.backends.orbax.group.collective import Together

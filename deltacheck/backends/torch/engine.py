@@ -34,13 +34,15 @@ from deltacheck.save.handle import SaveHandle
 from deltacheck.save.options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store import collect, layout, tags
+from deltacheck.store.commit import commit
 from deltacheck.store.deadline import Deadline
+from deltacheck.store.documents import Written
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.opened import open_alone
-from deltacheck.store.root import Root, Written, commit
+from deltacheck.store.root import Root
 
 if TYPE_CHECKING:
     from deltacheck.backends.torch.group.collective import Together

@@ -418,6 +418,15 @@ def subdirectories(path: Place) -> list[Place]:
         return []
 
 
+def scan(path: Place) -> list[os.DirEntry[str]]:
+    """All that is in a local directory, ascending by name, or nothing where it is not there."""
+    try:
+        with os.scandir(str(path)) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+
+
 def remove_tree(path: Place, *, ignore_errors: bool = False) -> None:
     """Remove a directory and all below it."""
     with contextlib.suppress(*([OSError] if ignore_errors else [])):

@@ -20,8 +20,8 @@ from deltacheck.leaf import sharding
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.joint import Begun, Joint
+from deltacheck.store.documents import Written
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Written
 
 
 class Opening(msgspec.Struct, frozen=True):

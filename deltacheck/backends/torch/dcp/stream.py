@@ -37,11 +37,13 @@ from deltacheck.save.joint import Report, merged
 from deltacheck.save.options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.store import collect
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.root import Root, Store, Written, commit
+from deltacheck.store.root import Root, Store
 
 log = logging.getLogger("deltacheck")
 

@@ -13,8 +13,8 @@ from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.leaf import tree
 from deltacheck.restore.export import new_file
+from deltacheck.store.documents import Written
 from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Written
 
 log = logging.getLogger("deltacheck")
 

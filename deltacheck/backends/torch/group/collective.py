@@ -26,11 +26,12 @@ from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract
 from deltacheck.save.joint import Attempt, Joint
 from deltacheck.save.saver import Saver
+from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
-from deltacheck.store.root import Root, Store, Written
+from deltacheck.store.root import Root, Store
 
 # Leaves up to this size are compared between the ranks that have copies of them, when these first
 # save. Larger: finds more that differs; a longer first save.

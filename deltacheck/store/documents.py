@@ -1,0 +1,221 @@
+"""The JSON documents of a root: their encoding, their checksum, and the files of manifests.
+
+A segment's table, a step's manifest and a tag each lie in the attributes of a zarr group under the
+key ``deltacheck``. Every document is checked whole when it is read. Unknown keys are ignored, unknown
+``must_understand`` features are refused (``docs/reference/format.md``, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from deltacheck.errors import Damaged, SaveFailed, UnsupportedFormat, UnsupportedLeaf
+from deltacheck.leaf.structs import known
+from deltacheck.store import layout, validation
+from deltacheck.store.files import arrays
+from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import FEATURES, Manifest, SegmentTable, Tag
+
+MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
+_WRONG = (
+    msgspec.ValidationError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+Document = TypeVar("Document", SegmentTable, Manifest, Tag)
+
+
+def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
+    """The group attributes that carry ``document``, its checksum included."""
+    body = msgspec.to_builtins(document)
+    return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
+
+
+def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document:
+    """Decode and check a group's ``zarr.json``.
+
+    ``where`` names the file in errors. Raises ``Damaged`` (not JSON, checksum, schema, impossible
+    values) or ``UnsupportedFormat``.
+    """
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise Damaged(
+            f"{where} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document"
+            " may have"
+        )
+    try:
+        group, is_canonical = _parse(content)
+        body = group["attributes"][layout.ATTRIBUTE]
+        checksum = body.pop("checksum")
+        if not isinstance(checksum, str):
+            raise TypeError("its checksum is not text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where} is damaged: {error}") from error
+    check_version(body, where)
+    if not (is_canonical and checksum == _quick_checksum(body)) and checksum != _checksum(body):
+        raise Damaged(
+            f"{where} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
+        )
+    try:
+        document = msgspec.convert(body, kind)
+        _CHECKS[kind](document)
+    except (*_WRONG, UnsupportedLeaf, Damaged) as error:
+        raise Damaged(f"{where} is damaged: {error}") from error
+    return document
+
+
+def check_version(body: Mapping[str, Any], where: str) -> None:
+    """Refuse another format, a later version, or a feature that we do not know."""
+    if body.get("format") != layout.FORMAT:
+        raise Damaged(f"{where} is not a document of the {layout.FORMAT} format")
+    version = body.get("version")
+    if version != layout.VERSION:
+        raise UnsupportedFormat(
+            f"{where} has format version {version!r}; this deltacheck reads version"
+            f" {layout.VERSION}. Install the deltacheck that wrote it"
+        )
+    wanted = body.get("must_understand", [])
+    unknown = (
+        [feature for feature in wanted if feature not in FEATURES]
+        if isinstance(wanted, list)
+        else wanted
+    )
+    if unknown:
+        raise UnsupportedFormat(
+            f"{where} needs the features {unknown!r}, which this deltacheck does not know. Install"
+            " a newer one"
+        )
+
+
+def _parse(content: bytes) -> tuple[Any, bool]:
+    """The JSON value, and whether it was read the quick way, which takes only what encodes to the
+    same
+    bytes again.
+
+    So the quick way cannot hide what the other one refuses: of two equal keys it would keep one,
+    and give fewer bytes.
+    """
+    try:
+        group = msgspec.json.decode(content)
+        if msgspec.json.encode(group) == content:
+            return group, True
+    except (
+        ValueError,
+        RecursionError,
+        msgspec.MsgspecError,
+    ):  # the other way says what is wrong, if anything is
+        pass
+    return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant), False
+
+
+def _quick_checksum(body: Mapping[str, Any]) -> str:
+    """``_checksum`` of bodies that are plain ASCII with numbers as Python writes them; of others,
+    none that anything has.
+    """
+    return str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(body, order="deterministic")))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a JSON object has the same key twice")
+    return result
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return str(xxhash.xxh3_128_hexdigest(canonical.encode()))
+
+
+def manifest_digest(content: bytes) -> str:
+    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of
+    the manifest's file, hexadecimal.
+
+    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but
+    not a forger who makes other bytes with the same xxh3.
+    """
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def read_manifest(path: Place) -> Manifest:
+    """Read and check one manifest file."""
+    return decode_manifest(arrays.read_file(path, MAX_DOCUMENT_BYTES), path)
+
+
+def decode_manifest(content: bytes, path: Place) -> Manifest:
+    try:
+        return from_zarr_json(content, Manifest, str(path))
+    except Damaged as error:
+        error.file = str(path)
+        raise
+
+
+def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manifest:
+    """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is
+    another's, as a backup may leave it.
+    """
+    name = path.parent.parent.name if is_manager_step else path.parent.name
+    number = re.search(r"[0-9]+\Z", name)
+    if (
+        (number is not None and int(number[0]) != manifest.step)
+        if is_manager_step
+        else name != layout.checkpoint_id(manifest.seq)
+    ):
+        raise Damaged(
+            f"{path} is the manifest of another checkpoint: of step {manifest.step}, sequence"
+            f" number {manifest.seq}",
+            file=path,
+        )
+    return manifest
+
+
+def manifest_content(manifest: Manifest) -> bytes:
+    """The manifest's file content."""
+    return arrays.group_json(to_attributes(manifest))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's file content, decoded again and compared before anyone writes it."""
+    content = manifest_content(manifest)
+    if from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
+        raise SaveFailed(
+            f"step {manifest.step}: its manifest does not decode to itself; this is a defect,"
+            " please report it"
+        )
+    return content
+
+
+class Written(NamedTuple):
+    """What a commit wrote: the bytes of the manifest, and its ``manifest_digest``."""
+
+    stored_bytes: int
+    digest: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Written:
+        return cls(len(content), manifest_digest(content))
+
+
+_CHECKS: Mapping[type[Any], Any] = {
+    Manifest: validation.check_manifest,
+    SegmentTable: validation.check_segment,
+    Tag: validation.check_tag,
+}
+
+
+known(*_CHECKS)

@@ -1,0 +1,330 @@
+"""The rules that a decoded manifest, segment table or tag must follow before anything trusts it."""
+
+from __future__ import annotations
+
+import graphlib
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from deltacheck.codec.base import STREAMS
+from deltacheck.leaf import grid, tiles, tree
+from deltacheck.leaf.contracts import RANK, name_of
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.store import layout
+from deltacheck.store.manifest import (
+    DERIVED,
+    DIGEST_DIGITS,
+    REPLAY,
+    STAGES,
+    TILES,
+    Derived,
+    LeafEntry,
+    LeafRecord,
+    Manifest,
+    Replay,
+    SegmentTable,
+    Tag,
+    Tiles,
+)
+
+_MAX_ELEMENTS = 1 << 56
+_MAX_RANK = 64  # NumPy's
+_MAX_ARRAY_RANK = 32  # TensorStore's
+_MAX_CHUNK_BYTES = (
+    64 << 20
+)  # a reader holds a chunk or two beside what it gives; writers make them of about 1 MiB
+_MAX_DERIVED_DEPTH = 8  # leaves that follow from one another
+_MAX_SEQ = 10**10  # ten digits of a name
+_MAX_TILES = 1 << 24  # of a leaf
+
+
+def check_manifest(manifest: Manifest) -> None:
+    if not 0 <= manifest.seq < _MAX_SEQ or manifest.step < 0:
+        raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
+    for path, record in manifest.leaves.items():
+        _check_leaf(path, record)
+    _check_segments(manifest)
+    owners = set(tree.array_paths(manifest.tree).values())
+    inputs = set() if manifest.replay is None else _check_replay(manifest, manifest.replay, owners)
+    if owners | inputs != manifest.leaves.keys() | manifest.derived.keys() | manifest.tiles.keys():
+        raise ValueError("its tree and its leaves do not match")
+    _check_tiles(manifest)
+    specs = manifest.specs
+    for path, derived in manifest.derived.items():
+        _check_derived(path, derived, manifest.leaves.get(path), specs)
+    _check_order(manifest.derived)
+    for path, promise in manifest.contracts.items():
+        if path not in owners or (promise.from_step is None) != (
+            name_of(promise.terms) != "reused"
+        ):
+            raise ValueError(f"the contract of leaf {path!r} is not one that a leaf can have")
+    weakest = max(
+        (name_of(promise.terms) for promise in manifest.contracts.values()),
+        key=RANK.index,
+        default="exact",
+    )
+    if manifest.contract != weakest or manifest.stage not in STAGES:
+        raise ValueError(
+            f"its contract is {manifest.contract!r} at stage {manifest.stage!r}, that of its leaves"
+            f" is {weakest!r}"
+        )
+    has = {
+        DERIVED: manifest.derived or manifest.contracts,
+        REPLAY: manifest.replay is not None,
+        TILES: manifest.tiles or manifest.lanes,
+    }
+    if {feature for feature, there in has.items() if there} != set(manifest.must_understand):
+        raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
+
+
+def _check_segments(manifest: Manifest) -> None:
+    """In order, of at most this save, and but for those of several ranks one a save."""
+    ids = [ref.id for ref in manifest.segments]
+    seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
+    alone = TILES not in manifest.must_understand
+    if any(seq < 0 or seq > manifest.seq for seq in seqs) or any(
+        a > b or (a == b and (alone or x >= y))
+        for (a, x), (b, y) in itertools.pairwise(zip(seqs, ids, strict=True))
+    ):
+        raise ValueError("its segments are not in ascending order")
+    for lane in manifest.lanes:
+        if any(a >= b for a, b in itertools.pairwise(lane)) or any(
+            not 0 <= number < len(ids) for number in lane
+        ):
+            raise ValueError("one of its lanes is not a list of its segments in order")
+    if manifest.lanes and {number for lane in manifest.lanes for number in lane} != set(
+        range(len(ids))
+    ):
+        raise ValueError("its lanes do not use all of its segments")
+
+
+def _check_tiles(manifest: Manifest) -> None:
+    if manifest.tiles and (manifest.derived or manifest.contracts or manifest.replay is not None):
+        raise ValueError("its leaves lie in tiles, and are derived, bounded or replayed")
+    most = len(manifest.lanes)
+    if any(not -1 <= record.lane < most for record in manifest.leaves.values()):
+        raise ValueError("a leaf lies in a lane that it does not have")
+    if manifest.tiles and any(tiles.is_name(path) for path in (*manifest.leaves, *manifest.tiles)):
+        raise ValueError("one of its leaves has the name of a tile")
+    for path, cut in manifest.tiles.items():
+        if path in manifest.leaves or not tiles.is_possible(cut.cuts) or not _is_a_shape(cut.shape):
+            raise ValueError(f"leaf {path!r} cannot be cut as it says")
+        count = tiles.count(cut.cuts)
+        if count > _MAX_TILES or len(cut.lanes) != count or not _is_digests(cut.digests, count):
+            raise ValueError(
+                f"leaf {path!r} has {count} tiles, {len(cut.lanes)} lanes and {len(cut.digests)}"
+                " digits of digests"
+            )
+        if any(not -1 <= lane < most for lane in cut.lanes):
+            raise ValueError(f"leaf {path!r} has a tile in a lane that it does not have")
+        for record in _kinds(cut):
+            _check_leaf(path, record)
+
+
+def _is_digests(text: str, count: int) -> bool:
+    return len(text) == count * DIGEST_DIGITS and re.fullmatch("[0-9a-f]*", text) is not None
+
+
+def _kinds(cut: Tiles) -> list[LeafRecord]:
+    """A tile of each shape that there is."""
+    sizes = [sorted({b - a for a, b in itertools.pairwise(along)}) for along in cut.cuts]
+    item_bytes = dtype_named(cut.dtype).item_bytes
+    return [
+        LeafRecord(cut.dtype, shape, grid.chunk_shape(shape, item_bytes), "")
+        for shape in itertools.product(*sizes)
+    ]
+
+
+def _check_order(derived: Mapping[str, Derived]) -> None:
+    """No leaf may follow from itself, and none from too long a row of others: what each needs is
+    walked without a memory.
+    """
+    depths: dict[str, int] = {}
+    for path in graphlib.TopologicalSorter(
+        {path: one.sources for path, one in derived.items()}
+    ).static_order():
+        depths[path] = (
+            1 + max((depths[source] for source in derived[path].sources), default=0)
+            if path in derived
+            else 0
+        )
+        if depths[path] > _MAX_DERIVED_DEPTH:
+            raise ValueError(
+                f"leaf {path!r} follows from more than {_MAX_DERIVED_DEPTH} others in a row"
+            )
+
+
+def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
+    """The leaves that a replay consumes, once everything that it names is known to be there."""
+    if not replay.steps or owners & replay.inputs:
+        raise ValueError("its replay has no step, or consumes leaves of the tree")
+    if (
+        set(replay.places.values()) != set(replay.digests)
+        or not set(replay.digests) <= owners & manifest.leaves.keys() - manifest.derived.keys()
+    ):
+        raise ValueError("its replay gives other leaves than it promises")
+    memory = {path for path, owner in tree.array_paths(replay.memory).items() if path == owner}
+    if memory != set(replay.places) or len(set(replay.places.values())) != len(replay.places):
+        raise ValueError("its replay works on other arrays than it names")
+    for step in replay.steps:
+        tree.array_paths(step.options)
+    return replay.inputs
+
+
+def _check_derived(
+    path: str, derived: Derived, record: LeafRecord | None, specs: Mapping[str, LeafSpec]
+) -> None:
+    if not _is_a_shape(derived.shape):
+        raise ValueError(f"leaf {path!r} has the impossible shape {derived.shape}")
+    dtype_named(derived.dtype)
+    stored = None if record is None else record.dtype
+    codes = {
+        "lattice": "int32",
+        "octaves": "uint8" if derived.fraction_bits == 0 else "uint16",
+    }.get(derived.how)
+    shapes = {specs[source].shape for source in derived.sources if source in specs}
+    fits = (
+        derived.how in ("cast", "same", "zeros", "lattice", "octaves")
+        and stored == codes
+        and (record is None or record.shape == derived.shape)
+        and all(source in specs for source in derived.sources)
+        and shapes <= {derived.shape}
+        and (derived.how not in ("cast", "same") or bool(derived.of))
+        and (
+            derived.how != "cast"
+            or (_is_float(derived.dtype) and _is_float(specs[derived.of].dtype))
+        )
+        and (
+            derived.how != "lattice"
+            or (derived.dtype == "float32" and 2.0**-149 <= derived.spacing < 2.0**128)
+        )
+        and (derived.how != "lattice" or not derived.of or specs[derived.of].dtype == "bfloat16")
+        and (
+            derived.how != "octaves"
+            or (derived.dtype == "float32" and 0 <= derived.fraction_bits <= 7)
+        )
+        and 0 <= derived.seed < 1 << 64
+        and 0 < derived.scale < 2.0**128
+        and (derived.scale == 1.0 or derived.dtype == "float32")
+        and (not derived.first or derived.dtype == specs[derived.first].dtype == "float32")
+        and (not derived.first or 0 < derived.limit < math.inf)
+        and (derived.how != "same" or specs[derived.of].dtype == derived.dtype)
+    )
+    if not fits:
+        raise ValueError(f"leaf {path!r} cannot be derived as it says: {derived}")
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _check_leaf(path: str, leaf: LeafEntry | LeafRecord) -> None:
+    if not _is_possible(leaf.shape, leaf.chunk):
+        raise ValueError(
+            f"leaf {path!r} has the impossible shape {leaf.shape} or chunk {leaf.chunk}"
+        )
+    chunk_bytes = math.prod(leaf.chunk) * dtype_named(leaf.dtype).item_bytes
+    if chunk_bytes > _MAX_CHUNK_BYTES:
+        raise ValueError(
+            f"leaf {path!r} has chunks of {chunk_bytes} bytes, more than the {_MAX_CHUNK_BYTES}"
+            " that they may have"
+        )
+
+
+@lru_cache(1024)  # leaves have few shapes
+def _is_possible(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
+    return _is_a_shape(shape) and grid.is_contiguous(shape, chunk)
+
+
+def _is_a_shape(shape: tuple[int, ...]) -> bool:
+    """Whether any leaf can have it: an empty one, too, must have a size along each of its other
+    axes.
+    """
+    return (
+        len(shape) <= _MAX_RANK
+        and all(s >= 0 for s in shape)
+        and math.prod(max(s, 1) for s in shape) <= _MAX_ELEMENTS
+    )
+
+
+def check_segment(table: SegmentTable) -> None:
+    """Everything that a table declares must follow from its leaves: nothing in it can make a reader
+    allocate or open more than they need.
+    """
+    if not layout.is_segment_id(table.id):
+        raise ValueError(f"{table.id!r} is not the name of a segment")
+    names: set[str] = set()
+    packed: dict[str, list[tuple[int, int]]] = {}
+    digests: list[tuple[int, int]] = []
+    rows: dict[int, list[tuple[int, int]]] = {}
+    raw_bytes: dict[int, int] = {}
+    for path, entry in table.leaves.items():
+        _check_leaf(path, entry)
+        spec = entry.spec(path)
+        if (entry.key is None) == (not entry.delta):
+            raise ValueError(f"leaf {path!r} must be either a keyframe or a delta")
+        chunks = spec.chunk_count
+        stored = chunks if entry.key is not None else sum(count for _, _, count in entry.delta)
+        if stored > chunks or (entry.is_whole and stored != chunks):
+            raise ValueError(f"leaf {path!r} has {stored} rows for {chunks} chunks")
+        digests.append((entry.digests, stored))
+        for part, first, count in entry.delta:
+            rows.setdefault(part, []).append((first, count))
+            raw_bytes[part] = raw_bytes.get(part, 0) + spec.raw_bytes
+        if entry.key is not None and entry.key.array:
+            if entry.key.array in names or not layout.is_array_name(entry.key.array):
+                raise ValueError(f"{entry.key.array!r} is not an array name, or stands twice")
+            if len(spec.shape) > _MAX_ARRAY_RANK:
+                raise ValueError(
+                    f"leaf {path!r} is an array of {len(spec.shape)} axes, more than"
+                    f" {_MAX_ARRAY_RANK}"
+                )
+            names.add(entry.key.array)
+        elif entry.key is not None:
+            if entry.key.packed != spec.element.storage:
+                raise ValueError(
+                    f"leaf {path!r} is packed as {entry.key.packed!r}, but its type is stored as"
+                    f" {spec.element.storage!r}"
+                )
+            packed.setdefault(entry.key.packed, []).append(
+                (entry.key.offset, spec.raw_bytes // spec.element.item_bytes)
+            )
+    _check_covers(digests, table.digests, "digests")
+    if packed.keys() != table.packed.keys() or rows.keys() != set(range(len(table.parts))):
+        raise ValueError("its packed arrays or its parts are not those that its leaves name")
+    for storage, ranges in packed.items():
+        _check_covers(ranges, table.packed[storage], f"packed/{storage}")
+    for number, declared in enumerate(table.parts):
+        _check_covers(rows[number], declared.rows, f"delta/{number}")
+        limit = 2 * raw_bytes[number] + 1024 * declared.rows
+        for name, stream in declared.streams.items():
+            if (
+                name not in STREAMS
+                or stream.codec not in ("stream", "store")
+                or not 0 < stream.length <= limit
+            ):
+                raise ValueError(
+                    f"part {number} has the impossible stream {name!r} of {stream.length} bytes"
+                )
+
+
+def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
+    """Ranges ``(first, count)`` must cover ``total`` exactly, without a gap or an overlap."""
+    at = 0
+    for first, count in sorted(ranges):
+        if first != at or count < 0:
+            raise ValueError(
+                f"its leaves do not cover {what} exactly: a range begins at {first}, not {at}"
+            )
+        at += count
+    if at != total:
+        raise ValueError(f"its leaves need {at} rows or elements of {what}, it declares {total}")
+
+
+def check_tag(tag: Tag) -> None:
+    if not layout.is_tag(tag.name) or tag.step < 0 or tag.seq < 0 or not tag.nonce:
+        raise ValueError(f"{tag} is not a tag")
