@@ -26,7 +26,7 @@ LIBRARIES := build/libraries
 NATIVE := $(wildcard CMakeLists.txt) $(shell find xla_ffi tests/emulator -type f 2>/dev/null)
 CXX_SOURCES = $(shell find xla_ffi tests -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv build install demo docs test experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-check clean
+.PHONY: help venv build install demo docs test test-tools experiments fuzz soak crash-test damage-test power-test store-test rank-test trl-test model-test planted-bugs tsan lint format bench gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,8 +38,11 @@ build install: $(VENV)/.stamp-install  ## build the native module and install th
 demo: $(VENV)/.stamp-install  ## train, kill, resume, compare bit for bit, read back in JAX and zarr (minutes, CPU only)
 	$(BIN)/python -m deltacheck.evaluate.demo $(ARGS)
 
-test: $(VENV)/.stamp-install  ## run the tests, two at a time (ARGS="-n 0": one); warnings are errors, each test has a time limit
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks $(ARGS)
+test: $(VENV)/.stamp-install  ## run the tests of the product in two processes (ARGS="-n 0": one); warnings are errors, each test has a time limit
+	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and not tools and not matrix" $(ARGS)
+
+test-tools: $(VENV)/.stamp-install  ## run the tests of demo, evaluation, benchmarks, reports and documents, and the rest of the codec matrix
+	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/ranks -m "not experiments and (tools or matrix)" $(ARGS)
 
 experiments: $(VENV)/.stamp-install  ## run every example that kills and resumes a fine-tuning, at its quick size (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist load -m experiments tests/evaluate/test_experiments.py $(ARGS)

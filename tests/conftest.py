@@ -1,6 +1,4 @@
-"""What holds for every test: the processor as JAX's platform, few threads, fixed hypothesis
-profiles, one place that skips GPU tests.
-"""
+"""Settings of every test: JAX on the processor, few threads, fixed hypothesis profiles, markers."""
 
 from __future__ import annotations
 
@@ -71,13 +69,31 @@ def pytest_report_header() -> str:
     return f"GPUs: {GPUS}" + ("" if GPUS else " (tests marked 'gpu' are skipped)")
 
 
+# Folders of tests that prove tools and documents rather than the product: `make test-tools`.
+TOOLS = ("benchmarks", "docs", "evaluate", "report")
+# Parameters of the codec matrix: every codec with every case. `make test` takes one case in so many.
+MATRIX = ("case", "damage", "vector")
+THINNING = 4
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one place that skips GPU tests."""
-    if GPUS:
-        return
+    """Mark what `make test` leaves to `make test-tools`, and skip GPU tests if there is no GPU."""
+    tests = Path(__file__).parent
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.path.relative_to(tests).parts[0] in TOOLS:
+            item.add_marker(pytest.mark.tools)
+        if _matrix_index(item) % THINNING:
+            item.add_marker(pytest.mark.matrix)
+        if not GPUS and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and the driver offers none"))
+
+
+def _matrix_index(item: pytest.Item) -> int:
+    """Return the number of a test's case within the codec matrix, 0 for all other tests."""
+    call = getattr(item, "callspec", None)
+    if call is None or "codec" not in item.path.name:
+        return 0
+    return next((call.indices[name] for name in MATRIX if name in call.indices), 0)
 
 
 @pytest.fixture
