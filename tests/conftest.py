@@ -99,17 +99,17 @@ def _matrix_index(item: pytest.Item) -> int:
 @pytest.fixture
 def slow_encoder(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the encoder thread back before it captures a lazy leaf, until the event is set."""
-    from deltacheck.save import work
+    from deltacheck.save.job import save_job
 
     go = threading.Event()
-    original = work.Work.capture
+    original = save_job.SaveJob.capture
 
     def capture(self: Any, sources: Any) -> None:
         if any(source.lazy for source in sources):
             assert go.wait(30)
         original(self, sources)
 
-    monkeypatch.setattr(work.Work, "capture", capture)
+    monkeypatch.setattr(save_job.SaveJob, "capture", capture)
     return go
 
 

@@ -21,8 +21,8 @@ from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import batches
 from deltacheck.restore import read
 from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.rewrite import WholeLeaves
-from deltacheck.save.work import Leaf
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
@@ -79,7 +79,7 @@ class Compacted:
     links: Mapping[str, Links]
 
 
-def due(leaves: Mapping[str, Leaf], after: int) -> dict[str, Links]:
+def due(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
     """The leaves whose chains have at least ``after`` deltas, and those chains."""
     return {
         path: (leaf.key_segment, tuple(leaf.delta_segments))
@@ -88,7 +88,7 @@ def due(leaves: Mapping[str, Leaf], after: int) -> dict[str, Links]:
     }
 
 
-def hang(leaves: Mapping[str, Leaf], done: Compacted) -> int:
+def hang(leaves: Mapping[str, LeafState], done: Compacted) -> int:
     """Let the leaves' chains begin at the compacted segment, where they still begin with what was
     compacted; how many did.
 
@@ -131,7 +131,7 @@ class Compactor:
         self._running = _Running()
         self._stop = threading.Event()
 
-    def plan(self, leaves: Mapping[str, Leaf], seq: int) -> Plan | None:
+    def plan(self, leaves: Mapping[str, LeafState], seq: int) -> Plan | None:
         """What to compact as of the save that was captured last; ``None`` where nothing is due, or
         one is under way.
         """

@@ -14,7 +14,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore import replay
 from deltacheck.restore.replay import Limits, Situation
-from deltacheck.save.work import Coded, LeafSource
+from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.store.manifest import Replay, ReplayStep
 
 log = logging.getLogger("deltacheck")

@@ -14,7 +14,7 @@ import numpy as np
 
 from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.save.work import await_write
+from deltacheck.save.job.leaf_state import await_write
 from deltacheck.store import layout
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef
 from deltacheck.store.root import Root

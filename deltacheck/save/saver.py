@@ -4,11 +4,11 @@ failure means for the next.
 Two threads serve a saver. The *encoder* captures what the caller left lazy, assembles parts and
 hands them to the store; the *committer* waits for the disk, writes the manifest and promotes the
 step; what it waits for goes on on a third thread, which it leaves behind where the storage hangs. A
-save may be captured while the one before it is still on its way to disk. ``work.py`` is what they
-do.
+save may be captured while the one before it is still on its way to disk. ``save_job.py`` has
+the steps.
 
-The shadow (``Leaf.base``) is the decoded content of the newest captured save. It is updated while
-encoding, so a save that fails after that leaves no shadow: the next save writes keyframes
+The shadow (``LeafState.base``) is the decoded content of the newest captured save. It is updated
+while encoding, so a save that fails after that leaves no shadow: the next save writes keyframes
 (``Saver._fail``), and saves already encoded on top of the failed one fail too.
 """
 
@@ -36,10 +36,15 @@ from deltacheck.restore.receipt import Receipt
 from deltacheck.save.adaptive_effort import Timing, next_effort
 from deltacheck.save.compactor import Compactor, Plan, hang
 from deltacheck.save.exits import undisturbed
-from deltacheck.save.handle import SaveHandle, as_save_failed
+from deltacheck.save.handle import SaveHandle, progress_of, skipped
+from deltacheck.save.job.leaf_state import LeafState
+from deltacheck.save.job.manifest_builder import SaveRequest
+from deltacheck.save.job.save_job import ChainTurn, SaveJob
+from deltacheck.save.job.setup import Setup
+from deltacheck.save.job.source import LeafSource
 from deltacheck.save.options import SaveOptions
+from deltacheck.save.progress import Progress, as_save_failed
 from deltacheck.save.treatment import Shadow, Treatment
-from deltacheck.save.work import Leaf, LeafSource, Setup, Work
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background
@@ -105,7 +110,7 @@ class Saver:
             None  # of the last step that was committed, or restored since
         )
         self.epoch = 0
-        self.leaves: dict[str, Leaf] = {}
+        self.leaves: dict[str, LeafState] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._reads: dict[str, int] = {}  # arrays of deltas in each segment
         self._plans: dict[
@@ -120,10 +125,10 @@ class Saver:
             threading.RLock()
         )  # a signal's handler may interrupt its holder, and look at what is pending
         self._pulse = Pulse(2 * options.io_timeout_seconds)
-        self._stuck: set[SaveHandle] = set()  # given up, but a thread is still in them
+        self._stuck: set[Progress] = set()  # given up, but a thread is still in them
         self._when_stopped: Callable[[], None] | None = None
-        self._to_encode: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._to_commit: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._to_encode: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
+        self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._disk = Background(1, "deltacheck-disk")
         self._uncertain: set[str] = (
             set()
@@ -132,7 +137,7 @@ class Saver:
             threading.Thread(target=self._encode_loop, name="deltacheck-encoder", daemon=True),
             threading.Thread(target=self._commit_loop, name="deltacheck-committer", daemon=True),
         ]
-        self._to_check: queue.SimpleQueue[tuple[Work, Manifest] | None] = queue.SimpleQueue()
+        self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
         self._unchecked: dict[int, Manifest] = {}  # by sequence number
         if options.verify == "receipt":
             self._threads.append(
@@ -180,11 +185,9 @@ class Saver:
         begin = time.perf_counter()
         self.raise_unseen()
         self._raise_stuck()
-        handle = SaveHandle(step, self._pulse)
         pending = self.pending()
         if len(pending) >= self.options.max_pending and self.options.on_busy == "skip":
-            handle._advance("skipped")
-            return handle
+            return skipped(step)
         while len(pending) >= self.options.max_pending:
             self._settle(pending[0], "committed")
             pending = self.pending()
@@ -193,28 +196,26 @@ class Saver:
         if self._stuck:
             self.raise_unseen()
             self._raise_stuck()
+        handle = SaveHandle(step, self._pulse)
         sources, terms = self._treatment.plan(step, sources, tree, metrics)
         with self._lock:
             for path in self.leaves.keys() - sources.keys():
                 del self.leaves[path]
             compaction = self._compaction()
             chains = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
-            work = Work(
+            work = SaveJob(
                 self._setup,
-                self.epoch,
-                self.leaves,
-                handle,
-                self._next_seq,
-                tree,
+                SaveRequest(step, tree, commit, metrics, replay, note, abandon),
+                ChainTurn(
+                    self._next_seq,
+                    self.epoch,
+                    self.leaves,
+                    due_for_reads(chains, self._reads, self._setup.options.policy.max_restore_reads),
+                    self._effort,
+                ),
                 sources,
-                metrics,
-                commit,
                 terms,
-                self._effort,
-                due_for_reads(chains, self._reads, self._setup.policy.max_restore_reads),
-                replay,
-                note,
-                abandon,
+                progress_of(handle),
             )
             if compaction is not None:
                 self._plans[work.seq] = compaction
@@ -231,7 +232,7 @@ class Saver:
         ) as error:  # Ctrl-C: nobody may wait for this save any more, and no later one stand on it
             self._fail(work, error)
             raise
-        handle._add_blocking(time.perf_counter() - begin)
+        work.progress.add_blocking(time.perf_counter() - begin)
         return handle
 
     def _compaction(self) -> Plan | None:
@@ -256,7 +257,7 @@ class Saver:
     @property
     def is_exact(self) -> bool:
         """Whether every leaf is stored as it is."""
-        return self._setup.policy.is_exact
+        return self._setup.options.policy.is_exact
 
     def standing(self) -> tuple[int, int]:
         """What changes with every save that is begun and whenever the shadow is dropped or
@@ -292,10 +293,10 @@ class Saver:
             }
         self._treatment.resumed()
 
-    def _adopted(self, chain: Chain, base: Any) -> Leaf:
-        kept, spec, digests = base if self._setup.keep_shadow else None, chain.spec, chain.digests
+    def _adopted(self, chain: Chain, base: Any) -> LeafState:
+        kept, spec, digests = base if self._setup.options.keeps_shadow else None, chain.spec, chain.digests
         digest, key = leaf_digest(digests), chain.key[0].id
-        return Leaf(
+        return LeafState(
             spec, spec.bounds(), kept, digests, digest, key, chain.delta_segments, chain.delta_bytes
         )
 
@@ -321,9 +322,11 @@ class Saver:
         """The saves under way, oldest first."""
         with self._lock:
             self._handles = [
-                h
-                for h in self._handles
-                if not h.done() or h._error is not None or h._awaits_receipt
+                handle
+                for handle in self._handles
+                if not handle.done()
+                or progress_of(handle).error is not None
+                or progress_of(handle).awaits_receipt
             ]
             return [handle for handle in self._handles if not handle.done()]
 
@@ -361,19 +364,19 @@ class Saver:
         training does not stop with it.
         """
         try:
-            handle._settle(state, or_enqueued)
+            progress_of(handle).block_until(state, or_enqueued)
         except StorageTimeout as error:
             with self._lock:
                 if handle.done():  # at the last moment
                     return
-                self._stuck.add(handle)
+                self._stuck.add(progress_of(handle))
                 self._drop_shadow()
             failure = as_save_failed(handle.step, error)
             log.error("%s", failure)
-            handle._fail(failure)
+            progress_of(handle).fail(failure)
 
     def _raise_stuck(self) -> None:
-        stuck = min(self._stuck, key=lambda handle: handle.step, default=None)
+        stuck = min(self._stuck, key=lambda progress: progress.step, default=None)
         if stuck is not None:
             raise SaveFailed(
                 f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
@@ -388,12 +391,14 @@ class Saver:
     def raise_unseen(self) -> None:
         """Raise the oldest failure that nobody has been told of."""
         with self._lock:
-            handles = [handle for handle in self._handles if handle._error is not None]
+            failed = [p for p in map(progress_of, self._handles) if p.error is not None]
             self._handles = [
-                handle for handle in self._handles if not handle.done() or handle._awaits_receipt
+                handle
+                for handle in self._handles
+                if not handle.done() or progress_of(handle).awaits_receipt
             ]
-        for handle in handles:
-            error = handle._unseen_error()
+        for progress in failed:
+            error = progress.take_unseen_error()
             if error is not None:
                 raise error
 
@@ -408,8 +413,9 @@ class Saver:
         with self._lock:
             handles = list(self._handles)
         for handle in handles:
-            if handle._error is None:
-                handle._await_end(deadline.left)
+            progress = progress_of(handle)
+            if progress.error is None:
+                progress.wait_for_end(deadline.left)
         self.raise_unseen()
 
     def check_usable(self) -> None:
@@ -467,10 +473,10 @@ class Saver:
         while (work := self._to_encode.get()) is not None:
             try:
                 work.capture(work.lazy)  # from here on the save holds none of the caller's memory
-                work.handle._advance("captured")
+                work.progress.advance("captured")
                 work.encode()
                 self._reads[work.writer.id] = work.writer.delta_arrays
-                work.handle._advance("encoded")
+                work.progress.advance("encoded")
             except BaseException as error:  # noqa: BLE001 - a thread that dies silently would hang the training loop
                 self._fail(work, error)
             else:
@@ -483,45 +489,49 @@ class Saver:
             try:
                 if work.epoch != self.epoch:
                     raise SaveFailed(
-                        f"the save of step {work.handle.step} stands on an earlier one that failed;"
-                        " the next writes whole leaves"
+                        f"the save of step {work.request.step} stands on an earlier one that"
+                        " failed; the next writes whole leaves"
                     )
                 ref = self._on_disk(work, work.finish_segment)
                 self._adapt(work)
                 with self._lock:
                     known = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
                     self._refs = {name: known[name] for name in known if name in work.segments}
-                work.handle._advance("durable")
+                work.progress.advance("durable")
                 self._reads = {
                     name: count
                     for name, count in list(self._reads.items())
                     if name >= min(work.segments, default="")
                 }
-                if work.handle.done():
+                if work.progress.done():
                     raise SaveFailed(
-                        f"the save of step {work.handle.step} was given up before it was committed"
+                        f"the save of step {work.request.step} was given up before it was committed"
                     )
                 manifest = work.manifest(self._refs)
-                if self._setup.verify == "commit":
+                if self._setup.options.verify == "commit":
                     again = partial(
-                        receipt.rebuild, self._setup.store, manifest, work.live, work.entries
+                        receipt.rebuild,
+                        self._setup.store,
+                        manifest,
+                        work.live_digests,
+                        work.entries,
                     )
-                    work.handle._give_receipt(self._on_disk(work, again))
+                    work.progress.give_receipt(self._on_disk(work, again))
                 work.may_be_committed = True
-                if self._setup.verify == "receipt":
+                if self._setup.options.verify == "receipt":
                     with self._lock:
                         self._unchecked[work.seq] = manifest
-                    work.handle._awaits_receipt = True
-                written = self._on_disk(work, partial(work.commit, manifest))
+                    work.progress.awaits_receipt = True
+                written = self._on_disk(work, partial(work.request.commit, manifest))
                 before, self._newest = self._newest, manifest
                 plan = self._plans.pop(work.seq, None)
                 if plan is not None and before is not None and self._compactor is not None:
                     self._compactor.start(plan, before)
                 self._writing.discard(work.writer.id)
                 stored = written.stored_bytes + (0 if ref is None else ref.stored_bytes)
-                work.handle._advance("committed", work.report(stored, written.digest))
+                work.progress.advance("committed", work.report(stored, written.digest))
                 self._release(work)
-                if self._setup.verify == "receipt":
+                if self._setup.options.verify == "receipt":
                     self._to_check.put((work, manifest))
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(work, error)
@@ -535,7 +545,7 @@ class Saver:
         if stopped is not None:
             stopped()
 
-    def _on_disk(self, work: Work, action: Callable[[], _Result]) -> _Result:
+    def _on_disk(self, work: SaveJob, action: Callable[[], _Result]) -> _Result:
         """Do what waits for the storage, on a thread that is given up where that hangs: the saves
         after this one get a new one.
 
@@ -543,12 +553,12 @@ class Saver:
         on, and end at any time.
         """
         results: list[_Result] = []
-        seconds = _PATIENCE * self._setup.io_timeout_seconds
+        seconds = _PATIENCE * self._setup.options.io_timeout_seconds
         done = self._disk.start(lambda: results.append(action()))
         if not wait_for([done], seconds).done:
             self._disk = Background(1, "deltacheck-disk")
             raise _GivenUp(
-                f"the save of step {work.handle.step}: the storage did not answer within"
+                f"the save of step {work.request.step}: the storage did not answer within"
                 f" {seconds:.3g} s; it may hang"
             )
         done.result()
@@ -559,7 +569,7 @@ class Saver:
             work, manifest = job
             try:
                 given: Receipt | Exception = receipt.rebuild(
-                    self._setup.store, manifest, work.live, manifest.leaves
+                    self._setup.store, manifest, work.live_digests, manifest.leaves
                 )
             except ReceiptFailed as error:
                 given = error
@@ -573,29 +583,29 @@ class Saver:
                 self.forget()  # nothing may stand on it, and a save under way that does fails
             with self._lock:
                 self._unchecked.pop(work.seq, None)
-            work.handle._give_receipt(given)
+            work.progress.give_receipt(given)
             del job, work
 
-    def _adapt(self, work: Work) -> None:
+    def _adapt(self, work: SaveJob) -> None:
         """Choose the effort of the next save by what this one took."""
         spent, before = self._setup.store.take_spent(), self._last_begin
         self._last_begin = work.begin
         if self._adapts and before is not None:
             self._effort = next_effort(self._effort, Timing(work.begin - before, *spent))
 
-    def _fail(self, work: Work, error: BaseException) -> None:
+    def _fail(self, work: SaveJob, error: BaseException) -> None:
         with self._lock:
             if work.epoch == self.epoch:
                 self._drop_shadow()
             self._writing.discard(work.writer.id)
             self._plans.pop(work.seq, None)
-        failure = as_save_failed(work.handle.step, error)
+        failure = as_save_failed(work.request.step, error)
         try:
-            if not work.handle.done():  # else this was told when it was given up
+            if not work.progress.done():  # else this was told when it was given up
                 log.error("%s", failure)
             self._setup.store.renew()  # what hangs must not stand in the way of the next save
-            if work.abandon is not None:
-                Background(1, "deltacheck-abandon").start(partial(work.abandon, failure))
+            if work.request.abandon is not None:
+                Background(1, "deltacheck-abandon").start(partial(work.request.abandon, failure))
             if not work.may_be_committed:
                 removal = self._disk.start(
                     partial(remove_tree, work.writer.path, ignore_errors=True)
@@ -606,10 +616,10 @@ class Saver:
                     self._uncertain |= work.segments
             # else the manifest may exist, and need the segment: gc will know
         finally:
-            work.handle._fail(failure)
+            work.progress.fail(failure)
             self._release(work)
 
-    def _release(self, work: Work) -> None:
+    def _release(self, work: SaveJob) -> None:
         """No thread hangs in this save any more. REQUIRES: its handle is done."""
         with self._lock:
-            self._stuck.discard(work.handle)
+            self._stuck.discard(work.progress)

@@ -31,7 +31,8 @@ from deltacheck.policy.keyframes import staggered
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 from deltacheck.policy.stage import STABLE, SaveObservation, Stage, advance
 from deltacheck.restore import derive
-from deltacheck.save.work import Coded, LeafSource, Terms
+from deltacheck.save.job.manifest_builder import Terms
+from deltacheck.save.job.source import Coded, LeafSource
 from deltacheck.store.manifest import Derived
 
 log = logging.getLogger("deltacheck")

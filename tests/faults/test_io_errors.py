@@ -26,7 +26,7 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.save.work import Work
+from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store import collect, segment
 from deltacheck.store import root as store_root
 from deltacheck.store.files import durability
@@ -156,7 +156,7 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
     state = training_state()
     with Engine(tmp_path) as engine, pytest.MonkeyPatch.context() as patch:
         go, created = threading.Event(), threading.Event()
-        create, manifest = store_root.arrays.create_file, Work.manifest
+        create, manifest = store_root.arrays.create_file, SaveJob.manifest
 
         def hang(directory: Path, *of: Any) -> bool:
             if directory.name != "c0000000000":
@@ -166,14 +166,14 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
             created.set()
             return done
 
-        def hurry(work: Work, refs: Any) -> Any:
+        def hurry(work: SaveJob, refs: Any) -> Any:
             engine._saver._setup = _with_deadline(engine, 0.1)  # of the commit alone
             return manifest(work, refs)
 
         patch.setattr(store_root.arrays, "create_file", hang)
-        patch.setattr(Work, "manifest", hurry)
+        patch.setattr(SaveJob, "manifest", hurry)
         assert "may hang" in str(engine.save(0, state).exception(30))
-        patch.setattr(Work, "manifest", manifest)
+        patch.setattr(SaveJob, "manifest", manifest)
         engine._saver._setup = _with_deadline(engine, 30.0)
         saved = copy.deepcopy(state)
         for step in range(1, 1 + later):

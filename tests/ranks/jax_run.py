@@ -37,7 +37,7 @@ from deltacheck.policy import Policy
 from deltacheck.restore import read
 from deltacheck.restore.buffers import chunk_bytes
 from deltacheck.save.channel import consult
-from deltacheck.save.work import Work
+from deltacheck.save.job.save_job import SaveJob
 
 load_module = importlib.import_module(
     "deltacheck.backends.orbax.state.load"
@@ -229,9 +229,9 @@ def fail_apart(rank: int, size: int, port: int, root: str) -> dict[str, tuple[st
         good = made(0, on, ROWS)
         m.save(next(steps), args=DeltaSaveArgs(good))
         m.wait_until_finished()
-        fails("disk", good, on_rank(1, Work, "finish_segment", OSError("no space left")))
+        fails("disk", good, on_rank(1, SaveJob, "finish_segment", OSError("no space left")))
         fails("manifest", good, on_rank(0, Gate, "commit", OSError("read-only")))
-        fails("capture", good, on_rank(1, Work, "capture", OSError("a bus error")))
+        fails("capture", good, on_rank(1, SaveJob, "capture", OSError("a bus error")))
         fails(
             "local", {**good, "new": jnp.ones(3)} if rank else {**good, "new": put(np.ones(3), on)}
         )
@@ -273,7 +273,7 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
             if rank != victim:
                 Path(root, "..", "told").write_text(f"{time.time()} {record.getMessage()}")
 
-    def die(work: Work) -> None:
+    def die(work: SaveJob) -> None:
         time.sleep(2)  # the training goes on meanwhile
         Path(root, "..", "died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -284,7 +284,7 @@ def die_in_save(rank: int, size: int, port: int, root: str, victim: int) -> None
     m.wait_until_finished()
     logging.getLogger("deltacheck").addHandler(Told())
     if rank == victim:
-        Work.finish_segment = die  # type: ignore[assignment,method-assign]
+        SaveJob.finish_segment = die  # type: ignore[assignment,method-assign]
     m.save(1, args=DeltaSaveArgs(made(1, on, ROWS)))
     m.wait_until_finished()  # Orbax waits here for the dead, until JAX ends this process
 
@@ -298,9 +298,9 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
     on = mesh(4)
     segments = Path(root, "deltacheck", "segments")
     seen: dict[str, list[str]] = {}
-    finish = Work.finish_segment
+    finish = SaveJob.finish_segment
 
-    def slow(work: Work) -> Any:
+    def slow(work: SaveJob) -> Any:
         made = finish(work)
         time.sleep(3)
         return made
@@ -322,14 +322,14 @@ def collect_at_the_worst_moment(rank: int, size: int, port: int, root: str) -> d
     target = like(on, ROWS)
     with manager(root, best(None), policy=policy, grace_seconds=0) as m:
         for n in range(5):  # keyframes at steps 0 and 3
-            Work.finish_segment = slow if (rank, n) == (1, 4) else finish  # type: ignore[assignment,method-assign]
+            SaveJob.finish_segment = slow if (rank, n) == (1, 4) else finish  # type: ignore[assignment,method-assign]
             save(m, n, n, float(n))
             if rank == 0 and n == 4:
                 while len(list(segments.glob("s0000000004-*/zarr.json"))) < 2:
                     time.sleep(0.01)
                 seen["under way"] = collected(m)
             m.wait_until_finished()
-        Work.finish_segment = finish  # type: ignore[method-assign]
+        SaveJob.finish_segment = finish  # type: ignore[method-assign]
     with manager(root, best(1), policy=policy, grace_seconds=0) as m:
         check(m.restore(1, args=DeltaRestoreArgs(target)), 1)
         save(m, 5, 5, -1.0)

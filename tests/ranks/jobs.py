@@ -271,15 +271,15 @@ def break_it(engine: Engine, where: str, state: dict[str, Any]) -> None:
     elif where == "write":
         once(saver._setup.store, "writer", OSError("No space left on device"))
     elif where == "durable":
-        from deltacheck.save.work import Work
+        from deltacheck.save.job.save_job import SaveJob
 
-        real = Work.finish_segment
+        real = SaveJob.finish_segment
 
-        def broken(work: Work) -> Any:
-            Work.finish_segment = real  # type: ignore[method-assign]
+        def broken(work: SaveJob) -> Any:
+            SaveJob.finish_segment = real  # type: ignore[method-assign]
             raise OSError("Input/output error")
 
-        Work.finish_segment = broken  # type: ignore[method-assign]
+        SaveJob.finish_segment = broken  # type: ignore[method-assign]
 
 
 def once(owner: Any, name: str, error: Exception) -> None:
@@ -301,12 +301,12 @@ def killed(rank: int, size: int, port: int, root: Path) -> Any:
         engine.save(0, run.state(0)).wait("committed")
         run.update(1)
         if rank == 1:
-            from deltacheck.save.work import Work
+            from deltacheck.save.job.save_job import SaveJob
 
-            def die(work: Work) -> Any:
+            def die(work: SaveJob) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            Work.finish_segment = die  # type: ignore[method-assign]
+            SaveJob.finish_segment = die  # type: ignore[method-assign]
         began = time.monotonic()
         told = []
         for step in (1, 2):

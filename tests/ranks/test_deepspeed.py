@@ -533,7 +533,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     from deltacheck.backends.torch.deepspeed import publishing
     from deltacheck.backends.torch.deepspeed.configuration import engine_options
     from deltacheck.backends.torch.deepspeed.reading import Reading
-    from deltacheck.save import work
+    from deltacheck.save.job import save_job
 
     found: dict[str, Any] = {}
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
@@ -556,12 +556,12 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["latest after the commit"] = text_of(run / "latest")
 
     train(engine, False, 2)
-    finish = work.Work.finish_segment
+    finish = save_job.SaveJob.finish_segment
     if rank == 1:
-        work.Work.finish_segment = failing
+        save_job.SaveJob.finish_segment = failing
     engine.save_checkpoint(str(run), "bad")
     found["failed save"] = message_of(engine.checkpoint_engine.wait)
-    work.Work.finish_segment = finish
+    save_job.SaveJob.finish_segment = finish
     found["latest after the failure"] = text_of(run / "latest")
     found["pointers after the failure"] = [path.name for path in (run / "bad").iterdir()]
     train(engine, False, 3)

@@ -341,16 +341,16 @@ def test_a_save_holds_none_of_the_callers_tensors_once_it_has_captured_them(
     import threading
     import weakref
 
-    from deltacheck.save import work
+    from deltacheck.save.job import save_job
 
     go = threading.Event()
-    original = work.Work.finish_segment
+    original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(work.Work, "finish_segment", finish)
+    monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
     with Engine(tmp_path) as engine:
         tensor = torch.randn(300, 300)
         alive = weakref.ref(tensor)

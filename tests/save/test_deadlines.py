@@ -17,7 +17,7 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.save import work
+from deltacheck.save.job import save_job, segment_builder
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import arrays
 
@@ -38,18 +38,18 @@ class Hanging:
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
-    """Lets a thread hang at the beginning of a method of ``Work``, until the event is set."""
+    """Lets a thread hang at the beginning of a method of ``SaveJob``, until the event is set."""
     go = threading.Event()
 
     def hang(method: str) -> threading.Event:
-        original = getattr(work.Work, method)
+        original = getattr(save_job.SaveJob, method)
 
         def hanging(self: Any, *args: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 assert go.wait(30)
             return original(self, *args)
 
-        monkeypatch.setattr(work.Work, method, hanging)
+        monkeypatch.setattr(save_job.SaveJob, method, hanging)
         return go
 
     yield hang
@@ -114,13 +114,13 @@ def test_waiting_without_a_timeout_ends_where_nothing_happens(
 def test_a_storage_that_is_slow_but_gets_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = work.chunk_digests
+    original = segment_builder.chunk_digests
 
     def slow(*args: Any) -> Any:
         time.sleep(0.25)
         return original(*args)
 
-    monkeypatch.setattr(work, "chunk_digests", slow)
+    monkeypatch.setattr(segment_builder, "chunk_digests", slow)
     with Engine(tmp_path, io_timeout_seconds=0.5) as engine:
         begin = time.monotonic()
         engine.save(0, {f"p{k}": torch.zeros(70_000) for k in range(6)})
@@ -194,7 +194,7 @@ def test_whatever_ends_a_thread_fails_the_save_and_not_the_thread(
         raise error
 
     with Engine(tmp_path) as engine:
-        monkeypatch.setattr(work.Work, method, fails)
+        monkeypatch.setattr(save_job.SaveJob, method, fails)
         found = engine.save(0, {"p": torch.zeros(3)}).exception(30)
         assert isinstance(found, errors.SaveFailed)
         assert type(error).__name__ in str(found)

@@ -15,6 +15,7 @@ import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.save.handle import progress_of
 from deltacheck.store.segment import SegmentWriter
 from tests.support.states import assert_same, nudge, training_state
 
@@ -184,7 +185,7 @@ def test_a_manager_reads_back_what_it_saves(
         saves.append(1)
         manager.save(1, args=backend.DeltaSaveArgs({"w": value * 2}))
         (item,) = handler_of(manager)._items.values()
-        item._last.handle._await_end(60)
+        progress_of(item._last.handle).wait_for_end(60)
         with pytest.raises(
             errors.DeltacheckError, match="leaf 'w'"
         ):  # by Orbax's own wait, or by our next save

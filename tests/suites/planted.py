@@ -126,8 +126,8 @@ BUGS = (
         (
             Edit(
                 "deltacheck.save.saver",
-                "work.handle._fail(failure)",
-                "work.handle._advance('committed')",
+                "work.progress.fail(failure)",
+                "work.progress.advance('committed')",
             ),
         ),
         ("restore/test_refusals.py::test_a_failure_at_the_end_of_the_with_block_is_raised_there",),

@@ -27,7 +27,7 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.save import work
+from deltacheck.save.job import save_job
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
 
@@ -139,16 +139,16 @@ def save(case: Case) -> Any:
     engine.save(0, {"x": torch.zeros(200, 200)}).wait()
     break_storage(case["fault"])
     if case["kind"] in INSIDE:
-        original = work.Work.capture
+        original = save_job.SaveJob.capture
 
         def capture(self: Any, sources: Any) -> None:
-            work.Work.capture = original  # type: ignore[method-assign] # the encoder thread calls it, too
+            save_job.SaveJob.capture = original  # type: ignore[method-assign] # the encoder thread calls it, too
             os.kill(os.getpid(), INSIDE[case["kind"]])
             original(self, sources)
 
-        work.Work.capture = capture  # type: ignore[method-assign]
+        save_job.SaveJob.capture = capture  # type: ignore[method-assign]
     if case["kind"] == "forked child":
-        late = work.Work.capture
+        late = save_job.SaveJob.capture
 
         def capture_late(self: Any, sources: Any) -> None:
             time.sleep(
@@ -156,7 +156,7 @@ def save(case: Case) -> Any:
             )  # until after the fork
             late(self, sources)
 
-        work.Work.capture = capture_late  # type: ignore[method-assign]
+        save_job.SaveJob.capture = capture_late  # type: ignore[method-assign]
     engine.save(1, {"x": torch.ones(200, 200)})
     return engine
 

@@ -25,7 +25,7 @@ from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore import replay
 from deltacheck.restore.replay import Limits
 from deltacheck.save import logbook
-from deltacheck.save.handle import SaveHandle
+from deltacheck.save.handle import SaveHandle, skipped
 from deltacheck.save.logbook import Base, Logbook, Plan, Update
 from deltacheck.save.saver import Saver
 from deltacheck.store.manifest import Manifest
@@ -126,8 +126,7 @@ class GradientLog:
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
         handle = self._handle
         if handle is None:
-            handle = SaveHandle(step)
-            handle._advance("skipped")
+            handle = skipped(step)
         return handle
 
     def restore(

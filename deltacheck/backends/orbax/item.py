@@ -25,7 +25,7 @@ from deltacheck.backends.orbax.state.load import Restored
 from deltacheck.errors import DeltacheckError, ReceiptFailed, SaveFailed
 from deltacheck.leaf import tree
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.handle import SaveHandle
+from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
 from deltacheck.save.options import SaveOptions
@@ -146,7 +146,7 @@ class Item:
             raise
         # The epoch of before: a save that has failed since is no base.
         spent = 0.0 if log is None else log.saved(plan, handle, flat, (epoch, saver.standing()[1]))
-        handle._add_blocking(
+        progress_of(handle).add_blocking(
             max(0.0, time.perf_counter() - began + spent - handle.blocking_seconds)
         )
         return self._last
@@ -214,7 +214,9 @@ class Item:
             if gate is not None:
                 gate.abandon("Orbax could not wait for it")
             raise
-        handle._add_blocking(max(0.0, time.perf_counter() - began - handle.blocking_seconds))
+        progress_of(handle).add_blocking(
+            max(0.0, time.perf_counter() - began - handle.blocking_seconds)
+        )
         return self._last
 
     def _take(self, is_committed: bool) -> tuple[int, bool]:
@@ -292,7 +294,7 @@ class Item:
         if isinstance(error, ReceiptFailed):
             # Orbax knows of failed saves only: this one is raised by the save that is about to
             # begin
-            last.handle._seen = False
+            progress_of(last.handle).unsee_error()
         if error is None and not last.place.is_committed():
             log.warning(
                 "step %d was never committed by Orbax: the next save writes whole leaves",

@@ -30,7 +30,7 @@ from deltacheck.restore import damage
 from deltacheck.restore.resolve import require_contract, resolve_leaves, stored_chains
 from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.save import exits
-from deltacheck.save.handle import SaveHandle
+from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store import collect, layout, tags
@@ -234,7 +234,7 @@ class Engine:
         )
         flattened = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
-        handle._add_blocking(flattened)
+        progress_of(handle).add_blocking(flattened)
         return handle
 
     def _save(
@@ -262,9 +262,7 @@ class Engine:
                 )
             mine = self._together.begin(self._saver, step, flat)
             if mine is None:
-                handle = SaveHandle(step)
-                handle._advance("skipped")
-                return handle
+                return skipped(step)
             flat = mine
             commit, abandon = self._together.attempt(self._commit)
         try:
@@ -272,9 +270,7 @@ class Engine:
                 flat, Guarded() if self._eager else self._guard.guarded()
             ) | dict(more or {})
             if not self._has_room(step, sources.values()):
-                skipped = SaveHandle(step)
-                skipped._advance("skipped")
-                return skipped
+                return skipped(step)
             planned = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
@@ -290,7 +286,7 @@ class Engine:
             if abandon is not None:
                 abandon(error)
             raise
-        handle._add_blocking(planned)
+        progress_of(handle).add_blocking(planned)
         return handle
 
     def _has_room(self, step: int, sources: Iterable[LeafSource]) -> bool:

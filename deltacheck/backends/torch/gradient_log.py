@@ -23,7 +23,7 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.restore import replay
 from deltacheck.restore.replay import Limits
 from deltacheck.save import logbook
-from deltacheck.save.handle import SaveHandle
+from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.logbook import Base, Logbook, Update
 
 log = logging.getLogger("deltacheck")
@@ -100,7 +100,7 @@ class GradientLog:
         if handle.state != "skipped":
             standing = (epoch, engine._saver.standing()[1])
             book.saved(plan, step, standing, lambda: self._based(step, flat, standing))
-        handle._add_blocking(
+        progress_of(handle).add_blocking(
             max(0.0, time.perf_counter() - begin + self._seconds - handle.blocking_seconds)
         )
         self._seconds = 0.0

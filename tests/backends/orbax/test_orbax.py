@@ -59,7 +59,7 @@ from deltacheck.errors import (
     UnsupportedLeaf,
 )
 from deltacheck.policy import Policy
-from deltacheck.save.work import Work
+from deltacheck.save.job.save_job import SaveJob
 from deltacheck.store.files import arrays
 
 Options = ocp.CheckpointManagerOptions
@@ -179,13 +179,13 @@ def run_python(code: str, **environment: str) -> str:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Segments become durable only once the event is set."""
-    event, finish = threading.Event(), Work.finish_segment
+    event, finish = threading.Event(), SaveJob.finish_segment
 
-    def wait(work: Work) -> Any:
+    def wait(work: SaveJob) -> Any:
         assert event.wait(60)
         return finish(work)
 
-    monkeypatch.setattr(Work, "finish_segment", wait)
+    monkeypatch.setattr(SaveJob, "finish_segment", wait)
     yield event
     event.set()
 
@@ -234,14 +234,14 @@ def test_a_lazy_save_holds_what_it_has_not_read_yet_whatever_becomes_of_the_arra
     and deletion frees none.
     """
     may_read = threading.Event()
-    capture = Work.capture
+    capture = SaveJob.capture
 
-    def late(self: Work, sources: Any) -> None:
+    def late(self: SaveJob, sources: Any) -> None:
         if threading.current_thread().name == "deltacheck-encoder":
             assert may_read.wait(30)
         capture(self, sources)
 
-    monkeypatch.setattr(Work, "capture", late)
+    monkeypatch.setattr(SaveJob, "capture", late)
     with manager(tmp_path, capture="lazy") as mngr:
         for step in range(2):
             may_read.clear()
@@ -939,9 +939,9 @@ def test_a_program_that_ends_with_a_save_under_way_finishes_it(tmp_path: Path) -
         import time
         import jax.numpy as jnp
         from deltacheck.backends.orbax import DeltaSaveArgs, manager
-        from deltacheck.save.work import Work
-        finish = Work.finish_segment
-        Work.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
+        from deltacheck.save.job.save_job import SaveJob
+        finish = SaveJob.finish_segment
+        SaveJob.finish_segment = lambda work: (time.sleep(0.5), finish(work))[1]
         manager({str(tmp_path / "held")!r}).save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))
         mngr = manager({str(tmp_path / "named")!r})
         mngr.save(5, args=DeltaSaveArgs({{"w": jnp.arange(1000.0)}}))

@@ -366,16 +366,16 @@ def test_a_handle_passes_through_its_states_in_order(tmp_path: Path) -> None:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the committer thread back before it finishes a segment, until the event is set."""
-    from deltacheck.save import work
+    from deltacheck.save.job import save_job
 
     go = threading.Event()
-    original = work.Work.finish_segment
+    original = save_job.SaveJob.finish_segment
 
     def finish(self: Any) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(work.Work, "finish_segment", finish)
+    monkeypatch.setattr(save_job.SaveJob, "finish_segment", finish)
     return go
 
 

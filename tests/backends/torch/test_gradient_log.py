@@ -399,18 +399,18 @@ def test_a_save_of_the_engine_itself_between_is_no_harm(run: Run, tmp_path: Path
 def test_gradients_of_a_skipped_save_are_in_the_next(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltacheck.save import work
+    from deltacheck.save.job import save_job
 
     go = threading.Event()
-    finish = work.Work.finish_segment
+    finish = save_job.SaveJob.finish_segment
 
-    def slow(self: work.Work) -> Any:
+    def slow(self: save_job.SaveJob) -> Any:
         assert go.wait(30)
         return finish(self)
 
     with Engine(tmp_path, on_busy="skip") as engine, GradientLog(engine, run.optimizer) as log:
         run.train_and_save(log, 1)
-        monkeypatch.setattr(work.Work, "finish_segment", slow)
+        monkeypatch.setattr(save_job.SaveJob, "finish_segment", slow)
         run.train_step()
         first = run.save(log)
         run.train_step()

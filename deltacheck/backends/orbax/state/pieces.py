@@ -21,7 +21,7 @@ from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat
-from deltacheck.save.work import LeafSource
+from deltacheck.save.job.source import LeafSource
 
 
 class Piece(NamedTuple):

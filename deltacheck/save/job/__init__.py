@@ -1,0 +1,1 @@
+"""One save: capture its leaves, encode them, write a segment, and describe it in a manifest."""

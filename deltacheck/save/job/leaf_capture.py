@@ -1,0 +1,184 @@
+"""Bring the shadow to the leaves' present content, and encode what changed.
+
+This is memory work only. It runs on the training thread for leaves that must be read before
+``save`` returns, and on the encoder thread for the lazy ones. If the host cache is full it waits
+for the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deltacheck.codec import default_codec
+from deltacheck.codec.base import U64, Codec, GroupCodec, GroupJob
+from deltacheck.errors import SaveFailed
+from deltacheck.leaf.digest import chunk_digests, digest_of
+from deltacheck.save.job.leaf_state import LeafSave, LeafState
+from deltacheck.save.job.part_writer import PartWriter, Piece, Span
+from deltacheck.save.job.setup import Setup
+from deltacheck.save.job.source import Coded, LeafSource
+from deltacheck.save.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupMember:
+    """A leaf that is encoded together with others, in one call on its device."""
+
+    leaf: LeafSave
+    state: LeafState
+    source: LeafSource
+    current: Any
+
+
+class LeafCapture:
+    """The capture of one save.
+
+    Args:
+        setup: The options of the saver.
+        progress: Told of every leaf.
+        leaves: The leaves of the save by path.
+        states: The saver's chains by path; updated in place.
+        due: Paths of leaves that must be written whole, whatever the policy says of their chains.
+        parts: Takes what is encoded.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        progress: Progress,
+        leaves: Mapping[str, LeafSave],
+        states: dict[str, LeafState],
+        due: frozenset[str],
+        parts: PartWriter,
+    ) -> None:
+        self.keyframes: list[LeafSave] = []
+        self._setup = setup
+        self._progress = progress
+        self._leaves = leaves
+        self._states = states
+        self._due = due
+        self._parts = parts
+
+    def capture(self, sources: deque[LeafSource]) -> None:
+        """Capture all ``sources``.
+
+        Each is removed from ``sources`` before the next one is read: a leaf that only the save
+        still holds is then freed at once.
+
+        Raises:
+            SaveFailed: A leaf was to stay as stored, but an earlier save that failed dropped it.
+            SnapshotTorn: The caller changed a lazy leaf.
+        """
+        group: list[_GroupMember] = []
+        while sources:
+            member = self._capture_leaf(sources.popleft())
+            if member is not None:
+                group.append(member)
+        if group:
+            self._encode_group(group)
+
+    def _capture_leaf(self, source: LeafSource) -> _GroupMember | None:
+        """Capture one leaf; return it if it is to be encoded together with others."""
+        self._progress.beat()
+        setup, codec = self._setup, self._setup.codec
+        path = source.spec.path
+        leaf, state = self._leaves[path], self._states.get(path)
+        if state is not None:
+            state.free_base(setup.options.io_timeout_seconds)
+        current, spec = source.current(), source.spec
+        if isinstance(current, Coded):
+            if current.spec is None:
+                self._states.pop(path, None)
+                return None
+            spec, current = current.spec, current.data
+        leaf.stored = spec
+        has_state = state is not None and state.spec == spec
+        if current is None and not has_state:
+            raise SaveFailed(
+                f"leaf {path!r} was to stay as it is, but an earlier save that failed took it along"
+            )
+        if current is not None and setup.options.verify != "none":
+            leaf.live_digest = digest_of(spec, codec.host(current))
+        whole = source.whole and spec.raw_bytes > 0
+        if state is None or whole or not has_state:
+            state = self._states[path] = LeafState(spec, spec.bounds())
+        leaf.state = state
+        if whole:
+            state.digests = np.zeros((spec.chunk_count, 2), np.uint64)
+            self._encode(default_codec(), leaf, state, current)
+            return None
+        if current is None:
+            pass
+        elif path in self._due or state.is_due(setup.options.policy):
+            state.base = codec.copy(current, state.base)
+            self.keyframes.append(leaf)
+        elif isinstance(codec, GroupCodec) and codec.grouped(current, state.base):
+            return _GroupMember(leaf, state, source, current)
+        else:
+            self._encode(codec, leaf, state, current)
+        if source.recheck is not None:
+            source.recheck()
+        return None
+
+    def _encode(self, codec: Codec[Any], leaf: LeafSave, state: LeafState, current: Any) -> None:
+        """Encode a leaf against its base, run by run; without a base, encode every chunk."""
+        bounds, word_bytes = state.bounds, state.spec.word_bytes
+        is_whole = state.base is None
+        for first, stop in self._runs(codec, bounds, word_bytes):
+            low, high = int(bounds[first]) * word_bytes, int(bounds[stop]) * word_bytes
+            self._parts.make_room(high - low)
+            digests: U64 | None = None
+            if is_whole:
+                window = bounds[first : stop + 1] - bounds[first]
+                encoded, _ = codec.encode(current[low:high], None, window, word_bytes)
+                # The chunks have no digests yet, and no base to compute them from later.
+                digests = chunk_digests(current[low:high], window, word_bytes, range(stop - first))
+            elif high - low == state.spec.raw_bytes:
+                # A codec on a device may return another base, but only of a whole leaf.
+                encoded, state.base = codec.encode(current, state.base, bounds, word_bytes)
+            else:
+                window = bounds[first : stop + 1] - bounds[first]
+                encoded, _ = codec.encode(
+                    current[low:high], state.base[low:high], window, word_bytes
+                )
+            self._parts.add(Piece((Span(leaf, 0, first),), encoded, digests))
+
+    def _runs(self, codec: Codec[Any], bounds: U64, word_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the first chunk and the end of each run that one call of the codec encodes."""
+        chunks = bounds.size - 1
+        step = max(1, chunks)
+        if codec.run_bytes is not None:
+            longest = max(1, int(np.diff(bounds).max(initial=1)) * word_bytes)
+            step = max(1, min(codec.run_bytes, self._parts.part_bytes) // longest)
+        for first in range(0, chunks, step):
+            yield first, min(chunks, first + step)
+
+    def _encode_group(self, group: Sequence[_GroupMember]) -> None:
+        """Encode leaves on their device, a few calls for all of them."""
+        codec = self._setup.codec
+        assert isinstance(codec, GroupCodec)
+
+        def check_reads() -> None:
+            for member in group:
+                if member.source.recheck is not None:
+                    member.source.recheck()
+            self._progress.mark_reads_enqueued()
+
+        jobs = [
+            GroupJob(m.current, m.state.base, m.state.bounds, m.state.spec.word_bytes)
+            for m in group
+        ]
+        for batch in codec.encode_group(jobs, self._parts.make_room, check_reads):
+            for job, base in batch.bases.items():
+                group[job].state.base = base
+            starts = np.cumsum([0] + [span.chunks for span in batch.spans]).tolist()
+            spans = [
+                Span(group[span.job].leaf, start, span.first_chunk)
+                for span, start in zip(batch.spans, starts, strict=False)
+            ]
+            self._parts.add(Piece(spans, batch.encoded, batch.digests))

@@ -1,0 +1,138 @@
+"""Describe a save: its manifest for readers, and its report for the caller."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from deltacheck.leaf.contracts import RANK, Promise, name_of
+from deltacheck.leaf.spec import LeafKind, LeafReport
+from deltacheck.leaf.tree import Node
+from deltacheck.save.job.leaf_state import LeafSave
+from deltacheck.store import layout
+from deltacheck.store.manifest import (
+    DERIVED,
+    REPLAY,
+    TILES,
+    Derived,
+    LeafRecord,
+    Manifest,
+    Replay,
+    SegmentRef,
+)
+from deltacheck.store.documents import Written
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Statements of a manifest beside the stored leaves.
+
+    Args:
+        derived: Leaves that are not stored, or not as they are, and how a restore computes them.
+        contracts: The promises for leaves that are not exact.
+        stage: The stage of the policy.
+    """
+
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    contracts: Mapping[str, Promise] = field(default_factory=dict)
+    stage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A step to save, as the backend asked for it.
+
+    Args:
+        step: The training step.
+        tree: The structure of the state.
+        commit: Makes the step exist; called with the manifest on the committer thread.
+        metrics: Values for the manifest and the report.
+        replay: How leaves of the tree are computed from stored ones, for a gradient log.
+        note: A remark for the report.
+        abandon: Called once, behind the training, if the save fails.
+    """
+
+    step: int
+    tree: Node
+    commit: Callable[[Manifest], Written]
+    metrics: Mapping[str, float]
+    replay: Replay | None = None
+    note: str = ""
+    abandon: Callable[[BaseException], None] | None = None
+
+
+def build_manifest(
+    request: SaveRequest,
+    seq: int,
+    terms: Terms,
+    segments: tuple[SegmentRef, ...],
+    records: Mapping[str, LeafRecord],
+    durability: str,
+) -> Manifest:
+    """Return the manifest of a step that is about to be committed under the number ``seq``."""
+    # Two segments of one sequence number come from ranks that saved together, so this save goes on
+    # from a step of several ranks.
+    has_tiles = len({layout.seq_of(ref.id) for ref in segments}) < len(segments)
+    features = {
+        DERIVED: bool(terms.derived or terms.contracts),
+        REPLAY: request.replay is not None,
+        TILES: has_tiles,
+    }
+    weakest = max(
+        (name_of(promise.terms) for promise in terms.contracts.values()),
+        key=RANK.index,
+        default="exact",
+    )
+    return Manifest(
+        format=layout.FORMAT,
+        version=layout.VERSION,
+        seq=seq,
+        step=request.step,
+        nonce=secrets.token_hex(8),
+        time=time.time(),
+        writer=f"process {os.getpid()} on {socket.gethostname()}",
+        contract=weakest,
+        segments=segments,
+        lanes=(tuple(range(len(segments))),) if has_tiles else (),
+        tree=request.tree,
+        leaves=dict(records),
+        # JSON has no infinities and no NaN.
+        metrics={
+            name: value if math.isfinite(value) else str(value)
+            for name, value in request.metrics.items()
+        },
+        must_understand=tuple(name for name, is_used in features.items() if is_used),
+        derived=dict(terms.derived),
+        contracts=dict(terms.contracts),
+        stage=terms.stage,
+        replay=request.replay,
+        durability=durability,
+    )
+
+
+def leaf_reports(leaves: Iterable[LeafSave]) -> tuple[LeafReport, ...]:
+    """Return what the save stored of each leaf, in the order of the sources."""
+    return tuple(_leaf_report(leaf) for leaf in leaves)
+
+
+def _leaf_report(leaf: LeafSave) -> LeafReport:
+    if leaf.stored is None:
+        kind = LeafKind.DERIVED
+    elif leaf.entry is None:
+        kind = LeafKind.UNCHANGED
+    else:
+        kind = LeafKind.KEYFRAME if leaf.entry.is_whole else LeafKind.DELTA
+    form = leaf.stored or leaf.source
+    return LeafReport(
+        leaf.source.path,
+        kind,
+        leaf.source.raw_bytes,
+        leaf.encoded_bytes,
+        form.raw_bytes // form.word_bytes,
+        leaf.changed_words,
+    )

@@ -1,0 +1,199 @@
+"""Collect encoded chunks into parts of a segment and write these while encoding goes on.
+
+The encoded bytes between the codec and the disk are bounded by the host cache. One part is being
+filled, and the others are on their way to disk; ``make_room`` waits for the oldest of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from deltacheck.codec.base import CHUNK, METHOD, U32, U64, Encoded
+from deltacheck.save.job.leaf_state import LeafSave, RowRun, await_write
+from deltacheck.save.progress import Progress
+from deltacheck.store import segment
+from deltacheck.store.files.arrays import Pending
+from deltacheck.store.segment import SegmentWriter, stream_sizes
+
+# A part is closed after this many encoded bytes, or after its share of a smaller host cache. The
+# share leaves memory for the part being filled, the codec's next run and the parts being written.
+PART_BYTES = 64 << 20
+PARTS_PER_CACHE = 8
+
+
+class Span(NamedTuple):
+    """Consecutive chunks of one leaf within a piece.
+
+    Args:
+        leaf: The leaf.
+        start: Number of the first of these chunks within the piece.
+        first_chunk: Number of the same chunk within the leaf.
+    """
+
+    leaf: LeafSave
+    start: int
+    first_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The result of one call of the codec: chunks of one leaf or of several.
+
+    Args:
+        spans: The leaves' chunks, in order.
+        encoded: Rows and streams.
+        digests: Digests of the rows' chunks, uint64 ``(rows, 2)``, if the codec computed them.
+    """
+
+    spans: Sequence[Span]
+    encoded: Encoded
+    digests: U64 | None
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the streams and of the rows."""
+        return (
+            sum(stream.size for stream in self.encoded.streams.values()) + self.encoded.rows.nbytes
+        )
+
+
+class PartWriter:
+    """The parts of one segment.
+
+    Args:
+        writer: The segment.
+        leaves: The leaves of the save, in the order of their numbers.
+        progress: Told of every write that ends.
+        host_cache_bytes: Most encoded bytes in memory. Larger: a slow disk blocks later; smaller:
+            less memory.
+        io_timeout_seconds: Longest wait for one write.
+    """
+
+    def __init__(
+        self,
+        writer: SegmentWriter,
+        leaves: Sequence[LeafSave],
+        progress: Progress,
+        host_cache_bytes: int,
+        io_timeout_seconds: float,
+    ) -> None:
+        self.part_bytes = max(1, min(PART_BYTES, host_cache_bytes // PARTS_PER_CACHE))
+        self._writer = writer
+        self._leaves = leaves
+        self._progress = progress
+        self._host_cache_bytes = host_cache_bytes
+        self._io_timeout_seconds = io_timeout_seconds
+        self._pieces: list[Piece] = []
+        self._unsealed_bytes = 0
+        self._in_flight: deque[tuple[int, list[Pending]]] = deque()
+        self._in_flight_bytes = 0
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece to the open part, and seal the part if it is full."""
+        if piece.encoded.rows.shape[0] == 0:
+            return
+        self._pieces.append(piece)
+        self._unsealed_bytes += piece.encoded_bytes
+        if self._unsealed_bytes >= self.part_bytes:
+            self.seal()
+
+    def make_room(self, raw_bytes: int) -> None:
+        """Wait for the disk until ``raw_bytes`` more fit into the host cache.
+
+        Encoding gives at most as many bytes as it reads.
+        """
+        self._progress.beat()
+        limit = (
+            self._host_cache_bytes - self._writer.scratch_bytes - raw_bytes - self._unsealed_bytes
+        )
+        while self._in_flight and self._in_flight_bytes > limit:
+            size, pending = self._in_flight.popleft()
+            for write in pending:
+                await_write(write, self._io_timeout_seconds)
+                self._progress.beat()
+            self._in_flight_bytes -= size
+
+    def seal(self) -> None:
+        """Close the open part and start to write it."""
+        if not self._pieces:
+            return
+        pieces, size = self._pieces, self._unsealed_bytes
+        self._pieces, self._unsealed_bytes = [], 0
+        index: list[U32] = []
+        row, part = 0, len(self._writer.parts)
+        for piece in pieces:
+            for span, first, rows in _rows_of_spans(piece):
+                leaf, count = span.leaf, rows.shape[0]
+                index.append(_index_rows(rows, leaf))
+                digests = None if piece.digests is None else piece.digests[first : first + count]
+                if leaf.runs is None:
+                    leaf.runs = []
+                leaf.runs.append(RowRun(part, row, rows[:, CHUNK], digests))
+                row += count
+        names = list(dict.fromkeys(name for piece in pieces for name in piece.encoded.streams))
+        streams = {
+            name: [p.encoded.streams[name] for p in pieces if name in p.encoded.streams]
+            for name in names
+        }
+        # From here on only `streams` holds the encoded bytes: the writer frees each stream as soon
+        # as it is written.
+        del pieces, piece
+        table = np.concatenate(index)
+        self._count(table)
+        pending = self._writer.put_part(table, streams)
+        size = self._writer.held_bytes(size)
+        self._in_flight.append((size, pending))
+        self._in_flight_bytes += size
+
+    def _count(self, table: U32) -> None:
+        """Add a part's index to the figures of its leaves."""
+        stored = np.sum(list(stream_sizes(table).values()), axis=0)
+        # The rows of a leaf are consecutive, so sums between the changes of the number suffice.
+        numbers = table[:, segment.LEAF]
+        starts = np.flatnonzero(np.diff(numbers, prepend=np.uint32(0xFFFFFFFF)))
+        changed = np.add.reduceat(table[:, segment.CHANGED].astype(np.uint64), starts)
+        sizes = np.add.reduceat(stored, starts)
+        for number, words, size in zip(
+            numbers[starts].tolist(), changed.tolist(), sizes.tolist(), strict=True
+        ):
+            leaf = self._leaves[number]
+            leaf.changed_words += words
+            leaf.encoded_bytes += size
+
+
+def _rows_of_spans(piece: Piece) -> Iterator[tuple[Span, int, U32]]:
+    """Yield each span that has rows, its first row, and its rows with the leaf's chunk numbers."""
+    rows = piece.encoded.rows
+    edges = [
+        *np.searchsorted(rows[:, CHUNK], [span.start for span in piece.spans]).tolist(),
+        rows.shape[0],
+    ]
+    for span, first, stop in zip(piece.spans, edges, edges[1:], strict=False):
+        if first < stop:
+            leaf_rows = rows[first:stop].copy()
+            # Two steps: the difference of the two numbers may be negative, and rows are unsigned.
+            leaf_rows[:, CHUNK] -= np.uint32(span.start)
+            leaf_rows[:, CHUNK] += np.uint32(span.first_chunk)
+            yield span, first, leaf_rows
+
+
+def _index_rows(rows: U32, leaf: LeafSave) -> U32:
+    """Return the encoder's rows as rows of a part's index, readable without the leaf's spec."""
+    state = leaf.state
+    assert state is not None  # set before the leaf is encoded
+    count = rows.shape[0]
+    words = np.diff(state.bounds)[rows[:, CHUNK]].astype(np.uint32)
+    return np.column_stack(
+        [
+            np.full(count, leaf.number, np.uint32),
+            rows[:, CHUNK],
+            words,
+            np.full(count, state.spec.word_bytes, np.uint32),
+            rows[:, METHOD:],
+        ]
+    ).astype(np.uint32)

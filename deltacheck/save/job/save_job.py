@@ -1,0 +1,160 @@
+"""One save under way: its capture, its segment and its manifest.
+
+``saver.py`` calls these steps on the right threads, in this order: ``capture`` (training thread,
+then encoder thread), ``encode`` (encoder thread), ``finish_segment``, ``manifest`` and ``report``
+(committer thread).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deltacheck.leaf.spec import SaveReport
+from deltacheck.save.job.leaf_capture import LeafCapture
+from deltacheck.save.job.leaf_state import LeafSave, LeafState
+from deltacheck.save.job.manifest_builder import SaveRequest, Terms, build_manifest, leaf_reports
+from deltacheck.save.job.part_writer import PartWriter
+from deltacheck.save.job.segment_builder import SegmentBuilder
+from deltacheck.save.job.setup import Setup
+from deltacheck.save.job.source import LeafSource
+from deltacheck.save.progress import Progress
+from deltacheck.store.files.effort import Effort
+from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTurn:
+    """The state of a saver's chains when a save begins.
+
+    Args:
+        seq: The sequence number of the save.
+        epoch: Counts how often the shadow was dropped or replaced. A save of an older epoch cannot
+            be committed.
+        states: The chains by path; the save updates them.
+        due: Paths of leaves that must be written whole to bound the reads of a restore.
+        effort: The effort of the entropy stage.
+    """
+
+    seq: int
+    epoch: int
+    states: dict[str, LeafState]
+    due: frozenset[str]
+    effort: Effort
+
+
+class SaveJob:
+    """One save under way.
+
+    Args:
+        setup: The options of the saver.
+        request: The step to save.
+        turn: The saver's chains.
+        sources: The leaves to store, by path. Lazy ones are held until they are captured.
+        terms: Return what the manifest says of leaves that are not stored exactly; called after
+            every source was captured.
+        progress: The state that the caller's handle shows.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        request: SaveRequest,
+        turn: ChainTurn,
+        sources: Mapping[str, LeafSource],
+        terms: Callable[[], Terms],
+        progress: Progress,
+    ) -> None:
+        self.setup = setup
+        self.request = request
+        self.seq, self.epoch = turn.seq, turn.epoch
+        self.progress = progress
+        self.begin = time.perf_counter()
+        self.may_be_committed = False
+        self.lazy = deque(source for source in sources.values() if source.lazy)
+        self.writer = setup.store.writer(turn.seq, turn.effort)
+        self.leaves = {
+            path: LeafSave(number, source.spec)
+            for number, (path, source) in enumerate(sources.items())
+        }
+        self._terms = terms
+        self._parts = PartWriter(
+            self.writer,
+            list(self.leaves.values()),
+            progress,
+            setup.options.host_cache_bytes,
+            setup.options.io_timeout_seconds,
+        )
+        self._capture = LeafCapture(
+            setup, progress, self.leaves, turn.states, turn.due, self._parts
+        )
+        self._segment = SegmentBuilder(setup, self.writer, progress)
+
+    @property
+    def entries(self) -> Mapping[str, LeafEntry]:
+        """The leaves that this save writes, by path."""
+        return self._segment.entries
+
+    @property
+    def segments(self) -> set[str]:
+        """The segments that the step needs, once it is encoded."""
+        return self._segment.segments
+
+    @property
+    def live_digests(self) -> dict[str, str]:
+        """Digests of the captured leaves by path, if the save is read back."""
+        return {path: leaf.live_digest for path, leaf in self.leaves.items() if leaf.live_digest}
+
+    def capture(self, sources: deque[LeafSource]) -> None:
+        """Bring the shadow to the present content of ``sources``, and empty them."""
+        self._capture.capture(sources)
+
+    def encode(self) -> None:
+        """Hand everything that was captured to the disk, and make the segment's table."""
+        self._parts.seal()
+        self._segment.put_keyframes(self._capture.keyframes)
+        self._segment.put_rows(self.leaves.values())
+        self._segment.record(self.leaves.values())
+
+    def finish_segment(self) -> SegmentRef | None:
+        """Make the segment durable; return ``None`` if no leaf changed and there is none."""
+        return self._segment.finish()
+
+    def manifest(self, refs: Mapping[str, SegmentRef]) -> Manifest:
+        """Return the manifest of the step. ``refs``: the segments by name."""
+        return build_manifest(
+            self.request,
+            self.seq,
+            self._terms(),
+            tuple(refs[name] for name in sorted(self._segment.segments)),
+            self._segment.records,
+            self.setup.store.durability.value,
+        )
+
+    def report(self, stored_bytes: int, digest: str) -> SaveReport:
+        """Return the cost of the committed save.
+
+        Args:
+            stored_bytes: Bytes on disk, of the segment and the checkpoint's documents.
+            digest: The digest of the manifest.
+        """
+        leaves = leaf_reports(self.leaves.values())
+        replay = self.request.replay
+        # Inputs of a gradient log are stored in place of leaves, and are no part of the state.
+        inputs = set() if replay is None else replay.inputs
+        return SaveReport(
+            step=self.request.step,
+            seq=self.seq,
+            raw_bytes=sum(leaf.raw_bytes for leaf in leaves if leaf.path not in inputs),
+            stored_bytes=stored_bytes,
+            blocking_seconds=self.progress.blocking_seconds,
+            durable_seconds=time.perf_counter() - self.begin,
+            leaves=leaves,
+            metrics=dict(self.request.metrics),
+            replayed_steps=0 if replay is None else len(replay.steps),
+            note=self.request.note,
+            durability=self.setup.store.durability.value,
+            digest=digest,
+        )

@@ -1,0 +1,165 @@
+"""Write the keyframes of a segment, and make the entries of its table."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from deltacheck.codec.base import U64
+from deltacheck.leaf.digest import chunk_digests, leaf_digest
+from deltacheck.save.job.leaf_state import LeafSave, await_write
+from deltacheck.save.job.setup import Setup
+from deltacheck.save.progress import Progress
+from deltacheck.store import layout
+from deltacheck.store.files.arrays import Pending
+from deltacheck.store.manifest import KeyframeAt, LeafEntry, LeafRecord, SegmentRef
+from deltacheck.store.segment import SegmentWriter, is_packed
+
+# Keyframes that TensorStore holds encoded at a time take at most this, or the host cache if less.
+KEYFRAME_WINDOW_BYTES = 32 << 20
+
+
+class SegmentBuilder:
+    """The table of one segment, entry by entry.
+
+    Args:
+        setup: The options of the saver.
+        writer: The segment.
+        progress: Told of every keyframe.
+    """
+
+    def __init__(self, setup: Setup, writer: SegmentWriter, progress: Progress) -> None:
+        self.entries: dict[str, LeafEntry] = {}
+        self.segments: set[str] = set()
+        self.records: dict[str, LeafRecord] = {}
+        self._setup = setup
+        self._writer = writer
+        self._progress = progress
+        self._digest_tables: list[U64] = []
+        self._digest_rows = 0
+
+    def put_keyframes(self, keyframes: Iterable[LeafSave]) -> None:
+        """Write whole leaves from their bases.
+
+        Without a shadow to keep, each base is dropped as soon as it is written, and a leaf that
+        equals its keyframe in an earlier segment is not written.
+        """
+        setup, writer = self._setup, self._writer
+        leaves = sorted(keyframes, key=_path)
+        names = layout.array_names(
+            [
+                _path(leaf)
+                for leaf in leaves
+                if leaf.stored is not None and not is_packed(leaf.stored)
+            ]
+        )
+        window_bytes = min(KEYFRAME_WINDOW_BYTES, setup.options.host_cache_bytes)
+        window: deque[tuple[int, Pending]] = deque()
+        for leaf in leaves:
+            self._progress.beat()
+            state = leaf.state
+            assert state is not None  # it was captured
+            spec = state.spec
+            host = setup.codec.host(state.base)
+            digests = chunk_digests(
+                host, state.bounds, spec.word_bytes, range(state.bounds.size - 1)
+            )
+            if not setup.options.keeps_shadow:
+                state.base = None
+                if state.key_segment and np.array_equal(digests, state.digests):
+                    continue
+            state.digests = digests
+            if is_packed(spec):
+                key = writer.put_packed(spec, host)
+            else:
+                write = writer.put_natural(spec, names[spec.path], host)
+                state.base_write = write if setup.options.keeps_shadow else None
+                key = KeyframeAt(array=names[spec.path])
+                window.append((host.nbytes, write))
+                while len(window) > 1 and sum(size for size, _ in window) > window_bytes:
+                    await_write(window.popleft()[1], setup.options.io_timeout_seconds)
+            leaf.changed_words, leaf.encoded_bytes = int(state.bounds[-1]), host.nbytes
+            state.key_segment, state.delta_segments, state.delta_bytes = writer.id, [], []
+            self._enter(leaf, digests, key=key)
+
+    def put_rows(self, leaves: Iterable[LeafSave]) -> None:
+        """Enter the leaves whose rows are in the parts, and extend their chains."""
+        for leaf in sorted((leaf for leaf in leaves if leaf.runs), key=_path):
+            state, runs = leaf.state, leaf.runs
+            assert state is not None  # it was encoded
+            assert runs is not None
+            chunks = np.concatenate([run.chunks for run in runs]).astype(np.int64)
+            tables = [run.digests for run in runs if run.digests is not None]
+            digests = (
+                np.concatenate(tables)
+                if tables
+                else chunk_digests(
+                    self._setup.codec.host(state.base),
+                    state.bounds,
+                    state.spec.word_bytes,
+                    chunks.tolist(),
+                )
+            )
+            # A copy: the table of an earlier save, which may not be written yet, is this array.
+            state.digests = state.digests.copy()
+            state.digests[chunks] = digests
+            if state.digest:
+                state.delta_segments = [*state.delta_segments, self._writer.id]
+                state.delta_bytes = [*state.delta_bytes, leaf.encoded_bytes]
+            else:  # all chunks are in these rows
+                state.key_segment = self._writer.id
+            delta = tuple((run.part, run.first_row, run.chunks.size) for run in runs)
+            self._enter(leaf, digests, delta=delta)
+
+    def record(self, leaves: Iterable[LeafSave]) -> None:
+        """Record every stored leaf, changed or not, with the segments that its chain needs."""
+        for leaf in leaves:
+            spec, state = leaf.stored, leaf.state
+            if spec is None or state is None:
+                continue
+            self.segments.add(state.key_segment)
+            self.segments.update(state.delta_segments)
+            self.records[spec.path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, state.digest)
+
+    def finish(self) -> SegmentRef | None:
+        """Make the segment durable; return ``None`` if no leaf changed, since there is none then.
+
+        Raises:
+            SaveFailed: The storage did not finish within ``io_timeout_seconds``.
+        """
+        if not self.entries:
+            return None
+        deadline = time.monotonic() + self._setup.options.io_timeout_seconds
+        return self._writer.finish(self.entries, np.concatenate(self._digest_tables), deadline)
+
+    def _enter(
+        self,
+        leaf: LeafSave,
+        digests: U64,
+        key: KeyframeAt | None = None,
+        delta: tuple[tuple[int, int, int], ...] = (),
+    ) -> None:
+        state = leaf.state
+        assert state is not None
+        base_digest = state.digest if key is None else ""
+        state.digest = leaf_digest(state.digests)
+        spec = state.spec
+        leaf.entry = self.entries[spec.path] = LeafEntry(
+            spec.dtype,
+            spec.shape,
+            spec.chunk,
+            state.digest,
+            self._digest_rows,
+            base_digest,
+            key,
+            delta,
+        )
+        self._digest_tables.append(digests)
+        self._digest_rows += digests.shape[0]
+
+
+def _path(leaf: LeafSave) -> str:
+    return leaf.source.path

@@ -1,0 +1,19 @@
+"""The parts that all saves of one saver share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deltacheck.codec.base import Codec
+from deltacheck.save.options import SaveOptions
+from deltacheck.store.root import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The store, the codec and the options of a saver."""
+
+    store: Store
+    codec: Codec[Any]
+    options: SaveOptions

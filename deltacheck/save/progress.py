@@ -1,0 +1,200 @@
+"""The state of one save, shared by the threads that carry it out and those that wait for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.leaf.spec import SaveReport
+from deltacheck.restore.receipt import Receipt
+from deltacheck.store.deadline import Deadline, Pulse
+
+# The states of a save, in order. captured: training may overwrite the state. encoded: the shadow is
+# up to date. durable: every byte survives a power cut. committed: the step exists.
+STATES = ("started", "captured", "encoded", "durable", "committed")
+
+
+class Progress:
+    """The state of one save. The saver's threads advance it; ``SaveHandle`` shows it to the caller.
+
+    Args:
+        step: The step that is saved.
+        pulse: Shared by the saves of one saver, to tell a slow storage from one that hangs.
+            ``None``: waits without a timeout have no end.
+    """
+
+    def __init__(self, step: int, pulse: Pulse | None = None) -> None:
+        self.step = step
+        self.state = "started"
+        self.error: Exception | None = None
+        self.report: SaveReport | None = None
+        self.receipt: Receipt | None = None
+        self.awaits_receipt = False
+        self.blocking_seconds = 0.0
+        # Nobody has been told of the error yet. The saver raises it again at its next call.
+        self.has_unseen_error = False
+        self._reads_enqueued = False
+        self._pulse = pulse or Pulse(math.inf)
+        self._pulse.beat()
+        self._owner = os.getpid()
+        self._changed = threading.Condition()
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Return true if the save is committed, failed or skipped."""
+        return self.state in ("committed", "failed", "skipped")
+
+    def has_reached(self, state: str) -> bool:
+        """Return true if the save has reached ``state``, or its end."""
+        return self.done() or (
+            self.state in STATES and STATES.index(self.state) >= STATES.index(state)
+        )
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``condition()``; return false if ``timeout`` seconds have passed before.
+
+        Raises:
+            SaveFailed: This process is a forked child; no thread of the saver lives in it.
+            StorageTimeout: There is no ``timeout``, and no save of this saver has made progress
+                within the patience of its pulse.
+        """
+        # Before the lock is taken: the fork may have copied it in its locked state.
+        if os.getpid() != self._owner and not condition():
+            raise SaveFailed(
+                f"the save of step {self.step} belongs to process {self._owner}; a forked child"
+                " cannot wait for it"
+            )
+        deadline = Deadline.after(timeout)
+        with self._changed:
+            while not condition():
+                seconds_left, patience = deadline.left, self._pulse.left
+                if seconds_left == 0:
+                    return False
+                if seconds_left is None and patience <= 0:
+                    raise StorageTimeout(
+                        f"the save of step {self.step} is {self.state}, and nothing has happened"
+                        f" for {self._pulse.patience_seconds:g} s; the storage may hang"
+                    )
+                limit = patience if seconds_left is None else seconds_left
+                self._changed.wait(min(limit, threading.TIMEOUT_MAX))
+        return True
+
+    def wait_for_end(self, timeout: float | None) -> None:
+        """Wait until the save has ended and, if it is read back, until that has ended too.
+
+        A failure is not raised here.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed.
+        """
+        if not self.wait_until(lambda: self.done() and not self.awaits_receipt, timeout):
+            raise TimeoutError(
+                f"the save of step {self.step} is only {self.state} after {timeout:.3g} s"
+            )
+
+    def block_until(self, state: str, or_enqueued: bool = False) -> None:
+        """Wait on the training thread for ``state`` or the end, and count it as blocking time.
+
+        Args:
+            state: One of ``STATES``.
+            or_enqueued: True: it is enough that a device will read the state before it executes
+                what the caller enqueues next; false: wait for the state itself.
+
+        Raises:
+            StorageTimeout: As ``wait_until`` raises it.
+        """
+        begin = time.perf_counter()
+        try:
+            self.wait_until(
+                lambda: self.has_reached(state) or (or_enqueued and self._reads_enqueued), None
+            )
+        finally:
+            self.blocking_seconds += time.perf_counter() - begin
+
+    # --- errors -----------------------------------------------------------------------------------
+
+    def raise_error(self) -> None:
+        """Raise the error of the save, if it failed; it then counts as seen."""
+        with self._changed:
+            if self.error is not None:
+                self.has_unseen_error = False
+                raise self.error
+
+    def take_unseen_error(self) -> Exception | None:
+        """Return the error if nobody has seen it yet; it then counts as seen."""
+        with self._changed:
+            error = self.error if self.has_unseen_error else None
+            self.has_unseen_error = False
+            return error
+
+    def unsee_error(self) -> None:
+        """Let the saver raise the error once more, if there is one."""
+        with self._changed:
+            self.has_unseen_error = self.error is not None
+
+    # --- the saver's side -------------------------------------------------------------------------
+
+    def advance(self, state: str, report: SaveReport | None = None) -> None:
+        """Enter a state, unless the save was given up before."""
+        self._pulse.beat()
+        with self._changed:
+            if self.error is None:
+                self.state = state
+                self.report = report or self.report
+                self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """End the save with an error, unless it has ended already."""
+        with self._changed:
+            if not self.done():
+                self.state = "failed"
+                self._set_error(error)
+            self.awaits_receipt = False
+            self._changed.notify_all()
+
+    def give_receipt(self, receipt: Receipt | Exception) -> None:
+        """Record that the step was read back, or why a committed step could not be."""
+        self._pulse.beat()
+        with self._changed:
+            self.awaits_receipt = False
+            if isinstance(receipt, Exception):
+                self._set_error(receipt)
+            else:
+                self.receipt = receipt
+            self._changed.notify_all()
+
+    def _set_error(self, error: Exception) -> None:
+        self.error, self.has_unseen_error = error, True
+
+    def mark_reads_enqueued(self) -> None:
+        """Record that everything which reads the state on a device is enqueued there."""
+        with self._changed:
+            self._reads_enqueued = True
+            self._changed.notify_all()
+
+    def beat(self) -> None:
+        """Record that the save is making progress, for those who wait without a timeout."""
+        self._pulse.beat()
+
+    def add_blocking(self, seconds: float) -> None:
+        """Add to the time that the training thread has lost to this save."""
+        self.blocking_seconds += seconds
+
+
+def as_save_failed(step: int, error: BaseException) -> Exception:
+    """Return any failure of a save as an error that names the step; the cause stays attached."""
+    if isinstance(error, SaveFailed) and (
+        type(error) is not SaveFailed or f"step {step}" in str(error)
+    ):
+        return error
+    failure = SaveFailed(
+        f"the save of step {step} failed; earlier steps are as they were. Cause:"
+        f" {type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    return failure
