@@ -210,7 +210,9 @@ class Saver:
                     self._next_seq,
                     self.epoch,
                     self.leaves,
-                    due_for_reads(chains, self._reads, self._setup.options.policy.max_restore_reads),
+                    due_for_reads(
+                        chains, self._reads, self._setup.options.policy.max_restore_reads
+                    ),
                     self._effort,
                 ),
                 sources,
@@ -294,7 +296,11 @@ class Saver:
         self._treatment.resumed()
 
     def _adopted(self, chain: Chain, base: Any) -> LeafState:
-        kept, spec, digests = base if self._setup.options.keeps_shadow else None, chain.spec, chain.digests
+        kept, spec, digests = (
+            base if self._setup.options.keeps_shadow else None,
+            chain.spec,
+            chain.digests,
+        )
         digest, key = leaf_digest(digests), chain.key[0].id
         return LeafState(
             spec, spec.bounds(), kept, digests, digest, key, chain.delta_segments, chain.delta_bytes
