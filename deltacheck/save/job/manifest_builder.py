@@ -15,6 +15,7 @@ from deltacheck.leaf.spec import LeafKind, LeafReport
 from deltacheck.leaf.tree import Node
 from deltacheck.save.job.leaf_state import LeafSave
 from deltacheck.store import layout
+from deltacheck.store.documents import Written
 from deltacheck.store.manifest import (
     DERIVED,
     REPLAY,
@@ -25,7 +26,6 @@ from deltacheck.store.manifest import (
     Replay,
     SegmentRef,
 )
-from deltacheck.store.documents import Written
 
 
 @dataclass(frozen=True, slots=True)
