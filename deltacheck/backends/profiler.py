@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import describe_numpy
+from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.leaf import tree
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.profile.measure import Samples

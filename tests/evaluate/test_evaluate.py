@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltacheck.backends.base import describe_numpy, numpy_bytes
+from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.cli import main
 from deltacheck.evaluate import contract, snapshot, workload
 from deltacheck.evaluate import significance as stats

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import deltacheck
 from deltacheck import Policy
-from deltacheck.backends.base import describe_numpy
+from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.leaf import tree
 from deltacheck.maintain.compact import compact

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacheck.backends.base import describe_numpy
+from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import tree
 

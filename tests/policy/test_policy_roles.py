@@ -158,7 +158,7 @@ torch = pytest.importorskip("torch")
 
 
 def flat(state: Any) -> tuple[dict[str, LeafSpec], dict[str, object], list[str]]:
-    from deltacheck.backends.base import specs_of
+    from deltacheck.backends.numpy_leaves import specs_of
     from deltacheck.backends.torch.state.leaves import describe
 
     found = tree.flatten(state, describe)

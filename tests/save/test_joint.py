@@ -18,7 +18,7 @@ import pytest
 
 import deltacheck
 from deltacheck import errors
-from deltacheck.backends.base import describe_numpy
+from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.spec import LeafKind, LeafSpec

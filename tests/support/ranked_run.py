@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck import Policy
-from deltacheck.backends.base import describe_numpy, numpy_bytes
+from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.codec import default_codec
 from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import Held

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from deltacheck.backends.base import specs_of
+from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.orbax.capture.array_codec import leaf_codec
 from deltacheck.backends.orbax.manager_root.item_writer import Guest, Writer, holders, writer_of
 from deltacheck.backends.orbax.manager_root.orbax_internals import ItemPlace

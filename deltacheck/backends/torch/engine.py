@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import match_targets
+from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard, Guarded
 from deltacheck.backends.torch.capture.tensor_codec import TorchCodec

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deltacheck.backends.base import changes_of
+from deltacheck.backends.matching import changes_of
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.leaf import tree
 from deltacheck.restore.follower import LeafChange, Update

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import describe_numpy, numpy_bytes
+from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, escape_key

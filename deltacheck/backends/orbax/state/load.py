@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import match_targets, place_numpy
+from deltacheck.backends.matching import match_targets, raise_mismatches
+from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.orbax.state import leaves, pieces
 from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, TreeMismatch
@@ -331,12 +332,7 @@ def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Ma
         f"leaf {p!r} of step {manifest.step} is not in the target"
         for p in sorted(saved.keys() - asked.keys() - arrays.keys())
     ]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise TreeMismatch(
-            f"{'; '.join(problems[:5])}{more}. Restore without a target to get the tree as it was"
-            " saved"
-        )
+    raise_mismatches(problems, "Restore without a target to get the tree as it was saved")
 
 
 def _as_kept(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import specs_of
+from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture import tensor_codec as codec
 from deltacheck.backends.torch.capture import windows as group
 from deltacheck.backends.torch.capture.device import Accelerator

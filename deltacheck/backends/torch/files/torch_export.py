@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import torch
 
-from deltacheck.backends.base import place_numpy
+from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
 from deltacheck.restore.export import Progress, resolve

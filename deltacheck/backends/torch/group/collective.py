@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from deltacheck.backends.base import match_targets
+from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.group import gloo as ranks
 from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.errors import RankFailed, TreeMismatch

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deltacheck.backends.base import changes_of
+from deltacheck.backends.matching import changes_of
 from deltacheck.backends.torch.state import leaves
 from deltacheck.leaf import tree
 from deltacheck.restore.follower import LeafChange, Update

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.base import describe_numpy, numpy_bytes, place_numpy
+from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes, place_numpy
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
