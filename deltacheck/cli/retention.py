@@ -54,8 +54,8 @@ def prune(
     root.
     """
     from deltacheck.cli import arguments as where
-    from deltacheck.maintain import retain
     from deltacheck.policy.retention import Retention
+    from deltacheck.save import root_writer
     from deltacheck.store.root import open_root
 
     retention = Retention(keep_last, keep_every, tuple(map(_best, keep_best or ())))
@@ -66,7 +66,7 @@ def prune(
         )
     root = open_root(where.parse(words).root)
     with _writing(root):
-        done = retain.prune(root, retention, dry_run=dry_run)
+        done = root_writer.prune(root, retention, dry_run=dry_run)
     if as_json:
         output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(done)})
         return
@@ -97,7 +97,7 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
     the root.
     """
     from deltacheck.cli import arguments as where
-    from deltacheck.maintain import retain
+    from deltacheck.save import root_writer
     from deltacheck.store.root import open_root
 
     wanted = where.parse(words, least=1, most=1)
@@ -106,7 +106,7 @@ def delete(words: RootStep = None, as_json: Json = False) -> None:
         raise typer.BadParameter("name the step to delete by its number")
     root = open_root(wanted.root)
     with _writing(root):
-        done = retain.delete(root, step)
+        done = root_writer.delete(root, step)
     if as_json:
         output.print_json({"root": str(root.path), "deleted": [asdict(one) for one in done]})
     else:

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltacheck.errors import Damaged, ForeignMemory, SaveFailed, StorageTimeout
-from deltacheck.maintain import retain
 from deltacheck.maintain.transfer import as_at, transfer
 from deltacheck.save.options import SaveOptions
+from deltacheck.save.root_writer import RootWriter
 from deltacheck.store import collect, layout
-from deltacheck.store.commit import commit
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import (
     Written,
@@ -219,16 +218,15 @@ class Tier:
     def __init__(
         self,
         options: MemoryTier,
-        durable: Root,
-        lease: Lease,
+        durable: RootWriter,
         save_options: SaveOptions,
     ) -> None:
         path = place.local(options.path, "a memory tier").absolute()
-        if isinstance(durable.path, Path):
-            ours, theirs = path.resolve(), durable.path.resolve()
+        if isinstance(durable.root.path, Path):
+            ours, theirs = path.resolve(), durable.root.path.resolve()
             if ours == theirs or ours in theirs.parents or theirs in ours.parents:
                 raise ValueError(
-                    f"the memory root {path} and the root {durable.path} must be two directories,"
+                    f"the memory root {path} and the root {durable.root.path} must be two directories,"
                     " none in the other"
                 )
         self.root = Root(path, Store.create(path, durability=Durability.PROCESS))
@@ -236,14 +234,14 @@ class Tier:
         self.retention = (
             threading.Lock()
         )  # nothing on the disk is deleted by retention while it is held
-        self.lease = Lease(path)
-        self._options, self._retention = options, save_options.retention
-        self._durable, self._durable_lease = durable, lease
-        self._source, self._target = (
-            self.root.afresh(),
-            durable.afresh(),
-        )  # the thread's own: a Root serves one thread
-        self._grace_seconds = save_options.grace_seconds
+        self._writer = RootWriter(self.root, Lease(path))
+        self._options = options
+        self._durable, self._durable_writer = durable.root, durable
+        # The thread's own: a Root serves one thread.
+        self._source, self._target = self.root.afresh(), durable.root.afresh()
+        self._drain_writer = RootWriter(
+            self._target, durable.lease, durable.retention, save_options.grace_seconds
+        )
         self._patience_seconds = 2 * save_options.io_timeout_seconds
         self._pulse = Pulse(self._patience_seconds)
         # A compaction writes as much beside a save.
@@ -261,7 +259,7 @@ class Tier:
             self._newest = self._claim()
             self.memory_bytes = options.memory_bytes or self._used() + _free_bytes(path) // 2
         except BaseException:
-            self.lease.release()
+            self._writer.release()
             raise
 
     def start(self, protected: Callable[[], set[str]]) -> None:
@@ -277,7 +275,7 @@ class Tier:
         """Commit a step in memory; the thread does what follows from it. The digest is that of the
         step on the disk, where it is to stay.
         """
-        written = commit(self.root.path, manifest, Durability.PROCESS, self.lease.check)
+        written = self._writer.commit(manifest)
         self._sizes |= {ref.id: ref.stored_bytes for ref in manifest.segments}
         self.wake()
         return Written(written.stored_bytes, durable_digest(self._durable, manifest))
@@ -351,7 +349,7 @@ class Tier:
 
     def delete(self, step: int) -> None:
         """Delete every checkpoint of a training step, in memory and on the disk. Raises as
-        ``retain.delete``; then nothing was deleted.
+        ``RootWriter.delete``; then nothing was deleted.
         """
         with self.lock:
             while not self._is_idle:
@@ -363,11 +361,11 @@ class Tier:
                 finally:
                     self.lock.acquire()
             if step in self._durable.steps():
-                retain.delete(self._durable, step, still_ours=self._durable_lease.check)
+                self._durable_writer.delete(step)
                 if step in self.root.steps():
-                    retain.delete(self.root, step, still_ours=self.lease.check)
+                    self._writer.delete(step)
             else:
-                retain.delete(self.root, step, still_ours=self.lease.check)
+                self._writer.delete(step)
             self._newest = max(self._newest, self._note(self._durable))
 
     def raise_unseen(self) -> None:
@@ -376,6 +374,10 @@ class Tier:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def release(self) -> None:
+        """Give the memory root back. The thread has ended, or was never started."""
+        self._writer.release()
 
     def wake(self) -> None:
         """There is something to do."""
@@ -478,12 +480,12 @@ class Tier:
                 there.exists() and self._target.read(there).nonce == manifest.nonce
             ):  # else a kill came before the note
                 late = brief.seq < self._newest
-                self._durable_lease.check()
+                self._durable_writer.check()
                 transfer(
                     self._source,
                     manifest,
                     self._target,
-                    self._durable_lease.check,
+                    self._durable_writer.check,
                     beat=self._pulse.beat,
                     again=late,
                 )
@@ -502,12 +504,10 @@ class Tier:
             ) from error
 
     def _retain(self) -> None:
-        if self._retention.keeps_all or not self.retention.acquire(blocking=False):
+        if self._drain_writer.retention.keeps_all or not self.retention.acquire(blocking=False):
             return
         try:
-            retain.prune(self._target, self._retention, still_ours=self._durable_lease.check)
-            self._durable_lease.check()
-            collect.collect(self._target, grace_seconds=self._grace_seconds)
+            self._drain_writer.retain()
         except Exception:
             log.warning("older steps of %s could not be deleted", self._durable.path, exc_info=True)
         finally:
@@ -520,7 +520,7 @@ class Tier:
             stay = kept(briefs, self._newest, self._options.persist_every, self._wanted, keep)
             for brief in briefs:
                 if brief.seq not in stay:
-                    self.lease.check()
+                    self._writer.check()
                     collect.delete_checkpoint(self._source, brief.seq)
             collect.collect(
                 self._source, grace_seconds=0, protected=self._protected(), newest=self._newest

@@ -37,9 +37,10 @@ from hypothesis.stateful import (
 import deltacheck
 from deltacheck import KeepBest, Policy, errors
 from deltacheck.backends.torch import Engine
-from deltacheck.maintain import reclaim, retain
+from deltacheck.maintain import reclaim
 from deltacheck.maintain.compact import compact
 from deltacheck.policy.retention import Retention
+from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
@@ -184,7 +185,7 @@ class Model(RuleBasedStateMachine):
 
     def committed(self, seq: int, save: Save) -> None:
         assert self.engine is not None
-        self.saved = self.expected_after(self.saved | {seq: save}, self.engine._retention)
+        self.saved = self.expected_after(self.saved | {seq: save}, self.engine._writer.retention)
 
     def settle(self) -> None:
         for handle, save in self.pending:
@@ -289,7 +290,7 @@ class Model(RuleBasedStateMachine):
         self.disk.left = after
         with contextlib.suppress(errors.SaveFailed):
             self.pending.append((self.engine.save(step, self.live, metrics={"loss": 1.0}), save))
-        retention, self.engine, engine = self.engine._retention, None, self.engine
+        retention, self.engine, engine = self.engine._writer.retention, None, self.engine
         with contextlib.suppress(errors.SaveFailed, Killed):
             engine.close(60)
         self.disk.revive()
@@ -433,7 +434,7 @@ class Model(RuleBasedStateMachine):
         after = self.expected_after(self.saved, retention)
         self.disk.left = killed
         try:
-            done = retain.prune(open_root(self.path), retention)
+            done = root_writer.prune(open_root(self.path), retention)
         except Killed:
             self.disk.revive()
             left = {ref.seq for ref in open_root(self.path).checkpoints()}
@@ -453,9 +454,9 @@ class Model(RuleBasedStateMachine):
             save.step == step and save.key in self.tags.values() for save in self.saved.values()
         ):
             with pytest.raises(errors.StepTagged):
-                retain.delete(open_root(self.path), step)
+                root_writer.delete(open_root(self.path), step)
         else:
-            retain.delete(open_root(self.path), step)
+            root_writer.delete(open_root(self.path), step)
             self.saved = {seq: save for seq, save in self.saved.items() if save.step != step}
 
     @precondition(lambda self: self.engine is not None)

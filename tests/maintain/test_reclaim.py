@@ -15,8 +15,8 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.maintain import retain
 from deltacheck.maintain.reclaim import reclaim
+from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import arrays
 from deltacheck.store.root import open_root
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> tuple[Path, dict[int, Any]]:
                 state[f"big{k}"] += 1
             state["n"] += 1
     for step in (0, 1):
-        retain.delete(open_root(root), step)
+        root_writer.delete(open_root(root), step)
     collect.collect(open_root(root), grace_seconds=0, writer_is_dead=True)
     return root, states
 

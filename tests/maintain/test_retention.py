@@ -16,9 +16,9 @@ import deltacheck
 from deltacheck import KeepBest, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.maintain import retain
 from deltacheck.maintain.compact import compact
 from deltacheck.policy.retention import Retention, Saved, retained
+from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.root import open_root, open_segments
 
@@ -193,7 +193,7 @@ def test_a_tag_follows_its_step_through_compaction_also_when_that_is_killed_half
     assert [ref.seq for ref in open_root(run).checkpoints() if ref.step == 7] == both[1:]
     assert torch.equal(torch.from_numpy(deltacheck.open(run).restore("final")["w"]), expected)
     with pytest.raises(errors.StepTagged):
-        retain.delete(open_root(run), 7)
+        root_writer.delete(open_root(run), 7)
 
 
 def test_a_kill_between_a_tags_directory_and_its_document_leaves_no_tag(
@@ -224,8 +224,8 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
     document = run / "control" / "tags" / "good" / "zarr.json"
     document.write_bytes(document.read_bytes().replace(b'"step":1', b'"step":2'))
     for attempt in (
-        lambda: retain.prune(open_root(run), Retention(last=1)),
-        lambda: retain.delete(open_root(run), 4),
+        lambda: root_writer.prune(open_root(run), Retention(last=1)),
+        lambda: root_writer.delete(open_root(run), 4),
     ):
         with pytest.raises(errors.Damaged, match="'good' cannot be read, so nothing is deleted"):
             attempt()
@@ -233,7 +233,7 @@ def test_nothing_is_deleted_while_a_tag_cannot_be_read(run: Path) -> None:
         value(run, "good")
     assert deltacheck.open(run).steps() == [0, 1, 2, 3, 4]
     tags.remove(open_root(run), "good")
-    assert retain.delete(open_root(run), 4) == (retain.Checkpoint(4, 4),)
+    assert root_writer.delete(open_root(run), 4) == (root_writer.Checkpoint(4, 4),)
 
 
 def test_a_tag_whose_step_is_gone_says_so(run: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
     monkeypatch.setattr(collect, "delete_checkpoint", slowly)
     tagging = threading.Thread(target=put)
     tagging.start()
-    retain.prune(open_root(run), Retention(last=1))
+    root_writer.prune(open_root(run), Retention(last=1))
     tagging.join()
     (found,) = outcome
     assert isinstance(found, errors.StepNotFound)
@@ -306,7 +306,7 @@ def test_what_a_reader_has_open_stays_until_it_has_read(run: Path) -> None:
     manifest = root.manifest(4)
     opened = [root.store.segment(ref) for ref in manifest.segments]
     for step in (0, 1, 2, 3, 4):
-        retain.delete(open_root(run), step)
+        root_writer.delete(open_root(run), step)
     held = {segment.id for segment in opened}
     done = collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True)
     assert set(done.in_use) == held
@@ -332,7 +332,7 @@ def test_a_forked_child_does_not_go_on_holding_what_its_parent_read(run: Path) -
         os.read(ready[0], 1)
         del opened, root
         for step in (0, 1, 2, 3, 4):
-            retain.delete(open_root(run), step)
+            root_writer.delete(open_root(run), step)
         assert collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True).in_use == ()
     finally:
         os.write(end[1], b"x")
@@ -343,7 +343,7 @@ def test_a_step_that_is_deleted_while_it_is_being_opened_is_named_so(run: Path) 
     root = open_root(run)
     manifest = root.manifest(4)
     for step in (3, 4):
-        retain.delete(open_root(run), step)
+        root_writer.delete(open_root(run), step)
     collect.collect(open_root(run), grace_seconds=0, writer_is_dead=True)
     with pytest.raises(
         errors.StepNotFound, match=r"step 4 .* was deleted while it was being opened.*grace"

@@ -141,7 +141,7 @@ def test_a_root_is_given_back_when_the_save_that_close_gave_up_has_ended(
     engine.close()
     go.set()
     until = Deadline.after(30)
-    while engine._lease._descriptor >= 0 and until.left:
+    while engine._writer.lease._descriptor >= 0 and until.left:
         time.sleep(0.01)
     with Engine(tmp_path) as again:
         assert again.steps() == [1]

@@ -484,7 +484,7 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
         }
     )
     arrays.replace_file(root / layout.CONTROL, "zarr.json", said)
-    lease = run.engine._lease._object
+    lease = run.engine._writer.lease._object
     assert lease is not None
     lease.renew()
     with pytest.raises(SaveFailed, match="process 7 on elsewhere"):

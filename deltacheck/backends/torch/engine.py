@@ -23,7 +23,6 @@ from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
 from deltacheck.leaf import tree
-from deltacheck.maintain import retain
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.restore import damage
@@ -32,9 +31,9 @@ from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.options import SaveOptions, retention_of
+from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.saver import LeafSource, Saver
-from deltacheck.store import collect, layout, tags
-from deltacheck.store.commit import commit
+from deltacheck.store import layout, tags
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written
 from deltacheck.store.files import storage as place
@@ -157,7 +156,6 @@ class Engine:
             io_timeout_seconds=io_timeout_seconds,
             exit_timeout_seconds=exit_timeout_seconds,
         )
-        self._retention = options.retention
         path = place.of(root, storage).absolute()
         self._together: Together | None = None
         if process_group is not None:
@@ -175,21 +173,15 @@ class Engine:
 
             self._together = Together(process_group, io_timeout_seconds)
         opener = open_alone if self._together is None else self._together.open
-        store, self._lease, next_seq = opener(path, options.durability)
+        store, lease, next_seq = opener(path, options.durability)
         self._root = Root(path, store)
+        self._writer = RootWriter(self._root, lease, options.retention, grace_seconds)
         self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
         self._eager = capture == "eager"
-        self._grace_seconds = grace_seconds
         self._tier: Tier | None = None
         try:
             if memory is not None:
-                assert self._lease is not None  # there is no process group
-                self._tier = Tier(
-                    MemoryTier.of(memory),
-                    self._root,
-                    self._lease,
-                    options,
-                )
+                self._tier = Tier(MemoryTier.of(memory), self._writer, options)
             # Where saves are written, and the next one's chains hang from.
             self._live = self._root if self._tier is None else self._tier.root
             self._saver = Saver(
@@ -201,6 +193,9 @@ class Engine:
         except BaseException:
             self._release()
             raise
+        self._writer.protect(self._saver.protected_segments)
+        if self._together is not None:
+            self._writer.protect(self._together.protected_segments)
         if self._tier is not None:
             self._tier.start(self._saver.protected_segments)
         self.restored_step: int | None = None
@@ -403,7 +398,7 @@ class Engine:
         Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
         """
         if self._tier is None:
-            self._once(lambda: retain.delete(self._root, step, still_ours=self._still_ours))
+            self._once(lambda: self._writer.delete(step))
         else:
             self._tier.delete(step)
 
@@ -618,30 +613,7 @@ class Engine:
     def _commit(self, manifest: Manifest) -> Written:
         if self._tier is not None:
             return self._tier.commit(manifest)
-        written = commit(self._root.path, manifest, self._root.store.durability, self._still_ours)
-        if not self._retention.keeps_all:
-            try:
-                self._retain()
-            except Exception:
-                log.warning(
-                    "step %d is committed, but older ones could not be deleted",
-                    manifest.step,
-                    exc_info=True,
-                )
-        return written
-
-    def _retain(self) -> None:
-        retain.prune(self._root, self._retention, still_ours=self._still_ours)
-        self._still_ours()
-        protected = self._saver.protected_segments() | (
-            set() if self._together is None else self._together.segments
-        )
-        collect.collect(self._root, grace_seconds=self._grace_seconds, protected=protected)
-
-    def _still_ours(self) -> None:
-        """Raise where the right to write has been lost."""
-        assert self._lease is not None  # only rank 0 commits and deletes
-        self._lease.check()
+        return self._writer.commit(manifest)
 
     def _once(self, action: Callable[[], object]) -> None:
         """Do what is done once, however many ranks there are."""
@@ -655,9 +627,8 @@ class Engine:
         if self._together is not None:
             self._together.close()
         if self._tier is not None:
-            self._tier.lease.release()
-        if self._lease is not None:
-            self._lease.release()
+            self._tier.release()
+        self._writer.release()
 
 
 class _Ending:

@@ -21,7 +21,6 @@ from deltacheck.backends.torch.files import pointer
 from deltacheck.backends.torch.files.load import load
 from deltacheck.backends.torch.state import rng
 from deltacheck.save.handle import SaveHandle
-from deltacheck.store import collect
 from deltacheck.store.files import storage as place
 
 # Both distributions of Lightning have one, and each Trainer asks for its own.
@@ -181,15 +180,8 @@ def _remove(engine: Engine, path: Path) -> None:
 
 
 def _delete(engine: Engine, target: pointer.Pointer) -> None:
-    if target.root == _root(engine) and target.seq in [
-        ref.seq for ref in engine._root.checkpoints()
-    ]:
-        collect.delete_checkpoint(engine._root, target.seq)
-        collect.collect(
-            engine._root,
-            grace_seconds=engine._grace_seconds,
-            protected=engine._saver.protected_segments(),
-        )
+    if target.root == _root(engine):
+        engine._writer.delete_checkpoint(target.seq)
 
 
 def _root(engine: Engine) -> Path:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from deltacheck.store import collect
+from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.lease import Lease
@@ -44,7 +44,8 @@ class Writer:
         self.store: Store = create_manager_store(path, durability=durability)
         self.root = Root(path, self.store)
         self._path = path
-        self._lease = Lease(self.store.path)
+        self._writer = RootWriter(self.root, Lease(self.store.path))
+        self._writer.protect(self._protected)
         self._next_seq = self.root.next_seq()
         self._users: set[object] = set()
         self._collector = Background(1, "deltacheck-collector")
@@ -72,16 +73,19 @@ class Writer:
 
     def _collect(self, grace_seconds: float) -> None:
         try:
-            protected = set().union(
-                *(holder.protected() for holder in list(holders) if holder.root == self.root.path)
-            )
-            collect.collect(self.root, grace_seconds=grace_seconds, protected=protected)
+            self._writer.collect(grace_seconds)
         except Exception:
             log.warning(
                 "segments that are no longer needed could not be removed from %s",
                 self.store.path,
                 exc_info=True,
             )
+
+    def _protected(self) -> set[str]:
+        """Return the segments that any holder of this root may build on."""
+        return set().union(
+            *(holder.protected() for holder in list(holders) if holder.root == self.root.path)
+        )
 
     def release(self, user: object) -> None:
         """Give up a share; the last one gives the root back."""
@@ -90,7 +94,7 @@ class Writer:
             if not self._users:
                 self._collector.close()
                 self.store.close()
-                self._lease.release()
+                self._writer.release()
                 _writers.pop(self._path, None)
 
 

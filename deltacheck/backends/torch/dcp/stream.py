@@ -12,7 +12,6 @@ committed.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,22 +29,18 @@ from deltacheck.leaf import sharding
 from deltacheck.leaf.sharding import Before, Held, Holdings, Plan, Share
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat, Node
-from deltacheck.maintain import retain
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.joint import Report, merged
 from deltacheck.save.options import SaveOptions
+from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.saver import Saver
-from deltacheck.store import collect
-from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
-
-log = logging.getLogger("deltacheck")
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -91,8 +86,7 @@ class Stream:
         self.options = options
         self.plans: list[weakref.ref[SavePlan]] = []  # of the newest save, on the coordinator
         self.capture = Capture(options.shadow, options.host_cache_bytes, in_order=True)
-        self._lease: Lease | None = None
-        self._root: Root | None = None
+        self._writer: RootWriter | None = None
         self._saver: Saver | None = None
         self._holdings: list[Holdings] = []
         self._plan: Plan = {}
@@ -103,6 +97,7 @@ class Stream:
             -1
         )  # the save that the base is of, but for one that is known to be committed or void
         self._manifest: Manifest | None = None
+        self._newest: frozenset[str] = frozenset()  # segments of the step being committed
 
     def lead(self) -> None:
         """Take the root, where this process does not have it. Raises what opening raises
@@ -110,9 +105,9 @@ class Stream:
         """
         if self._saver is None:
             self._begin(open_alone(self.path, self.options.durability))
-        elif self._lease is None:
-            self._lease = Lease(self.path)
-            self._last_seq = max(self._last_seq, self._opened.next_seq() - 1)
+        elif self._opened.lease is None:
+            self._opened.lease = Lease(self.path)
+            self._last_seq = max(self._last_seq, self._opened.root.next_seq() - 1)
 
     def follow(self) -> Saver:
         """Be ready to write to a root that this process or another has taken."""
@@ -125,19 +120,23 @@ class Stream:
         return self._saver
 
     def _begin(self, opened: Opened) -> None:
-        self._lease = opened.lease
-        self._root = Root(self.path, opened.store)
+        root = Root(self.path, opened.store)
+        self._writer = RootWriter(
+            root, opened.lease, self.options.retention, self.options.grace_seconds
+        )
         try:
             self._saver = Saver(opened.store, TorchCodec(), self.options, next_seq=opened.next_seq)
         except BaseException:
-            self._release()
+            self._writer.release()
             raise
+        self._writer.protect(self._saver.protected_segments)
+        self._writer.protect(lambda: self._newest)
         exits.finish_at_exit(self, str(self.path), self.options.exit_timeout_seconds)
 
     @property
-    def _opened(self) -> Root:
-        assert self._root is not None
-        return self._root
+    def _opened(self) -> RootWriter:
+        assert self._writer is not None
+        return self._writer
 
     def plan(self, step: int, held: Sequence[Mapping[str, Held]]) -> list[Task]:
         """On the coordinator: who writes what. ``held``: by rank. Raises ``RankFailed`` where they
@@ -206,9 +205,8 @@ class Stream:
         """On the coordinator: make the step of all exist. REQUIRES: every part is durable. Raises
         ``RankFailed``, ``RootBusy``.
         """
-        mine, lease, root = self._manifest, self._lease, self._opened
+        mine = self._manifest
         assert mine is not None
-        assert lease is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
         planned = {
             path: dataclasses.replace(one, shape=(sizes[path],)) if path in sizes else one
@@ -217,26 +215,9 @@ class Stream:
         manifest = msgspec.structs.replace(
             merged(mine, planned, [part.report for part in parts]), tree=tree
         )
-        commit(root.path, manifest, root.store.durability, lease.check)
+        self._newest = frozenset(ref.id for ref in manifest.segments)
+        self._opened.commit(manifest)
         self._committed = manifest.seq
-        if not self.options.retention.keeps_all:
-            try:
-                self._retain(root, lease, {ref.id for ref in manifest.segments})
-            except Exception:
-                log.warning(
-                    "step %d is committed, but older ones could not be deleted",
-                    manifest.step,
-                    exc_info=True,
-                )
-
-    def _retain(self, root: Root, lease: Lease, newest: set[str]) -> None:
-        retain.prune(root, self.options.retention, still_ours=lease.check)
-        lease.check()
-        collect.collect(
-            root,
-            grace_seconds=self.options.grace_seconds,
-            protected=self.follow().protected_segments() | newest,
-        )
 
     def wait(self, timeout: float | None = None) -> None:
         """Nothing to wait for but receipts: DCP has waited for the rest."""
@@ -252,13 +233,9 @@ class Stream:
             return
         try:
             self._saver.close(timeout)
-            self._opened.store.close()
+            self._opened.root.store.close()
         finally:
-            self._saver.when_stopped(self._release)
-
-    def _release(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
+            self._saver.when_stopped(self._opened.release)
 
 
 def _names(share: Share) -> list[str]:

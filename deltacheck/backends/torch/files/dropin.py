@@ -118,6 +118,6 @@ def _engine(root: Path, keep_last: int | None) -> Engine:
         while len(_open) >= _OPEN_AT_MOST:
             _open.pop(next(iter(_open))).close()
         engine = Engine(root, keep_last=keep_last)
-    engine._retention = Retention(last=keep_last)
+    engine._writer.retention = Retention(last=keep_last)
     _open[root] = engine
     return engine

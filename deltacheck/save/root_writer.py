@@ -1,0 +1,234 @@
+"""The changes to the set of steps of a root: commit, retention, deletion, collection, release.
+
+A backend hands ``RootWriter.commit`` to its saver (or to the ranks that save together), and the
+saver calls it on its committer thread once every segment of the step is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from deltacheck.errors import StepNotFound, StepTagged
+from deltacheck.policy.retention import Retention, Saved, retained
+from deltacheck.store import collect, tags
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import Written
+from deltacheck.store.root import Brief, Root, describe_steps
+
+log = logging.getLogger("deltacheck")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint of an engine root: its training step and its sequence number."""
+
+    step: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The checkpoints that stay and those that were deleted (or would be), oldest first."""
+
+    kept: tuple[Checkpoint, ...]
+    deleted: tuple[Checkpoint, ...]
+
+
+class RootWriter:
+    """The right of this process to change which steps of a root exist.
+
+    Several ranks may write segments of one root, but only the process with the lease commits and
+    deletes. Before each change the lease is checked: a process that was taken for dead must not
+    delete what its successor needs.
+
+    Args:
+        root: The root. One ``Root`` serves one thread at a time.
+        lease: The lease of the root, or ``None`` in a process that writes segments only.
+        retention: The checkpoints that stay after a commit. Default: all.
+        grace_seconds: The time that unneeded segments stay for readers.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        lease: Lease | None,
+        retention: Retention | None = None,
+        grace_seconds: float = 0.0,
+    ) -> None:
+        self.root = root
+        self.lease = lease
+        self.retention = retention or Retention()
+        self._grace_seconds = grace_seconds
+        self._protected: list[Callable[[], Collection[str]]] = []
+
+    def protect(self, segments: Callable[[], Collection[str]]) -> None:
+        """Exclude segments from every collection. ``segments`` is called at each of them."""
+        self._protected.append(segments)
+
+    def check(self) -> None:
+        """Raise ``RootBusy`` if the right to write has been lost."""
+        assert self.lease is not None, "only the process with the lease commits and deletes"
+        self.lease.check()
+
+    def commit(self, manifest: Manifest) -> Written:
+        """Make a step exist, then delete the checkpoints that the retention does not keep.
+
+        The caller has made every segment of the step durable. A failure of the deletion is logged:
+        the step exists, and the next commit deletes again.
+
+        Raises:
+            RootBusy: Another process writes to the root.
+        """
+        written = commit(self.root.path, manifest, self.root.store.durability, self.check)
+        if not self.retention.keeps_all:
+            try:
+                self.retain()
+            except Exception:
+                log.warning(
+                    "step %d is committed, but older ones could not be deleted",
+                    manifest.step,
+                    exc_info=True,
+                )
+        return written
+
+    def retain(self) -> None:
+        """Delete the checkpoints that the retention does not keep, and collect their segments."""
+        prune(self.root, self.retention, still_ours=self.check)
+        self.check()
+        self.collect()
+
+    def delete(self, step: int) -> None:
+        """Delete every checkpoint of a training step. Raises as ``delete`` of this module does."""
+        delete(self.root, step, still_ours=self.check)
+
+    def delete_checkpoint(self, seq: int) -> None:
+        """Delete the checkpoint of a sequence number if it exists, and collect its segments."""
+        if seq in [checkpoint.seq for checkpoint in self.root.checkpoints()]:
+            collect.delete_checkpoint(self.root, seq)
+            self.collect()
+
+    def collect(self, grace_seconds: float | None = None) -> None:
+        """Remove the segments that no step, no save under way and no reader needs."""
+        protected: set[str] = set()
+        for segments in self._protected:
+            protected |= set(segments())
+        collect.collect(
+            self.root,
+            grace_seconds=self._grace_seconds if grace_seconds is None else grace_seconds,
+            protected=protected,
+        )
+
+    def release(self) -> None:
+        """Give the root back. The caller has ended its saves; a second call does nothing."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+def prune(
+    root: Root,
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    still_ours: Callable[[], None] | None = None,
+) -> Pruned:
+    """Delete the checkpoints that neither ``retention`` nor a tag keeps, oldest first.
+
+    Their segments stay until they are collected. A checkpoint whose manifest cannot be read is
+    neither counted nor deleted.
+
+    Args:
+        root: The root. The caller holds its lease.
+        retention: The rules.
+        dry_run: Change nothing, and return what would be deleted.
+        still_ours: Raises if the right to write has been lost.
+
+    Returns:
+        The checkpoints that stay and those that were deleted.
+
+    Raises:
+        Damaged: A tag cannot be read. Nothing is deleted.
+        StepNotFound: The root is one of a ``CheckpointManager``, whose steps are Orbax's.
+        RootBusy: The right to write has been lost.
+    """
+    _refuse_manager(root)
+    if retention.keeps_all:
+        return Pruned(_checkpoints(root.briefs()[0].values()), ())
+    with tags.lock(root.store.path):
+        briefs = root.briefs()[0].values()
+        tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
+        stay = retained([Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged)
+        unneeded = _checkpoints(b for b in briefs if b.seq not in stay)
+        if not dry_run:
+            _delete_all(root, unneeded, still_ours)
+    return Pruned(_checkpoints(b for b in briefs if b.seq in stay), unneeded)
+
+
+def delete(
+    root: Root, step: int, *, still_ours: Callable[[], None] | None = None
+) -> tuple[Checkpoint, ...]:
+    """Delete every checkpoint of a training step. Its segments stay until they are collected.
+
+    Args:
+        root: The root. The caller holds its lease.
+        step: The training step.
+        still_ours: Raises if the right to write has been lost.
+
+    Returns:
+        The deleted checkpoints, oldest first.
+
+    Raises:
+        StepNotFound: There is no such step.
+        StepTagged: The step has a tag, which the message names. Nothing is deleted.
+        Damaged: A tag cannot be read. Nothing is deleted.
+        RootBusy: The right to write has been lost.
+    """
+    _refuse_manager(root)
+    with tags.lock(root.store.path):
+        every = root.briefs()[0].values()
+        briefs = [brief for brief in every if brief.step == step]
+        if not briefs:
+            raise StepNotFound(
+                f"{root.path} has no step {step}."
+                f" {describe_steps(sorted({brief.step for brief in every}))}"
+            )
+        nonces = {brief.nonce for brief in briefs}
+        names = sorted(
+            name for name, tag in tags.readable(root.store.path).items() if tag.nonce in nonces
+        )
+        if names:
+            raise StepTagged(
+                f"step {step} of {root.path} is tagged {', '.join(map(repr, names))}. To delete it,"
+                f" take the tag away first: deltacheck untag ROOT {names[0]}, or"
+                f" engine.untag({names[0]!r})"
+            )
+        checkpoints = _checkpoints(briefs)
+        _delete_all(root, checkpoints, still_ours)
+    return checkpoints
+
+
+def _delete_all(
+    root: Root, checkpoints: Iterable[Checkpoint], still_ours: Callable[[], None] | None
+) -> None:
+    for checkpoint in checkpoints:
+        # Checked before each: another process may take the root over while this one hangs.
+        if still_ours is not None:
+            still_ours()
+        collect.delete_checkpoint(root, checkpoint.seq)
+
+
+def _checkpoints(briefs: Iterable[Brief]) -> tuple[Checkpoint, ...]:
+    return tuple(
+        Checkpoint(brief.step, brief.seq) for brief in sorted(briefs, key=lambda brief: brief.seq)
+    )
+
+
+def _refuse_manager(root: Root) -> None:
+    if root.is_manager_root:
+        raise StepNotFound(
+            f"{root.path} is the root of a CheckpointManager: its steps are deleted by Orbax, see"
+            " its options (max_to_keep)"
+        )
