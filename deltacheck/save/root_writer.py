@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from deltacheck.errors import StepNotFound, StepTagged
 from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.store import collect, tags
-from deltacheck.store.lock.lease import Lease
-from deltacheck.store.manifest import Manifest
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Brief, Root, describe_steps
 
 log = logging.getLogger("deltacheck")
@@ -160,7 +160,9 @@ def prune(
     with tags.lock(root.store.path):
         briefs = root.briefs()[0].values()
         tagged = {tag.nonce for tag in tags.readable(root.store.path).values()}
-        stay = retained([Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged)
+        stay = retained(
+            [Saved(b.seq, b.step, b.nonce, b.metrics) for b in briefs], retention, tagged
+        )
         unneeded = _checkpoints(b for b in briefs if b.seq not in stay)
         if not dry_run:
             _delete_all(root, unneeded, still_ours)
