@@ -15,7 +15,7 @@ from deltacheck.evaluate.snapshot import Array, Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused, name_of
 from deltacheck.policy import roles
 from deltacheck.policy.parameters import hyperparameters
-from deltacheck.save.treatment import RelativeError, octaves_apart, sample
+from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
 
 _SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)

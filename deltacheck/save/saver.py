@@ -44,7 +44,8 @@ from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
 from deltacheck.save.options import SaveOptions
 from deltacheck.save.progress import Progress, as_save_failed
-from deltacheck.save.treatment import Shadow, Treatment
+from deltacheck.save.treatment.run_state import Shadow
+from deltacheck.save.treatment.treatment import Treatment
 from deltacheck.store.deadline import Deadline, Pulse
 from deltacheck.store.documents import Written
 from deltacheck.store.files.background import Background

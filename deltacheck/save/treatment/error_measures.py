@@ -1,0 +1,60 @@
+"""Measures of the difference between live arrays and what a restore gives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+# Drift is measured on this many blocks of a leaf, evenly spread, of this many elements each.
+SAMPLE_BLOCKS, SAMPLE_BLOCK = 64, 64
+
+
+def sample(values: Array) -> Array:
+    """Return evenly spread blocks of a 1-D array; all of it if it is no larger than the sample."""
+    if values.size <= SAMPLE_BLOCKS * SAMPLE_BLOCK:
+        return values
+    starts = np.linspace(0, values.size - SAMPLE_BLOCK, SAMPLE_BLOCKS).astype(np.int64)
+    blocks: Array = values[(starts[:, None] + np.arange(SAMPLE_BLOCK)).reshape(-1)]
+    return blocks
+
+
+def octaves_apart(left: Array, right: Array) -> float | None:
+    """Return the median ``|log2(left / right)|`` of the elements that are positive in both.
+
+    ``None`` if there are no such elements.
+    """
+    mask = (left > 0) & (right > 0) & np.isfinite(left) & np.isfinite(right)
+    if not mask.any():
+        return None
+    logs = [np.log2(values[mask].astype(np.float64)) for values in (left, right)]
+    return float(np.median(np.abs(logs[0] - logs[1])))
+
+
+@dataclass(slots=True)
+class RelativeError:
+    """``||restored - live|| / ||live||`` of arrays that come in parts, in float64.
+
+    It is 0 if both norms are zero, and infinite or NaN if elements are.
+    """
+
+    _live_squares: float = 0.0
+    _error_squares: float = 0.0
+
+    def add(self, live: Array, restored: Array) -> None:
+        """Add a part. ``live``, ``restored``: 1-D, of the same length."""
+        wide = live.astype(np.float64)
+        self._live_squares += float(np.vdot(wide, wide))
+        wide -= restored.astype(np.float64)
+        self._error_squares += float(np.vdot(wide, wide))
+
+    @property
+    def l2(self) -> float:
+        """The relative error of the parts so far."""
+        if self._live_squares:
+            return math.sqrt(self._error_squares / self._live_squares)
+        return 0.0 if self._error_squares == 0 else math.inf

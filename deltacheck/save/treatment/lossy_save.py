@@ -1,0 +1,156 @@
+"""One lossy save: the promises that its captures make, and the leaves of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from deltacheck.leaf.contracts import Promise
+from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import Policy
+from deltacheck.policy.decide import Decision, Situation
+from deltacheck.policy.parameters import Parameter
+from deltacheck.save.job.manifest_builder import Terms
+from deltacheck.save.job.source import Coded, LeafSource
+from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
+from deltacheck.save.treatment.run_state import LeafReader, RunState
+from deltacheck.store.manifest import Derived
+
+
+@dataclass(frozen=True, slots=True)
+class LossySave:
+    """One save, and the promises for its leaves that are not stored as they are.
+
+    It lives until the commit and therefore holds no leaf: memory that the training has released
+    (JAX releases a state at every step) must be free to go once it is captured.
+
+    Args:
+        policy: The policy of the saver.
+        step: The training step.
+        stage: The name of the stage.
+        run: The memory of the run; captures update it.
+        reader: Access to leaves.
+    """
+
+    policy: Policy
+    step: int
+    stage: str
+    run: RunState
+    reader: LeafReader
+    _derived: dict[str, Derived] = field(default_factory=dict)
+    _contracts: dict[str, Promise] = field(default_factory=dict)
+
+    def terms(self) -> Terms:
+        """Return what the manifest says. The caller must have captured every source."""
+        stage = self.stage if self.policy.hidden is not None else ""
+        return Terms(self._derived, self._contracts, stage)
+
+    def promise(self, path: str, derived: Derived, promise: Promise | None) -> None:
+        """Record how a restore computes a leaf, and the contract of a leaf that is not exact."""
+        self._derived[path] = derived
+        if promise is not None:
+            self._contracts[path] = promise
+
+    def share_equal(self, sources: Mapping[str, LeafSource]) -> dict[str, LeafSource]:
+        """Return sources that store equal leaves of one number once.
+
+        Optimizers keep the same step count for every parameter.
+        """
+        owners: dict[tuple[LeafSpec, bytes], LeafSource] = {}
+        shared = {}
+        for path, source in sources.items():
+            content = self.reader.live(source).tobytes()
+            owner = owners.setdefault((replace(source.spec, path=""), content), source)
+            if owner is not source:
+                capture = partial(self._capture_same, source, owner)
+                shared[path] = read_together(source, capture, [source, owner])
+        return shared
+
+    def _capture_same(self, source: LeafSource, owner: LeafSource) -> Any:
+        live, spec = self.reader.live(source), source.spec
+        # They were equal when the save was planned; lazy leaves may have changed since.
+        if live.tobytes() != self.reader.live(owner).tobytes():
+            return source.current()
+        digest = value_digest(spec, live)
+        derived = Derived("same", spec.dtype, spec.shape, digest, of=owner.spec.path)
+        self.promise(spec.path, derived, None)
+        return Coded(None, None)
+
+    def watch(self, source: LeafSource, rescale: float) -> LeafSource:
+        """Return a source that stores a second moment exactly, and measures its drift.
+
+        Args:
+            source: The second moment.
+            rescale: The factor by which reuse would multiply the stored moment. Without it, the
+                growth from zero of a young moment would look like drift.
+        """
+        return read_together(source, partial(self._capture_watched, source, rescale), [source])
+
+    def _capture_watched(self, source: LeafSource, rescale: float) -> Any:
+        spec = source.spec
+        stored = self.reader.stored(spec.path, spec)
+        if stored is not None and spec.dtype == "float32":
+            drift = octaves_apart(
+                sample(self.reader.live(source)), sample(stored) * np.float32(rescale)
+            )
+            if drift is not None:
+                self.run.drifts.append(drift)
+        return source.current()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSave:
+    """The leaves of one parameter at one save.
+
+    Args:
+        save: The save.
+        parameter: The paths of the parameter's leaves.
+        situation: Hyperparameters and state of the parameter.
+        decisions: How each leaf is kept, by path.
+        sources: The leaves, by path.
+    """
+
+    save: LossySave
+    parameter: Parameter
+    situation: Situation
+    decisions: Mapping[str, Decision]
+    sources: Mapping[str, LeafSource]
+
+    def spec(self, path: str) -> LeafSpec:
+        """Return the form of a live leaf."""
+        return self.sources[path].spec
+
+    def live(self, path: str) -> Array:
+        """Return the present values of a leaf, 1-D."""
+        return self.save.reader.live(self.sources[path])
+
+    def exactly(self, path: str) -> Any:
+        """Return what stores a leaf as it is."""
+        return self.sources[path].current()
+
+    def derived(self, path: str, decision: Decision, **fields: Any) -> Derived:
+        """Return how a restore computes a leaf that is kept as decided, with further fields."""
+        spec = self.spec(path)
+        names = ("of", "spacing", "seed", "fraction_bits", "signed", "first", "limit")
+        decided = {name: getattr(decision, name) for name in names}
+        return Derived(decision.how, spec.dtype, spec.shape, **decided | fields)
+
+
+def read_together(
+    source: LeafSource, current: Callable[[], Any], others: Sequence[LeafSource]
+) -> LeafSource:
+    """Return ``source`` with another capture, which reads ``others`` with it.
+
+    It is read as early as the first of them must be read.
+    """
+    return replace(source, current=current, lazy=all(other.lazy for other in others))
+
+
+def value_digest(spec: LeafSpec, values: Array) -> str:
+    """Return the leaf digest of 1-D values."""
+    return digest_of(spec, values.view(np.uint8))

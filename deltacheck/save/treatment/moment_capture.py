@@ -1,0 +1,205 @@
+"""Capture the moments of an optimizer: as codes in octaves, reused from an earlier save, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deltacheck.codec import octaves
+from deltacheck.leaf.contracts import Bounded, Promise, Reused
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy import adam
+from deltacheck.policy.decide import Decision, betas
+from deltacheck.policy.keyframes import staggered
+from deltacheck.restore import derive
+from deltacheck.save.job.source import Coded
+from deltacheck.save.treatment.error_measures import Array, octaves_apart, sample
+from deltacheck.save.treatment.lossy_save import ParameterSave
+
+
+class MomentCapture:
+    """The first and the second moment of one parameter.
+
+    Both are decided on when the first of them is captured, since their contracts hold together.
+    """
+
+    def __init__(self, group: ParameterSave) -> None:
+        self._group = group
+        self._captured: dict[str, Any] | None = None
+
+    def capture_zeros(self, path: str, decision: Decision) -> Any:
+        """Store nothing of a moment that a restore gives as zeros."""
+        assert isinstance(decision.terms, Bounded)
+        promise = Promise(decision.terms, decision.terms.limit)
+        self._group.save.promise(path, self._group.derived(path, decision), promise)
+        return Coded(None, None)
+
+    def capture(self, path: str) -> Any:
+        """Capture one moment, and the other one with it."""
+        if self._captured is None:
+            self._captured = self._capture_both()
+        return self._captured.pop(path)
+
+    def _capture_both(self) -> dict[str, Any]:
+        group = self._group
+        decisions = {
+            path: decision
+            for path, decision in group.decisions.items()
+            if decision.how == "octaves"
+        }
+        exactly = {path: group.exactly(path) for path in decisions}
+        if self._breaks_adam_law():
+            return exactly
+        may_reuse = any(isinstance(decision.terms, Reused) for decision in decisions.values())
+        if may_reuse and (reused := self._reuse(decisions)) is not None:
+            return reused
+        captured: dict[str, Any] = {}
+        promises = {}
+        for path, decision in decisions.items():
+            spec = self._code_spec(path, decision)
+            encoding = octaves.codes(
+                self._unbiased(path, decision),
+                fraction_bits=decision.fraction_bits,
+                signed=decision.signed,
+                base=group.save.reader.stored(path, spec),
+                dead_band=decision.dead_band,
+            )
+            limit = decision.terms.limit if isinstance(decision.terms, Bounded) else np.inf
+            if encoding.refused or encoding.largest_error_octaves > limit:
+                return exactly
+            captured[path] = Coded(spec, encoding.codes.view(np.uint8))
+            measured, from_step = encoding.largest_error_octaves, None
+            if isinstance(decision.terms, Reused):
+                measured = self._sampled_error(path, decision, encoding.codes)
+                from_step = group.save.step
+            assert decision.terms is not None
+            promises[path] = Promise(decision.terms, measured, from_step)
+        # Promises only now: the other moment may have been refused.
+        for path, decision in decisions.items():
+            group.save.promise(path, self._derived(path, decision), promises[path])
+        if may_reuse:
+            group.save.run.stored_steps[group.parameter.name] = group.save.step
+        return captured
+
+    def _reuse(self, decisions: Mapping[str, Decision]) -> dict[str, Any] | None:
+        """Return the stored pair if it may still stand for the live one; else ``None``.
+
+        The drift guard compares samples of both, and the update that each of them gives.
+        """
+        group, save = self._group, self._group.save
+        first, second = group.parameter.first, group.parameter.second
+        stored_step = save.run.stored_steps.get(group.parameter.name)
+        if stored_step is None or first is None or second is None:
+            return None
+        terms = decisions[second].terms
+        assert isinstance(terms, Reused)
+        age = save.step - stored_step
+        if not 0 < age <= staggered(second, terms.max_age_steps):
+            return None
+        specs = {path: self._code_spec(path, decision) for path, decision in decisions.items()}
+        codes: dict[str, Array] = {}
+        for path, spec in specs.items():
+            stored_codes = save.reader.stored(path, spec)
+            if stored_codes is None:
+                return None
+            codes[path] = stored_codes
+        # Law 8: rows that are touched for the first time have no stored moment.
+        if np.any((codes[second] == 0) & (group.live(second) > 0)):
+            return None
+        restored = self._restored(
+            decisions, {path: sample(stored) for path, stored in codes.items()}
+        )
+        live = {path: sample(group.live(path)) for path in (first, second)}
+        drift = octaves_apart(live[second], restored[second])
+        epsilon = group.situation.hyperparameters.eps or 1e-8
+        change = adam.update_change(live[first], live[second], restored[second], epsilon)
+        limit = terms.max_drift
+        if drift is None or limit is None or drift > limit or change > limit:
+            return None
+        for path, decision in decisions.items():
+            measured = (
+                drift
+                if path == second
+                else octaves_apart(np.abs(live[path]), np.abs(restored[path])) or 0.0
+            )
+            assert isinstance(decision.terms, Reused)
+            promise = Promise(decision.terms, measured, stored_step)
+            save.promise(path, self._derived(path, decision), promise)
+        return {path: Coded(specs[path], None) for path in decisions}
+
+    def rescale_since_last(self) -> float:
+        """Return the factor from the second moment of the last save to one of now."""
+        counts, name = self._group.save.run.counts, self._group.parameter.name
+        last_step, step = counts.get(name), self._group.situation.step
+        counts[name] = step
+        coefficients = self._betas()
+        if coefficients is None or step is None or last_step is None:
+            return 1.0
+        if not 1 <= last_step <= step:
+            return 1.0
+        return adam.bias_rescale(step, last_step, coefficients[1])
+
+    def _sampled_error(self, path: str, decision: Decision, codes: Array) -> float:
+        """Return the median error in octaves of what the codes decode to, on a sample."""
+        live = sample(self._group.live(path))
+        restored = octaves.values(
+            sample(codes), fraction_bits=decision.fraction_bits, signed=decision.signed
+        )
+        scaled = np.abs(restored) * np.float32(self._scale(decision))
+        return octaves_apart(np.abs(live), scaled) or 0.0
+
+    def _code_spec(self, path: str, decision: Decision) -> LeafSpec:
+        dtype = octaves.code_dtype(decision.fraction_bits).name
+        return LeafSpec.of(path, self._group.spec(path).shape, dtype)
+
+    def _derived(self, path: str, decision: Decision) -> Any:
+        return self._group.derived(path, decision, scale=self._scale(decision))
+
+    def _scale(self, decision: Decision) -> float:
+        """Return the factor by which the values of codes are multiplied.
+
+        For a second moment it is the bias correction of Adam: the moment grows from zero, and its
+        codes are of what it would be without that growth. So a young moment does not cross cells
+        by growing, and a reused one stands for the present (law 5).
+        """
+        coefficients, step = self._betas(), self._group.situation.step
+        if decision.signed or coefficients is None or step is None:
+            return 1.0
+        return adam.bias_correction(step, coefficients[1])
+
+    def _unbiased(self, path: str, decision: Decision) -> Array:
+        scale = self._scale(decision)
+        live = self._group.live(path)
+        return live if scale == 1.0 else live * np.float32(1 / scale)
+
+    def _betas(self) -> tuple[float, float] | None:
+        hidden = self._group.save.policy.hidden
+        return None if hidden is None else betas(hidden, self._group.situation.hyperparameters)
+
+    def _breaks_adam_law(self) -> bool:
+        """Return true if the live moments are not those of an Adam with these betas.
+
+        The test goes by content, because the names of leaves prove nothing (law 7).
+        """
+        group = self._group
+        first, second = group.parameter.first, group.parameter.second
+        limit = next((d.limit for d in group.decisions.values() if d.limit), None)
+        if limit is None or first is None or second is None:
+            return False
+        violations = adam.law_violations(
+            sample(group.live(first)), sample(group.live(second)), limit
+        )
+        return violations > 0
+
+    def _restored(
+        self, decisions: Mapping[str, Decision], codes: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Return what a restore would compute from some codes."""
+        values: dict[str, Array] = {}
+        # The second moment last: its computation takes the first one.
+        for path in sorted(decisions, key=lambda path: bool(decisions[path].first)):
+            derived = self._derived(path, decisions[path])
+            values[path] = derive.compute(derived, codes[path], values, 0, codes[path].size)
+        return values

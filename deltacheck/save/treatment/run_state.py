@@ -1,0 +1,83 @@
+"""The memory that lossy saves need of the run: values between saves, and access to leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltacheck.codec.base import U8
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy.events import Detector
+from deltacheck.policy.parameters import Roles
+from deltacheck.policy.stage import Stage
+from deltacheck.save.job.source import LeafSource
+from deltacheck.save.treatment.error_measures import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """The stored form of a leaf and its decoded bytes in host memory (uint8, 1-D)."""
+
+    spec: LeafSpec
+    data: U8
+
+
+@dataclass(frozen=True, slots=True)
+class LeafReader:
+    """Access to leaves as they are now, and as they are stored.
+
+    Args:
+        host: Return a source's bytes in host memory.
+        shadow: Return what is stored of a leaf, by path.
+    """
+
+    host: Callable[[Any], U8]
+    shadow: Callable[[str], Shadow | None]
+
+    def live(self, source: LeafSource) -> Array:
+        """Return the leaf's present values, 1-D."""
+        return self.host(source.current()).view(source.spec.element.numpy)
+
+    def stored(self, path: str, spec: LeafSpec) -> Array | None:
+        """Return the stored values of a leaf, 1-D; ``None`` if there are none of this form."""
+        shadow = self.shadow(path)
+        if shadow is None or shadow.spec != spec:
+            return None
+        return shadow.data.view(spec.element.numpy)
+
+
+@dataclass(slots=True)
+class RunState:
+    """What is known of a run between its saves.
+
+    Args:
+        stage: The stage of the policy.
+        detector: Finds events, such as a loss spike, after which everything is saved exactly.
+        drifts: Drifts of second moments in octaves, measured while the last save was captured.
+        spacings: The lattice spacing of each master, by path.
+        scales: The root mean square of each master, by path, sampled once.
+        stored_steps: The step at which the reused moments of a parameter were stored, by name.
+        counts: The optimizer's step count at the last save, by parameter name.
+        proof: The roles before and after a proof by content that no capture has contradicted.
+    """
+
+    stage: Stage = field(default_factory=Stage)
+    detector: Detector = field(default_factory=Detector)
+    drifts: list[float] = field(default_factory=list)
+    spacings: dict[str, float] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    stored_steps: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int | None] = field(default_factory=dict)
+    proof: tuple[Roles, Roles] | None = None
+
+    def reset(self) -> None:
+        """Forget the course of the run after a restore; scales and spacings stay valid."""
+        self.stage, self.detector = Stage(), Detector()
+        self.drifts.clear()
+        self.stored_steps.clear()
+        self.counts.clear()
+
+    def doubt_proof(self) -> None:
+        """Discard the proof: a weight was not the cast of its master."""
+        self.proof = None

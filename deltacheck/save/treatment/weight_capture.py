@@ -1,0 +1,96 @@
+"""Capture weights that are the cast of a master, and masters on a lattice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from deltacheck.codec import lattice
+from deltacheck.leaf.contracts import Bounded, Promise
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.policy.decide import Decision
+from deltacheck.restore import derive
+from deltacheck.save.job.source import Coded
+from deltacheck.save.treatment.error_measures import Array, RelativeError
+from deltacheck.save.treatment.lossy_save import ParameterSave, value_digest
+
+# Elements of a weight whose error is measured at a time, so that the memory stays small and warm.
+_BLOCK = 1 << 18
+
+
+class WeightCapture:
+    """The weight and the master of one parameter.
+
+    A leaf whose contract would not hold is stored exactly after all.
+    """
+
+    def __init__(self, group: ParameterSave) -> None:
+        self._group = group
+
+    def capture_lattice(self, path: str, decision: Decision) -> Any:
+        """Store a master as lattice codes.
+
+        It is stored exactly if a value does not fit or lies outside the cell of its weight.
+        """
+        group, save = self._group, self._group.save
+        assert isinstance(decision.terms, Bounded)
+        live = group.live(path)
+        weights = group.live(decision.of) if decision.of else None
+        lattice_codes = lattice.codes(live, decision.spacing, decision.seed, weights=weights)
+        error = lattice_codes.largest_error / self._learning_rate()
+        if lattice_codes.refused or error > decision.terms.limit:
+            save.run.doubt_proof()
+            return group.exactly(path)
+        save.run.spacings[path] = decision.spacing
+        save.promise(path, group.derived(path, decision), Promise(decision.terms, error))
+        spec = LeafSpec.of(path, group.spec(path).shape, "int32")
+        return Coded(spec, lattice_codes.codes.view(np.uint8))
+
+    def capture_cast(self, path: str, decision: Decision) -> Any:
+        """Store nothing of a weight that a restore casts from its master.
+
+        It is stored exactly if the cast differs from it by more than the contract allows.
+        """
+        group, save = self._group, self._group.save
+        spec, live, master = group.spec(path), group.live(path), group.live(decision.of)
+        bounded = group.decisions.get(decision.of)
+        error = None if bounded is None else self._cast_error(live, master, bounded)
+        if error is None:
+            # The master is stored exactly, so the cast must be equal bit for bit.
+            restored = derive.cast(master, spec.element.numpy)
+            if not np.array_equal(restored.view(np.uint16), live.view(np.uint16)):
+                save.run.doubt_proof()
+                return group.exactly(path)
+            derived = group.derived(path, decision, digest=value_digest(spec, live))
+            save.promise(path, derived, None)
+            return Coded(None, None)
+        assert isinstance(decision.terms, Bounded)
+        # "not <=" and not ">", which a NaN would pass.
+        if not error <= decision.terms.limit:
+            save.run.doubt_proof()
+            return group.exactly(path)
+        save.promise(path, group.derived(path, decision), Promise(decision.terms, error))
+        return Coded(None, None)
+
+    def _cast_error(self, live: Array, master: Array, bounded: Decision) -> float | None:
+        """Return ``||restored - live|| / ||live||`` of the weight cast from the bounded master.
+
+        ``None`` if a value of the master does not fit its lattice.
+        """
+        rate = self._learning_rate()
+        assert isinstance(bounded.terms, Bounded)
+        error = RelativeError()
+        for begin in range(0, live.size, _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            codes = lattice.codes(master[block], bounded.spacing, bounded.seed, start=begin)
+            if codes.refused or codes.largest_error / rate > bounded.terms.limit:
+                return None
+            values = lattice.values(codes.codes, bounded.spacing, bounded.seed, start=begin)
+            error.add(live[block], derive.cast(values, live.dtype))
+        return error.l2
+
+    def _learning_rate(self) -> float:
+        rate = self._group.situation.hyperparameters.lr
+        assert rate is not None  # without a learning rate no spacing is decided
+        return rate
