@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.record import Cell, Figure, Result, Settings, Table
 from deltacheck.backends.torch import Engine
-from deltacheck.backends.torch.capture import tensor_codec as codec
-from deltacheck.backends.torch.capture import windows as group
+from deltacheck.backends.torch.capture import tensor_codec, windows
 from deltacheck.codec import METHOD, METHOD_NAMES, STREAMS, GroupJob
 
 REPETITIONS = 9
@@ -35,7 +34,7 @@ BLOCKING_AT_MOST = 0.0005  # of torch.save
 def run(settings: Settings) -> Result:
     if not torch.cuda.is_available():
         return Result("device", "not measured: there is no CUDA device", [])
-    device = codec.accelerator_of(torch.empty(1, device="cuda"))
+    device = tensor_codec.accelerator_of(torch.empty(1, device="cuda"))
     if device is None or device.native is None:
         return Result(
             "device", "not measured: the CUDA encoder cannot be used here, see the log", []
@@ -88,7 +87,7 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
                 width,
             )
             original = base.clone()
-            [made] = group.encode(device, [job], size, lambda used: None, lambda: None)
+            [made] = windows.encode(device, [job], size, lambda used: None, lambda: None)
             streams = sum(stream.size for stream in made.encoded.streams.values())
             methods = (
                 "+".join(sorted({METHOD_NAMES[m] for m in made.encoded.rows[:, METHOD]}))
@@ -147,7 +146,7 @@ def _state(dtype: torch.dtype, density: float, size: int) -> tuple[torch.Tensor,
 
 def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], object]) -> float:
     """Seconds of the encoder's kernels alone."""
-    table = np.zeros(job.bounds.size - 1, group.CHUNK)
+    table = np.zeros(job.bounds.size - 1, windows.CHUNK)
     offsets = job.bounds[:-1] * np.uint64(job.word_bytes)
     table["current"], table["base"] = (
         np.uint64(job.current.data_ptr()) + offsets,

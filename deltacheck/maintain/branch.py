@@ -17,7 +17,7 @@ from deltacheck.errors import NotACheckpointRoot
 from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Root, Store, open_segments
 
@@ -59,7 +59,7 @@ def branch(
         raise NotACheckpointRoot(
             f"{target} is not empty; a branch needs a directory that is new or empty"
         )
-    origin = place.local(root.store.path, "a branch")
+    origin = storage.local(root.store.path, "a branch")
     manifest = root.manifest(step)
     open_segments(root, manifest)
     store = Store.create(target)

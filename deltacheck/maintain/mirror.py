@@ -14,7 +14,7 @@ from deltacheck.maintain.memory_tier import read_bond, write_bond
 from deltacheck.maintain.transfer import transfer
 from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Root, Store, open_root
@@ -37,8 +37,8 @@ class Mirror:
         target: str | os.PathLike[str],
         durability: str = "process",
     ) -> None:
-        self._source = open_root(place.local(source, "a mirror"))
-        path = Path(place.local(target, "a mirror")).absolute()
+        self._source = open_root(storage.local(source, "a mirror"))
+        path = Path(storage.local(target, "a mirror")).absolute()
         bond = read_bond(self._source.path)
         if bond is None or self._source.is_manager_root:
             raise NotACheckpointRoot(

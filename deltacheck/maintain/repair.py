@@ -21,9 +21,8 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import chunk_digests, digest_of, leaf_digest
-from deltacheck.maintain import survey as surveying
 from deltacheck.maintain import verify
-from deltacheck.maintain.survey import Lineage, Survey
+from deltacheck.maintain.survey import Lineage, Survey, batches, stored_chunks, survey, tables
 from deltacheck.restore import derive, read
 from deltacheck.restore.buffers import byte_extents
 from deltacheck.restore.chain import Chain
@@ -32,8 +31,7 @@ from deltacheck.save.rewrite import WholeLeaves, renewed
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
-from deltacheck.store.files import arrays
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
@@ -134,7 +132,7 @@ def repair(
     """
     done = done or Repaired()
     root = root.afresh()
-    backup = _Backup(place.local(root.path, "a repair"), done)
+    backup = _Backup(storage.local(root.path, "a repair"), done)
     checkpoints, unreadable = root.read_all()
     manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
     if step is not None and step not in root.steps() and not unreadable:
@@ -149,7 +147,7 @@ def repair(
             done.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(path.parent if not root.is_manager_root else path.parent.parent)
-    found = surveying.survey(root, manifests.values(), without_lost=True)
+    found = survey(root, manifests.values(), without_lost=True)
     _mend_documents(root, found, backup, done, dry_run)
     sick = _Sick.of(manifests.values(), found)
     healer = _Healer(found, sick, list(manifests.values()))
@@ -229,7 +227,7 @@ class _Sick:
         )
         for broken in found.broken:
             sick.leaves.setdefault(broken.manifest.seq, []).append(broken.path)
-        for batch in surveying.batches(found.lineages, verify.BATCH_BYTES):
+        for batch in batches(found.lineages, verify.BATCH_BYTES):
             for lineage, links in _sound(batch):
                 sick.sound[id(lineage)] = links
                 for use in lineage.uses:
@@ -240,7 +238,7 @@ class _Sick:
 
 def _sound(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
     """How many links of each lineage, from its keyframe on, give the bytes that were saved."""
-    known = {lineage.path: len(surveying.tables(lineage).digests) for lineage in batch}
+    known = {lineage.path: len(tables(lineage).digests) for lineage in batch}
     links = dict.fromkeys(known, 0)
     try:
         chains = {
@@ -285,9 +283,7 @@ class _Healer:
         self._found = found
         self._manifests = manifests
         self._sick = sick
-        self._tables = {
-            id(lineage): surveying.tables(lineage).digests for lineage in found.lineages
-        }
+        self._tables = {id(lineage): tables(lineage).digests for lineage in found.lineages}
         self._leaves: dict[
             str, tuple[Lineage, int]
         ] = {}  # by leaf digest, those that can be restored
@@ -297,7 +293,7 @@ class _Healer:
                 segment, entry = lineage.links[number]
                 if number < sick.sound[id(lineage)]:
                     self._leaves.setdefault(entry.digest, (lineage, number + 1))
-                for chunk in surveying.stored_chunks(segment, entry, lineage.spec_chunks).tolist():
+                for chunk in stored_chunks(segment, entry, lineage.spec_chunks).tolist():
                     high, low = digests[chunk].tolist()
                     self._chunks.setdefault((high, low), []).append(_At(lineage, number + 1, chunk))
 

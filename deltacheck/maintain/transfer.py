@@ -18,8 +18,7 @@ import msgspec
 from deltacheck.errors import Damaged
 from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
-from deltacheck.store.files import arrays
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, Place
 from deltacheck.store.manifest import Manifest, SegmentRef
@@ -52,7 +51,7 @@ def transfer(
     was committed, ``OSError``; then nothing of the step is at the target.
     """
     pinned = open_segments(source, manifest)
-    origin = place.local(source.store.path, "a transfer")
+    origin = storage.local(source.store.path, "a transfer")
     written, made = 0, list[Place]()
     try:
         for ref in manifest.segments:
@@ -68,7 +67,7 @@ def transfer(
                 )
     except BaseException:
         for path in made:
-            place.remove_tree(path, ignore_errors=True)
+            storage.remove_tree(path, ignore_errors=True)
         raise
     del pinned
     return (
@@ -109,7 +108,7 @@ def _copy_segment(
 ) -> int:
     """Copy a segment, its table last; returns its bytes."""
     if target.exists():
-        place.remove_tree(target)  # what a kill has left of it
+        storage.remove_tree(target)  # what a kill has left of it
     written = 0
     for folder, _, files in os.walk(source):
         inner = target

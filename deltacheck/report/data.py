@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deltacheck.codec import base as codec_format
+from deltacheck.codec.base import METHOD_NAMES
 from deltacheck.errors import DeltacheckError
 from deltacheck.leaf.contracts import Bounded, name_of
 from deltacheck.leaf.spec import LeafKind, LeafSpec
@@ -227,11 +227,9 @@ def cost_of(segment: Segment) -> Cost:
             if name not in part.streams or not stored:
                 continue
             rows += sizes * (stored / part.streams[name].length)
-            of = np.bincount(
-                index[:, columns.METHOD], weights=sizes, minlength=len(codec_format.METHOD_NAMES)
-            )
+            of = np.bincount(index[:, columns.METHOD], weights=sizes, minlength=len(METHOD_NAMES))
             for method, size in _divide(stored, of.tolist()).items():
-                by_method[codec_format.METHOD_NAMES[method]] += size
+                by_method[METHOD_NAMES[method]] += size
         for path, entry in segment.table.leaves.items():
             for in_part, first, count in entry.delta:
                 if in_part == number:

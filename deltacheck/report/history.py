@@ -13,7 +13,7 @@ from deltacheck.leaf.spec import LeafKind, LeafSpec
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.documents import read_manifest
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.manifest import LeafEntry, Manifest, SegmentRef
 from deltacheck.store.root import Root, StepRef
 from deltacheck.store.segment import Segment
@@ -219,7 +219,9 @@ def committed(root: Root, unreadable: list[str]) -> list[Committed]:
         try:
             manifest = read_manifest(path)
             found.append(
-                Committed(StepRef(manifest.step, manifest.seq, path), manifest, place.size_of(path))
+                Committed(
+                    StepRef(manifest.step, manifest.seq, path), manifest, storage.size_of(path)
+                )
             )
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacheck.errors import Damaged, DeltacheckError, StepNotFound, TreeMismatch
-from deltacheck.leaf import tiles as boxes
-from deltacheck.leaf import tree
+from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.restore import read
@@ -72,8 +71,8 @@ class LeafChange:
             self._check(self.spec, array, self.digest)
             return
         for number, record in enumerate(self.tiles.records()):
-            box = boxes.box(self.tiles.cuts, number)
-            self._check(record.spec(boxes.name(self.spec.path, box)), array[box], record.digest)
+            box = tiles.box(self.tiles.cuts, number)
+            self._check(record.spec(tiles.name(self.spec.path, box)), array[box], record.digest)
 
     def _check(self, spec: LeafSpec, array: NDArray[Any], digest: str) -> None:
         found = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
@@ -242,7 +241,7 @@ class Follower:
         for path in recut:
             current = set(manifest.names_of(path))
             for name in [
-                name for name in self._stored if boxes.leaf_of(name) == path and name not in current
+                name for name in self._stored if tiles.leaf_of(name) == path and name not in current
             ]:
                 del self._stored[name]
         return changes
@@ -320,7 +319,7 @@ class Follower:
             return leaf.data
         values = np.empty(leaf.spec.shape, leaf.spec.element.numpy)
         for number, name in enumerate(leaf.tiles.names(leaf.spec.path)):
-            box = boxes.box(leaf.tiles.cuts, number)
+            box = tiles.box(leaf.tiles.cuts, number)
             values[box] = self._stored[name].data.view(values.dtype).reshape(values[box].shape)
         return values.reshape(-1).view(np.uint8)
 
@@ -343,7 +342,7 @@ def _note(
         changes[spec.path] = LeafChange(spec, positions, values[positions], digest, of)
 
 
-def _cuts_of(of: Tiles | None) -> boxes.Cuts | None:
+def _cuts_of(of: Tiles | None) -> tiles.Cuts | None:
     return None if of is None else of.cuts
 
 
@@ -382,7 +381,7 @@ def _changed_in_tiles(
     """
     found = [np.zeros(0, np.int64)]
     for number, (before, now) in contents.items():
-        box = boxes.box(of.cuts, number)
+        box = tiles.box(of.cuts, number)
         inner = np.unravel_index(
             np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box]
         )

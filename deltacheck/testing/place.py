@@ -22,8 +22,7 @@ import pytest
 
 from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
-from deltacheck.store.files import arrays
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
 from deltacheck.store.files.storage import Place
 from deltacheck.store.lock.lease import Lease
@@ -74,7 +73,7 @@ class PlaceContract:
             content = bytes(size * [7])
             arrays.replace_file(folder, "a", content)
             assert arrays.read_file(folder / "a", MOST) == content
-            assert place.size_of(folder / "a") == size
+            assert storage.size_of(folder / "a") == size
 
     def test_a_missing_file_is_not_found(self, folder: Place) -> None:
         with pytest.raises(FileNotFoundError):
@@ -118,10 +117,10 @@ class PlaceContract:
         assert (folder / "a").read_bytes() == b"new"
 
     def test_directories_are_those_that_hold_something(self, folder: Place) -> None:
-        assert place.subdirectories(folder / "none") == []
+        assert storage.subdirectories(folder / "none") == []
         for name in ("b", "a", "a.b", "s0000000001-abcdef01"):
             arrays.replace_file(made(folder, "under", name), "zarr.json", b"{}")
-        found = place.subdirectories(folder / "under")
+        found = storage.subdirectories(folder / "under")
         assert found == sorted(
             folder / "under" / name for name in ("b", "a", "a.b", "s0000000001-abcdef01")
         )
@@ -131,10 +130,10 @@ class PlaceContract:
     def test_a_tree_is_removed_whole_and_nothing_beside_it(self, folder: Place) -> None:
         for names in (("a",), ("a", "b", "c"), ("a.b",), ("ab",)):
             arrays.replace_file(made(folder, "under", *names), "x", b"1")
-        place.remove_tree(folder / "under" / "a")
-        assert [found.name for found in place.subdirectories(folder / "under")] == ["a.b", "ab"]
+        storage.remove_tree(folder / "under" / "a")
+        assert [found.name for found in storage.subdirectories(folder / "under")] == ["a.b", "ab"]
         assert (folder / "under" / "ab" / "x").read_bytes() == b"1"
-        place.remove_tree(folder / "under" / "a", ignore_errors=True)
+        storage.remove_tree(folder / "under" / "a", ignore_errors=True)
 
     def test_names_of_leaves_are_names_of_files(self, folder: Place) -> None:
         names = list(
@@ -147,12 +146,12 @@ class PlaceContract:
         assert [(folder / name / "zarr.json").read_bytes() for name in names] == [
             b"%d" % n for n in range(len(names))
         ]
-        assert {found.name for found in place.subdirectories(folder)} == set(names)
+        assert {found.name for found in storage.subdirectories(folder)} == set(names)
 
     def test_an_array_is_read_as_it_was_written(self, folder: Place) -> None:
         values = np.arange(5000, dtype=np.float32).reshape(50, 100)
         spec = ArraySpec.natural((50, 100), "float32", (16, 100), {})
-        where = arrays.context(parent=place.context(folder))
+        where = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, values, where).result(timeout=60)
         assert np.array_equal(ReadableArray(folder / "array", spec, where).read(), values)
         out = np.zeros((10, 100), np.float32)
@@ -164,8 +163,8 @@ class PlaceContract:
     def test_a_stream_is_read_as_it_was_written(self, folder: Place) -> None:
         pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
         spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
-        where = arrays.context(parent=place.context(folder))
-        writer = StreamWriter(where, local=not isinstance(folder, place.ObjectPath))
+        where = arrays.context(parent=storage.context(folder))
+        writer = StreamWriter(where, local=not isinstance(folder, storage.ObjectPath))
         writer.write(folder / "stream", spec, pieces).result(timeout=60)
         writer.close()
         assert np.array_equal(
@@ -175,7 +174,7 @@ class PlaceContract:
     def test_missing_data_is_an_error_and_not_zeros(self, folder: Place) -> None:
         values = np.arange(100, dtype=np.uint8)
         spec = ArraySpec.flat(100, "uint8", "store", {})
-        where = arrays.context(parent=place.context(folder))
+        where = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, values, where).result(timeout=60)
         (folder / "array" / "c.0").unlink()
         with pytest.raises(ChainBroken):
@@ -183,7 +182,7 @@ class PlaceContract:
 
     def test_damaged_data_is_an_error(self, folder: Place) -> None:
         spec = ArraySpec.flat(100, "uint8", "store", {})
-        where = arrays.context(parent=place.context(folder))
+        where = arrays.context(parent=storage.context(folder))
         arrays.write(folder / "array", spec, np.arange(100, dtype=np.uint8), where).result(
             timeout=60
         )

@@ -35,8 +35,8 @@ from deltacheck import errors
 from deltacheck.leaf import tree
 from deltacheck.report import history
 from deltacheck.store import documents
-from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays
+from deltacheck.store.manifest import Manifest, SegmentTable
 from deltacheck.store.root import open_root
 from tests.fuzz import mutate
 from tests.golden import make
@@ -71,10 +71,10 @@ def golden_documents() -> list[bytes]:
 
 def parse(content: bytes) -> None:
     """Read a document as either kind, and walk what was taken."""
-    for kind in (schema.Manifest, schema.SegmentTable):
+    for kind in (Manifest, SegmentTable):
         with contextlib.suppress(errors.DeltacheckError):
             document = documents.from_zarr_json(content, kind, "here")
-            if isinstance(document, schema.Manifest):
+            if isinstance(document, Manifest):
                 tree.scalars(document.tree)
                 _ = document.raw_bytes, [document.digest_of(path) for path in document.specs]
 
@@ -161,9 +161,7 @@ class Roots:
                 restore_folder(path, self.pristine[name] / path.relative_to(root))
 
     @staticmethod
-    def change_array(
-        root: Path, manifest: schema.Manifest, number: int, rng: random.Random
-    ) -> None:
+    def change_array(root: Path, manifest: Manifest, number: int, rng: random.Random) -> None:
         """Change the content of an array, with its checksums right again."""
         segment = open_root(root).store.segment(manifest.segments[number])
         path, spec = rng.choice(sorted(segment.array_specs().items(), key=lambda one: str(one[0])))

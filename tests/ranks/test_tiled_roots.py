@@ -31,7 +31,7 @@ from deltacheck.maintain.memory_tier import Bond, write_bond
 from deltacheck.maintain.reclaim import needs
 from deltacheck.report.data import collect
 from deltacheck.store import layout
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun
 from tests.support.ranked_run import RankedRun, cells, rows
@@ -771,7 +771,7 @@ def test_a_root_of_ranks_in_an_object_store_is_read_as_one_on_disk(
         "step": 0,
     }
     for size in (2, 3):
-        with RankedRun(place.of(address), size) as run:  # type: ignore[arg-type]
+        with RankedRun(storage.of(address), size) as run:  # type: ignore[arg-type]
             for report in run.save(len(saved), state):
                 assert not isinstance(report, BaseException), report
         saved.append(copy.deepcopy(state))

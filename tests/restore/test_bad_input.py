@@ -26,9 +26,9 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.codec.extension import extension
 from deltacheck.store import documents
-from deltacheck.store import manifest as schema
 from deltacheck.store.files import arrays, chunk_files, native_files
 from deltacheck.store.files.arrays import ArraySpec
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import open_root
 from tests.support import forge
 
@@ -405,7 +405,7 @@ def test_a_document_of_a_gibibyte_is_refused_before_it_is_read(root: Path) -> No
         root, f"more than the {documents.MAX_DOCUMENT_BYTES} that it may have", errors.Damaged
     )
     with pytest.raises(errors.Damaged, match="may have"):
-        documents.from_zarr_json(bytes(documents.MAX_DOCUMENT_BYTES + 1), schema.Manifest, "here")
+        documents.from_zarr_json(bytes(documents.MAX_DOCUMENT_BYTES + 1), Manifest, "here")
 
 
 @pytest.mark.parametrize("more", [b" ", b"\0", b"{}", b"x"])

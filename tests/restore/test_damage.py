@@ -297,7 +297,7 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     """
     import msgspec
 
-    from deltacheck.store import manifest as schema
+    from deltacheck.store.manifest import SegmentTable
 
     root, _ = copied
     opened = open_root(root)
@@ -306,7 +306,7 @@ def test_a_delta_to_another_base_is_refused_before_anything_is_read(
     path, entry = next((path, entry) for path, entry in segment.table.leaves.items() if entry.base)
     forged = msgspec.structs.replace(entry, base="0" * len(entry.base))
     table = msgspec.structs.replace(segment.table, leaves={**segment.table.leaves, path: forged})
-    assert isinstance(table, schema.SegmentTable)
+    assert isinstance(table, SegmentTable)
     monkeypatch.setattr(segment, "table", table)
     monkeypatch.setattr(
         opened.store,

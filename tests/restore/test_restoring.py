@@ -20,7 +20,7 @@ from deltacheck.codec import default_codec
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents, segment
-from deltacheck.store import manifest as schema
+from deltacheck.store.manifest import SegmentTable
 from deltacheck.store.root import open_root
 from tests.support.states import bits
 
@@ -189,4 +189,4 @@ def test_a_key_that_stands_twice_in_a_document_is_refused_by_the_quick_parser_to
     once = b'{"attributes":{"deltacheck":{"a":1,"checksum":"x"}}}'
     assert documents._parse(once)[1]
     with pytest.raises(errors.Damaged, match="the same key twice"):
-        documents.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), schema.SegmentTable, "x")
+        documents.from_zarr_json(once.replace(b'"a":1', b'"a":1,"a":1'), SegmentTable, "x")

@@ -29,7 +29,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.restore import read
-from deltacheck.save import saver as save
+from deltacheck.save import saver
 from deltacheck.store import collect, root
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
@@ -88,7 +88,7 @@ def schedule(seed: int) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save.queue, "SimpleQueue", Queue)  # type: ignore[attr-defined]
+        patch.setattr(saver.queue, "SimpleQueue", Queue)  # type: ignore[attr-defined]
         for module, name in (
             (arrays, "create_file"),
             (arrays, "replace_file"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.files.storage import ObjectStore, Place
 from deltacheck.testing.place import PlaceContract
 from tests.support.s3_server import S3
@@ -24,13 +24,13 @@ class TestLocal(PlaceContract):
 class TestMemory(PlaceContract):
     @pytest.fixture
     def folder(self) -> Place:
-        return place.of(f"memory://test/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0))
+        return storage.of(f"memory://test/{secrets.token_hex(8)}", ObjectStore(lease_seconds=1.0))
 
 
 class TestS3(PlaceContract):
     @pytest.fixture
     def folder(self, s3: S3) -> Place:
-        return place.of(
+        return storage.of(
             f"s3://bucket/{secrets.token_hex(8)}",
             ObjectStore(lease_seconds=1.0, deadline_seconds=20),
         )

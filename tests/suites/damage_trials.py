@@ -42,7 +42,7 @@ from deltacheck.backends import torch as torch_backend
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.leaf import grid
-from deltacheck.leaf import spec as records
+from deltacheck.leaf.spec import _standard_chunk
 from deltacheck.maintain.repair import Repaired, mend_root, repair
 from deltacheck.restore import damage
 from deltacheck.restore.resolve import resolve_leaves
@@ -431,12 +431,12 @@ def small_leaves(pack_below: int = 12 << 10, chunk: int = 8 << 10) -> Iterator[N
     """Leaves of some KiB as if they were of many MiB: arrays of their own, several chunks."""
     before = grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES
     grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES = pack_below, chunk
-    records._standard_chunk.cache_clear()
+    _standard_chunk.cache_clear()
     try:
         yield
     finally:
         grid.PACK_BELOW_BYTES, grid.CHUNK_BYTES = before
-        records._standard_chunk.cache_clear()
+        _standard_chunk.cache_clear()
 
 
 def _torch_states(seed: int) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, StepNotFound
 from deltacheck.policy import Policy
 from deltacheck.save import exits
 from deltacheck.store.deadline import Deadline
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.root import describe_steps
 
@@ -81,7 +81,7 @@ def manager(
     status is 120; in the second case the process ends at once, since Orbax's threads would keep it.
     Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
     """
-    path = place.local(root, "a CheckpointManager with our handler").absolute()
+    path = storage.local(root, "a CheckpointManager with our handler").absolute()
     together = None if options is None else options.multiprocessing_options
     if (
         together is not None

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.state import rng
 from deltacheck.errors import TreeMismatch
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
@@ -67,7 +67,7 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        self._folder = None if root is None else place.local(root, "the Trainer's callback")
+        self._folder = None if root is None else storage.local(root, "the Trainer's callback")
         self._every = every
         self._resume = resume
         self._options = engine

@@ -32,9 +32,8 @@ from deltacheck.restore.replay import Limits, Situation
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store import documents
-from deltacheck.store import manifest as schema
 from deltacheck.store.documents import encode_manifest
-from deltacheck.store.manifest import ReplayStep
+from deltacheck.store.manifest import ReplayStep, SegmentTable
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same, bits
 
@@ -821,7 +820,7 @@ def test_an_encoded_keyframe_without_a_row_for_every_chunk_is_refused(
     )
     content = json.dumps({"attributes": documents.to_attributes(wrong)}).encode()
     with pytest.raises(errors.Damaged, match=f"has {rows - 1} rows for {rows} chunks"):
-        documents.from_zarr_json(content, schema.SegmentTable, "x")
+        documents.from_zarr_json(content, SegmentTable, "x")
     twice = segment.part(0).index.copy()
     twice[:, 1] = 0  # the column of chunk numbers
     monkeypatch.setattr(type(segment.part(0)), "index", twice)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import deltacheck
 from deltacheck.backends.torch import Engine, load
-from deltacheck.backends.torch.files import torch_import as ingest
+from deltacheck.backends.torch.files import torch_import
 from deltacheck.cli import main
 from deltacheck.cli.output import DAMAGED, MISUSE, OK, REFUSED
 from tests.support.states import assert_same, random_tensor
@@ -119,20 +119,20 @@ def test_a_file_that_needs_code_is_refused_and_none_runs(
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a_1.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(deltacheck.errors.Damaged, match=r"a_1\.safetensors"):
-        ingest.read(tmp_path / "a_1.safetensors")
+        torch_import.read(tmp_path / "a_1.safetensors")
     with pytest.raises(FileNotFoundError, match="there is no file"):
-        ingest.read(tmp_path / "b_1.pt")
+        torch_import.read(tmp_path / "b_1.pt")
 
 
 def test_which_step_a_file_becomes_is_said_or_asked(tmp_path: Path) -> None:
-    assert ingest.steps_of(
+    assert torch_import.steps_of(
         ["run2/ckpt-30.pt", "v1/epoch=2-step=9.ckpt", "checkpoint-500/model.safetensors"]
     ) == [
         (9, Path("v1/epoch=2-step=9.ckpt")),
         (30, Path("run2/ckpt-30.pt")),
         (500, Path("checkpoint-500/model.safetensors")),
     ]
-    assert ingest.steps_of(["/model.pt"], step=4) == [(4, Path("/model.pt"))]
+    assert torch_import.steps_of(["/model.pt"], step=4) == [(4, Path("/model.pt"))]
     for files, message in (
         (["/model.pt"], "say the step"),
         (["a/x_1.pt", "b/y_1.pt"], "are both step 1"),
@@ -140,7 +140,7 @@ def test_which_step_a_file_becomes_is_said_or_asked(tmp_path: Path) -> None:
         (["x_1.npz"], "which say the format"),
     ):
         with pytest.raises(ValueError, match=message):
-            ingest.steps_of(files)
+            torch_import.steps_of(files)
 
 
 def test_misuse_is_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

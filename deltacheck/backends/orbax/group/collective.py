@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from deltacheck.backends.orbax.group import coordination as ranks
+from deltacheck.backends.orbax.group import coordination
 from deltacheck.backends.orbax.state import pieces
 from deltacheck.errors import Damaged, DeltacheckError, NotACheckpointRoot, RankFailed
 from deltacheck.leaf import sharding
@@ -52,7 +52,7 @@ class Together:
     """One process's part in the saves of one item."""
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
-        self.joint = Joint(ranks.join(name, timeout_seconds))
+        self.joint = Joint(coordination.join(name, timeout_seconds))
         self.segments: frozenset[str] = (
             frozenset()
         )  # of the newest step of all processes, on process 0

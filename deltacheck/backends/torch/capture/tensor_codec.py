@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacheck.backends.torch.capture import windows as group
+from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator, Cuda
 from deltacheck.backends.torch.capture.staging import Staging
 from deltacheck.codec import default_codec
@@ -103,7 +103,7 @@ class TorchCodec:
         for numbers in by_device.values():
             device = _device(jobs[numbers[0]].current)
             own = [jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers]
-            for made in group.encode(device, own, WINDOW_BYTES, make_room, one_less):
+            for made in windows.encode(device, own, WINDOW_BYTES, make_room, one_less):
                 yield made._replace(
                     spans=[span._replace(job=numbers[span.job]) for span in made.spans],
                     bases={numbers[span.job]: own[span.job].base for span in made.spans},
@@ -130,7 +130,7 @@ def _cuda(index: int) -> Accelerator:
         )
         return Cuda(device, None)
     found = Cuda(device, _native_cuda)
-    problem = group.defect(found)
+    problem = windows.defect(found)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
         found.native = None

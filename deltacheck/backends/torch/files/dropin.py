@@ -21,7 +21,7 @@ from typing import NamedTuple
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
 from deltacheck.policy.retention import Retention
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import storage
 
 SUFFIX = ".deltacheck"
 _OPEN_AT_MOST = 4  # series; each holds a copy of its state to compare with
@@ -86,7 +86,7 @@ def save(
             "pickle_module has no meaning here, since nothing is pickled; leave it out, or use"
             " torch.save"
         )
-    path = place.local(f, "a file in torch.save's place").absolute()
+    path = storage.local(f, "a file in torch.save's place").absolute()
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory; save to a file name in it, or use Engine({str(path)!r})"
