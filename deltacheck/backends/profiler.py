@@ -16,7 +16,7 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.tree import ArrayLeaf, Flat
 from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
-from deltacheck.profile.sample import Plan
+from deltacheck.profile.sample import SamplePlan
 
 # Package that an array's or a container's type comes from -> the module with ``describe``,
 # ``expand`` and ``take`` for it.
@@ -35,7 +35,9 @@ class Adapter(Protocol):
 
     def expand(self, value: object) -> list[tuple[object, object]] | None: ...
 
-    def take(self, arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]: ...
+    def take(
+        self, arrays: Mapping[str, Any], plan: SamplePlan
+    ) -> dict[str, NDArray[np.generic]]: ...
 
 
 class Profiler(Observer):
@@ -56,7 +58,7 @@ class Profiler(Observer):
     def _flatten(self, state: object) -> Flat:
         return flatten(state)
 
-    def _take(self, arrays: Mapping[str, object], plan: Plan) -> Samples:
+    def _take(self, arrays: Mapping[str, object], plan: SamplePlan) -> Samples:
         groups: dict[str, dict[str, object]] = {}
         for path in plan.starts:
             groups.setdefault(package_of(arrays[path]), {})[path] = arrays[path]

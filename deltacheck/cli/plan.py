@@ -16,7 +16,8 @@ from deltacheck.cli.output import Column, Row
 from deltacheck.policy.presets import RESTORE_RATIO
 
 if TYPE_CHECKING:
-    from deltacheck.profile.planner import Machine, Plan, Rates, Run
+    from deltacheck.profile.planner import Machine, Plan, Run
+    from deltacheck.profile.rates import Rates
     from deltacheck.report.data import Record
 
 _MACHINE = ("write", "read", "encode", "apply", "copy")
@@ -140,6 +141,7 @@ def plan(
     """Predict bytes, blocking and restore time, the best interval, and whether deltas pay."""
     from deltacheck.cli import arguments as where
     from deltacheck.profile import planner
+    from deltacheck.profile.rates import from_profile, scaled
 
     if policy not in ("exact", "model_exact"):
         raise typer.BadParameter(f"--policy is exact or model_exact, not {policy!r}")
@@ -152,7 +154,7 @@ def plan(
 
         source, rates, seen = (
             str(profile),
-            planner.from_profile(Profile.read(profile), exact=policy == "exact"),
+            from_profile(Profile.read(profile), exact=policy == "exact"),
             None,
         )
     else:
@@ -173,7 +175,7 @@ def plan(
         probe, dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
     )
     found = planner.plan(
-        rates if state_bytes is None else planner.scaled(rates, state_bytes),
+        rates if state_bytes is None else scaled(rates, state_bytes),
         machine,
         run,
         max_chain_depth=max_chain_depth,
@@ -216,7 +218,7 @@ def _rates(record: Record) -> Rates:
     altogether.
     """
     from deltacheck.errors import StepNotFound
-    from deltacheck.profile.planner import LeafRate, Rates
+    from deltacheck.profile.rates import LeafRate, Rates
 
     steps = [step for step in record.steps if step.problem is None]
     apart = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]

@@ -1,4 +1,4 @@
-"""The offline phase: what a run's state does over time, and what that allows to leave out."""
+"""The offline phase: profiles of a run's state, and predictions from them."""
 
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import AdamRule, Curve, LeafProfile, Profile

@@ -1,5 +1,7 @@
-"""From what was observed of a run to its profile: which leaves are frozen, sparse, derived or
-stable, from which step, and what that allows.
+"""The analysis of a run: from its observations to its profile.
+
+It classifies each leaf as frozen, sparse, derived, stable or active, dates its stable stage and
+recommends a contract. ``docs/explanation/stability.md`` has the measurements behind the limits.
 """
 
 from __future__ import annotations
@@ -18,22 +20,35 @@ from deltacheck.policy.presets import MASTER_ERROR_LR
 from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import FORMAT, VERSION, AdamRule, Curve, LeafProfile, Profile
 
-TOLERANCE_OCTAVES = 0.1  # tau; with it v became stable at steps 80 to 110 of three fine-tuning runs
-QUIET_WINDOWS = 3  # good windows before a leaf is stable, and windows without an event
-_HYSTERESIS = 1.5  # a stable leaf stays so up to as many tau
-_PAST_WARMUP = 0.95  # of the largest learning rate
-SMALL_SHARE = (
-    0.01  # of all bytes: what the smallest leaves together may have to be exact, whatever they are
-)
-MOST = 0.9  # of the bytes of the stable set
-SPARSE_DENSITY = 0.25  # below it, positions and values of what changed are the smaller code
+# tau. With it, v became stable at steps 80 to 110 of three fine-tuning runs.
+TOLERANCE_OCTAVES = 0.1
+# Good windows before a leaf is stable; also a prior of bad windows in its confidence.
+QUIET_WINDOWS = 3
+# A stable leaf stays stable up to this multiple of tau, so that noise at the limit does not end it.
+_HYSTERESIS = 1.5
+# Share of the largest learning rate from which the warm-up is over.
+_PAST_WARMUP = 0.95
+# Share of all bytes that the smallest leaves together may have. They are exact in any case.
+SMALL_SHARE = 0.01
+# Share of the stable set's bytes that must be stable at the stable start.
+START_SHARE = 0.9
+# Density below which positions and values of the changed elements are the smaller code.
+SPARSE_DENSITY = 0.25
 
 
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What does not change of a leaf. ``rule``: of the second moments of a known Adam. ``narrow``:
-    of
-    masters, the weight that is their cast. ``embedding``: it has a row for each token, which
-    training may touch at any time.
+    """The constant properties of a leaf.
+
+    Attributes:
+        shape: Its shape.
+        dtype: The name of its type.
+        raw_bytes: Its size.
+        role: One of ``record.ROLES``.
+        rule: For second moments: the constants of their Adam, ``None`` if they are unknown.
+        derived_from: The leaf that it can be computed from; empty if there is none.
+        how: The rule of that computation, ``cast`` or ``same``.
+        narrow: For masters: the weight that is their cast.
+        embedding: True if it has a row for each token. Training may touch any row at any time.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +63,15 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class History(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that an analysis needs of a run; small, whatever the size of the state."""
+    """The input of an analysis. It is small, whatever the size of the state.
+
+    Attributes:
+        leaves: The constant properties of each leaf.
+        observed: The observations, ascending by step.
+        events: The events of the run.
+        optimizer: The constants that all parameters share, ``None`` if they differ.
+        source: A name for the run.
+    """
 
     leaves: dict[str, Facts]
     observed: tuple[Observed, ...]
@@ -58,20 +81,24 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
-    """The profile of a run.
+    """Return the profile of a run.
 
-    ``tolerance``: tau, in octaves: how far a second moment may drift over an interval and count as
-    stable. Larger: an earlier start, more reuse, a restored run that takes larger or smaller steps.
-    Only second moments can be stable, of an Adam with known betas; embeddings never are, as the
-    next batch may touch rows whose moments have not been seen; nor is what is small.
+    Only the second moments of an Adam with known betas can be stable. Embeddings cannot, because
+    the next batch may touch rows whose moments were never updated. Small leaves cannot either.
+
+    Args:
+        history: The observations of the run.
+        tolerance: tau, the drift of a second moment over an interval that counts as stable, in
+            octaves. Larger: an earlier start and more reuse, but step sizes of a restored run that
+            deviate more; smaller: the opposite.
     """
     small = _small(history.leaves)
-    judged = [
+    candidates = [
         path
         for path, facts in history.leaves.items()
         if facts.rule and path not in small and not facts.embedding
     ]
-    stages = {path: _stable(path, history, tolerance) for path in judged}
+    stages = {path: _stable(path, history, tolerance) for path in candidates}
     leaves = {
         path: _leaf(path, history, stages.get(path), path in small, tolerance)
         for path in sorted(history.leaves)
@@ -84,7 +111,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     total = sum(
         facts.raw_bytes for facts in history.leaves.values() if facts.role == "second_moment"
     )
-    held = sum(
+    confident_bytes = sum(
         leaf.confidence * history.leaves[path].raw_bytes
         for path, leaf in leaves.items()
         if path in stages
@@ -97,7 +124,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
         _interval(observed),
         leaves,
         _start_of_most(starts),
-        held / total if starts else 0.0,
+        confident_bytes / total if starts else 0.0,
         history.optimizer,
         _curve(observed, [o.rates[0] if o.rates else None for o in observed]),
         _curve(observed, [o.loss for o in observed]),
@@ -107,33 +134,39 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
 
 
 def _small(leaves: Mapping[str, Facts]) -> set[str]:
-    """The smallest leaves, as many as together have no more than a hundredth of all bytes: norms,
-    biases, counters.
+    """Return the smallest leaves, which together have at most ``SMALL_SHARE`` of all bytes.
+
+    These are norms, biases and counters. They are sensitive, and hardly add to a checkpoint.
     """
-    total, taken, small = sum(f.raw_bytes for f in leaves.values()), 0, set()
+    total, size, small = sum(f.raw_bytes for f in leaves.values()), 0, set()
     for path in sorted(leaves, key=lambda p: (leaves[p].raw_bytes, p)):
-        taken += leaves[path].raw_bytes
-        if taken > SMALL_SHARE * total:
+        size += leaves[path].raw_bytes
+        if size > SMALL_SHARE * total:
             break
         small.add(path)
     return small
 
 
 def _start_of_most(starts: Sequence[tuple[int, int]]) -> int | None:
-    """The step from which leaves with nine tenths of the stable set's bytes are stable: the last of
-    them is mostly late by chance.
+    """Return the step from which leaves with nine tenths of the stable set's bytes are stable.
+
+    The last tenth is mostly late by chance, and would delay the start of all others.
     """
-    needed, held = MOST * sum(size for _, size in starts), 0
+    threshold, stable_bytes = START_SHARE * sum(size for _, size in starts), 0
     for step, size in sorted(starts):
-        held += size
-        if held >= needed:
+        stable_bytes += size
+        if stable_bytes >= threshold:
             return step
     return None
 
 
 class _Stage(msgspec.Struct, frozen=True):
-    """Since when a leaf is stable, and in which share of how many windows since then it was within
-    the tolerance.
+    """The stable stage of a leaf.
+
+    Attributes:
+        start: Its first step.
+        good: The number of windows since then within the tolerance.
+        windows: The number of all windows since then.
     """
 
     start: int
@@ -142,32 +175,33 @@ class _Stage(msgspec.Struct, frozen=True):
 
     @property
     def confidence(self) -> float:
+        """Return the share of good windows; a short stage counts as less certain."""
         return self.good / (self.windows + QUIET_WINDOWS)
 
 
 def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
-    """The stage that a second moment is in at the end: the first step of it, or ``None``.
+    """Return the stable stage in which the run ends for a second moment, ``None`` without one.
 
-    It begins with the last of three windows in which the drift over the window is at most tau, the
-    update changes by at most 2 tau, no element breaks Adam's law, no row is seen for the first
-    time, the warm-up is over and nothing happened. It ends with an event, and where the drift
-    exceeds 1.5 tau.
+    The stage begins with the last of three quiet windows. In a quiet window the drift is at most
+    tau, the update changes by at most 2 tau, no element violates Adam's law, no row is touched for
+    the first time, the warm-up is over, and there is no event. The stage ends with an event, or
+    with a drift above 1.5 tau.
     """
     rule = history.leaves[path].rule
-    assert rule is not None  # asked of second moments only
+    assert rule is not None  # the caller selects leaves with a rule
     warm = _warm(history.observed, history.events)
     stage: _Stage | None = None
     good = 0
     for previous, now in pairwise(history.observed):
         measured = now.leaves.get(path)
         disturbed = any(previous.step < event.step <= now.step for event in history.events)
-        apart = now.step - previous.step
+        steps_apart = now.step - previous.step
         if (
             measured is None
             or disturbed
             or now.step not in warm
             or measured.violations
-            or not rule_permits(rule, now, apart, tolerance)
+            or not rule_permits(rule, steps_apart, tolerance)
         ):
             stage, good = None, 0
             continue
@@ -186,24 +220,23 @@ def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
     return stage
 
 
-def rule_permits(rule: AdamRule, now: Observed, apart: int, tolerance: float) -> bool:
-    """Whether the optimizer's memory is long enough for any reuse at all, and for one over this
-    interval once it is full.
-    """
+def rule_permits(rule: AdamRule, steps_apart: int, tolerance: float) -> bool:
+    """Return True if the memory of v, once it is full, permits reuse over this interval."""
     memory = math.ceil(1 / (1 - rule.beta2))
     return adam.permitted_staleness(tolerance, memory, rule.beta2) >= min(
-        apart, adam.LEAST_REUSE_STEPS
+        steps_apart, adam.LEAST_REUSE_STEPS
     )
 
 
 def _unseen_rows(measured: Measured) -> bool:
-    """Rows of an embedding: some are seen for the first time, or most are not touched at all."""
+    """Return True if rows are touched for the first time, or if some are not touched at all."""
     return measured.fresh > 0 or measured.touched < 1
 
 
 def _warm(observed: Sequence[Observed], events: Sequence[Event]) -> set[int]:
-    """The steps at which the learning rate is past its warm-up: it was near its largest since the
-    last change outside the schedule.
+    """Return the steps at which the learning rate is past its warm-up.
+
+    It has been near its largest value since the last change outside of the schedule.
     """
     breaks = sorted(e.step for e in events if e.what in ("learning-rate", "resume", "optimizer"))
     warm: set[int] = set()
@@ -220,11 +253,21 @@ def _warm(observed: Sequence[Observed], events: Sequence[Event]) -> set[int]:
 def _leaf(
     path: str, history: History, stage: _Stage | None, small: bool, tolerance: float
 ) -> LeafProfile:
+    """Return the profile of one leaf.
+
+    Args:
+        path: The leaf path.
+        history: The observations of the run.
+        stage: Its stable stage, ``None`` without one.
+        small: True if it is one of the smallest leaves, which are always exact.
+        tolerance: tau, in octaves.
+    """
     facts = history.leaves[path]
-    seen = [(o.step, o.leaves[path]) for o in history.observed if path in o.leaves]
-    steps = tuple(step for step, _ in seen)
-    densities = tuple(m.density for _, m in seen)
-    late = [m for step, m in seen if stage is None or step >= stage.start]
+    series = [(o.step, o.leaves[path]) for o in history.observed if path in o.leaves]
+    steps = tuple(step for step, _ in series)
+    densities = tuple(m.density for _, m in series)
+    late = [m for step, m in series if stage is None or step >= stage.start]
+    # Without a stable stage, the second half of the run stands for its present behaviour.
     late = late[len(late) // 2 if stage is None else 0 :]
     kind = _kind(facts, densities, stage)
     recommended: Exact | Bounded | Reused = Exact()
@@ -250,7 +293,7 @@ def _leaf(
         facts.role,
         kind,
         Curve(steps, densities),
-        Curve(steps, tuple(m.drift for _, m in seen)),
+        Curve(steps, tuple(m.drift for _, m in series)),
         unit_of(facts.role, bool(history.observed and history.observed[-1].rates)),
         0.0 if kind == "derived" else _mean([m.exact_bytes for m in late]),
         facts.derived_from,
@@ -263,13 +306,14 @@ def _leaf(
 
 
 def unit_of(role: str, rates_known: bool) -> str:
-    """What the drift of leaves of this role is told in."""
+    """Return the unit in which the drift of leaves of this role is measured."""
     if role in ("weight", "master") and rates_known:
         return "lr"
     return "octaves" if role == "second_moment" else "relative"
 
 
 def _kind(facts: Facts, densities: Sequence[float], stage: _Stage | None) -> str:
+    """Return the kind of a leaf, one of ``record.KINDS``."""
     if facts.derived_from:
         return "derived"
     if densities and max(densities) == 0:
@@ -284,14 +328,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _interval(observed: Sequence[Observed]) -> int:
-    apart = [now.step - then.step for then, now in pairwise(observed)]
-    return int(median(apart)) if apart else 0
+    """Return the median number of steps between two observations, 0 for fewer than two."""
+    distances = [now.step - previous.step for previous, now in pairwise(observed)]
+    return int(median(distances)) if distances else 0
 
 
 def _curve(observed: Sequence[Observed], values: Sequence[float | None]) -> Curve:
-    known = [
+    """Return the curve of the finite values; JSON has no infinities."""
+    finite = [
         (o.step, value)
         for o, value in zip(observed, values, strict=True)
         if value is not None and math.isfinite(value)
     ]
-    return Curve(tuple(step for step, _ in known), tuple(value for _, value in known))
+    return Curve(tuple(step for step, _ in finite), tuple(value for _, value in finite))

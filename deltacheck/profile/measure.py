@@ -1,6 +1,4 @@
-"""What two samples of a state say: how much of each leaf changed, how far it drifted, and what an
-exact code of it would take.
-"""
+"""Measurements on two samples of a state: change, drift and bytes of an exact code of each leaf."""
 
 from __future__ import annotations
 
@@ -15,22 +13,31 @@ from numpy.typing import NDArray
 from deltacheck.policy import adam
 from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hyperparameters
 from deltacheck.policy.roles import prove
+from deltacheck.profile.entropy import exact_bytes, words_of
 from deltacheck.profile.record import AdamRule
-from deltacheck.profile.sample import Plan
+from deltacheck.profile.sample import SamplePlan
 
+# Leaf path -> sampled elements, (blocks, width), of the type of the leaf.
 Samples: TypeAlias = Mapping[str, NDArray[np.generic]]
+# Name of a parameter -> constants of its Adam (None: unknown, or not Adam) and its learning rate.
+Rules: TypeAlias = Mapping[str, tuple[AdamRule | None, float | None]]
 
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One leaf between two observations.
+    """The change of one leaf between two observations.
 
-    ``density``: share of sampled elements whose bits changed. ``touched``: share of sampled blocks
-    with a change. ``drift``: in the unit of its role (``profile.record.LeafProfile``), 0 where it
-    cannot be told. Of second moments also: ``update_change``, the relative change of the update if
-    the older one stood for it, rescaled and repaired; ``violations`` of m^2 <= C v; ``fresh``,
-    share of blocks that were zero. ``exact_bytes``: bytes an element.
+    Attributes:
+        density: The share of sampled elements whose bits changed.
+        touched: The share of sampled blocks with a change.
+        drift: The size of the change in the unit of its role (see ``LeafProfile``), 0 if it cannot
+            be measured.
+        update_change: For second moments: the relative change of the update if the older moment,
+            rescaled and repaired, replaced the newer one.
+        violations: For second moments: the number of elements with m^2 > C v.
+        fresh: For second moments: the share of blocks that were zero before.
+        exact_bytes: The bytes per element of the best exact code.
     """
 
     density: float
@@ -43,8 +50,15 @@ class Measured(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A state at a step, against the observation before. ``rates``: of the parameter groups.
-    ``count``: steps that the optimizer has done.
+    """A state at a step, compared with the previous observation.
+
+    Attributes:
+        step: The training step.
+        leaves: The change of each leaf; empty if there is nothing to compare with.
+        rates: The learning rates of the parameter groups.
+        count: The step count of the optimizer.
+        loss: The mean loss since the previous observation, ``None`` if it is unconstants.
+        gradient_norm: The mean gradient norm, likewise.
     """
 
     step: int
@@ -56,38 +70,42 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def scalars_of(scalars: Mapping[str, object], samples: Samples) -> dict[str, object]:
-    """The tree's scalars, and leaves of one element with them."""
+    """Return the scalars of the tree, together with its leaves of one element."""
     return {
         **scalars,
         **{path: sample.reshape(-1)[0] for path, sample in samples.items() if sample.size == 1},
     }
 
 
-def rules(
-    found: Roles, scalars: Mapping[str, object], given: AdamRule | None
-) -> dict[str, tuple[AdamRule | None, float | None]]:
-    """Of each parameter, by name: the constants of its Adam (``None``: unknown, or not Adam), and
-    its learning rate.
+def rules(roles: Roles, scalars: Mapping[str, object], default: AdamRule | None) -> Rules:
+    """Return the optimizer's constants and the learning rate of each parameter, by name.
+
+    Args:
+        roles: The roles of the state.
+        scalars: The values of ``scalars_of``.
+        default: The constants of parameters whose state does not hold them.
     """
-    groups = hyperparameters(found, scalars)
+    groups = hyperparameters(roles, scalars)
 
     def rule(parameter: Parameter) -> AdamRule | None:
-        known = groups.get(parameter.group or "", Hyperparameters())
+        constants = groups.get(parameter.group or "", Hyperparameters())
         if not parameter.adam:
             return None
-        if known.beta1 is None or known.beta2 is None:
-            return given
-        return AdamRule(known.beta1, known.beta2, 1e-8 if known.eps is None else known.eps)
+        if constants.beta1 is None or constants.beta2 is None:
+            return default
+        return AdamRule(
+            constants.beta1, constants.beta2, 1e-8 if constants.eps is None else constants.eps
+        )
 
     return {
-        p.name: (rule(p), groups.get(p.group or "", Hyperparameters()).lr) for p in found.parameters
+        p.name: (rule(p), groups.get(p.group or "", Hyperparameters()).lr) for p in roles.parameters
     }
 
 
-def proven(found: Roles, samples: Samples) -> Roles:
-    """The roles, with unproven weights settled by the sample."""
+def proven(roles: Roles, samples: Samples) -> Roles:
+    """Return the roles, with unproven weights settled by the content of the sample."""
     return prove(
-        found,
+        roles,
         lambda weight, master: (
             is_cast(samples[weight], samples[master]) or equal(samples[weight], samples[master])
         ),
@@ -95,7 +113,7 @@ def proven(found: Roles, samples: Samples) -> Roles:
 
 
 def is_cast(weight: NDArray[np.generic], master: NDArray[np.generic]) -> bool:
-    """Whether a narrow weight holds the bits of its master, cast."""
+    """Return True if a weight of a narrow type holds the bits of its master, cast."""
     return (
         weight.dtype != master.dtype
         and weight.shape == master.shape
@@ -103,52 +121,59 @@ def is_cast(weight: NDArray[np.generic], master: NDArray[np.generic]) -> bool:
     )
 
 
-def equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
-    """Bit for bit."""
-    return one.dtype == other.dtype and one.shape == other.shape and _same(one, other)
+def equal(first: NDArray[np.generic], second: NDArray[np.generic]) -> bool:
+    """Return True if two samples have the same type, shape and bits."""
+    return first.dtype == second.dtype and first.shape == second.shape and _same(first, second)
 
 
-def _same(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
-    return bool(np.array_equal(_words(one), _words(other)))
+def _same(first: NDArray[np.generic], second: NDArray[np.generic]) -> bool:
+    # As words, because NaN differs from itself and zeros of both signs are equal.
+    return bool(np.array_equal(words_of(first), words_of(second)))
 
 
 def measure(
-    plan: Plan,
+    plan: SamplePlan,
     before: Samples,
     after: Samples,
-    settings: tuple[int, int, Mapping[str, tuple[AdamRule | None, float | None]]],
+    counts: tuple[int, int],
+    rules_by_name: Rules,
 ) -> dict[str, Measured]:
-    """Each leaf of ``after`` against ``before``. ``settings``: the optimizer's count before and
-    after, and ``rules`` after.
+    """Compare each leaf of ``after`` with the same leaf of ``before``.
+
+    Args:
+        plan: The plan that both samples follow.
+        before: The older samples.
+        after: The newer samples.
+        counts: The step counts of the optimizer at both samples.
+        rules_by_name: The result of ``rules`` for the newer state.
     """
-    then, now, by_name = settings
     roles_of = plan.roles.of()
     role = {path: roles_of[path][0] if path in roles_of else "other" for path in after}
-    codes = _codes({path: (role[path], before[path], after[path]) for path in after})
-    found = {}
+    code_bytes = exact_bytes({path: (role[path], before[path], after[path]) for path in after})
+    result = {}
     for path, current in after.items():
         old = before[path]
-        changed = _words(old) != _words(current)
+        changed = words_of(old) != words_of(current)
         density, touched = float(changed.mean()), float(changed.any(axis=1).mean())
-        measured = Measured(density, touched, exact_bytes=codes[path])
+        measured = Measured(density, touched, exact_bytes=code_bytes[path])
         if role[path] != "other" and str(current.dtype) in _NUMBERS:
             parameter = roles_of[path][1]
-            rule, rate = by_name.get(parameter.name, (None, None))
+            rule, rate = rules_by_name.get(parameter.name, (None, None))
             if role[path] in ("weight", "master"):
                 measured = msgspec.structs.replace(measured, drift=_in_rates(old, current, rate))
             elif role[path] == "second_moment":
                 first = after.get(parameter.first or "")
-                measured = _second_moment(measured, old, current, first, rule, then, now)
+                measured = _second_moment(measured, old, current, first, rule, counts)
             else:
                 measured = msgspec.structs.replace(measured, drift=_relative(old, current))
         elif str(current.dtype) in _NUMBERS:
             measured = msgspec.structs.replace(measured, drift=_relative(old, current))
-        found[path] = measured
-    return found
+        result[path] = measured
+    return result
 
 
 def _in_rates(before: NDArray[np.generic], after: NDArray[np.generic], rate: float | None) -> float:
-    """Root mean square change over the learning rate; relative L2 where that is not known or 0."""
+    """Return the root mean square change over the learning rate, or the relative change without one."""
     if not rate:
         return _relative(before, after)
     change = after.astype(np.float64) - before.astype(np.float64)
@@ -156,6 +181,7 @@ def _in_rates(before: NDArray[np.generic], after: NDArray[np.generic], rate: flo
 
 
 def _relative(before: NDArray[np.generic], after: NDArray[np.generic]) -> float:
+    """Return the relative L2 change, 0 if the older sample is zero."""
     old = before.astype(np.float64)
     size = float(np.linalg.norm(old))
     return _finite(float(np.linalg.norm(after.astype(np.float64) - old)) / size) if size else 0.0
@@ -171,91 +197,28 @@ def _second_moment(
     after: NDArray[np.generic],
     first: NDArray[np.generic] | None,
     rule: AdamRule | None,
-    then: int,
-    now: int,
+    counts: tuple[int, int],
 ) -> Measured:
-    """Drift in octaves of what a reuse would restore, the older moment rescaled, against the live
-    one; and what it does to the update.
+    """Return ``measured`` with the drift of a second moment and its effect on the update.
+
+    The drift is that of the moment which a reuse would restore: the older one, rescaled.
     """
+    older_count, count = counts
     live, old = after.astype(np.float32), before.astype(np.float32)
     fresh = float(((old == 0).all(axis=1) & (live != 0).any(axis=1)).mean())
-    if rule is not None and 1 <= then <= now:
-        old = old * np.float32(adam.bias_rescale(now, then, rule.beta2))
-    both = (live > 0) & (old > 0)
-    drift = float(np.median(np.abs(np.log2(old[both] / live[both])))) if both.any() else 0.0
+    if rule is not None and 1 <= older_count <= count:
+        old = old * np.float32(adam.bias_rescale(count, older_count, rule.beta2))
+    positive = (live > 0) & (old > 0)
+    drift = (
+        float(np.median(np.abs(np.log2(old[positive] / live[positive])))) if positive.any() else 0.0
+    )
     measured = msgspec.structs.replace(measured, drift=_finite(drift), fresh=fresh)
     if rule is None or first is None or first.shape != after.shape:
         return measured
     m, limit = first.astype(np.float32), adam.moment_limit(rule.beta1, rule.beta2)
     change = adam.update_change(
-        m, live, adam.repair(old, m, limit), rule.eps, now or None, (rule.beta1, rule.beta2)
+        m, live, adam.repair(old, m, limit), rule.eps, count or None, (rule.beta1, rule.beta2)
     )
     return msgspec.structs.replace(
         measured, update_change=_finite(change), violations=adam.law_violations(m, live, limit)
-    )
-
-
-# --- what an exact code takes ---------------------------------------------------------------------
-
-
-def _codes(
-    leaves: Mapping[str, tuple[str, NDArray[np.generic], NDArray[np.generic]]],
-) -> dict[str, float]:
-    """Bytes an element of the best of three exact codes, by order-0 entropy: changed elements
-    alone,
-    planes of the difference, of the value.
-
-    Entropies are those of the class (role and type), as the sample of one leaf is too small to tell
-    them; its density is the leaf's own.
-    """
-    classes: dict[tuple[str, str], list[str]] = {}
-    for path, (role, _, after) in leaves.items():
-        classes.setdefault((role, str(after.dtype)), []).append(path)
-    found = {}
-    for paths in classes.values():
-        old = np.concatenate([_words(leaves[path][1]).reshape(-1) for path in paths])
-        new = np.concatenate([_words(leaves[path][2]).reshape(-1) for path in paths])
-        changed = old != new
-        dense = min(_planes(new - old), _planes(new))
-        value = _planes((new - old)[changed]) if changed.any() else 0.0
-        for path in paths:
-            density = float((_words(leaves[path][1]) != _words(leaves[path][2])).mean())
-            found[path] = min(dense, _binary(density) / 8 + density * value) if density else 0.0
-    return found
-
-
-def _planes(words: NDArray[np.unsignedinteger]) -> float:
-    """Entropy of the byte planes together, in bytes an element, with Miller and Madow's correction
-    for few samples (1955).
-    """
-    planes = np.ascontiguousarray(words).view(np.uint8).reshape(words.size, -1)
-    return (
-        sum(_entropy(np.bincount(planes[:, i], minlength=256)) for i in range(planes.shape[1])) / 8
-    )
-
-
-def _entropy(counts: NDArray[np.int64]) -> float:
-    seen = counts[counts > 0]
-    share = seen / seen.sum()
-    return min(
-        8.0,
-        float(-(share * np.log2(share)).sum())
-        + (seen.size - 1) / (2 * math.log(2) * float(seen.sum())),
-    )
-
-
-def _binary(density: float) -> float:
-    """Bits an element to say which of them changed."""
-    return (
-        0.0
-        if density in (0, 1)
-        else -density * math.log2(density) - (1 - density) * math.log2(1 - density)
-    )
-
-
-def _words(sample: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
-    size = sample.dtype.itemsize
-    kept = np.ascontiguousarray(sample)
-    return (
-        kept.view(f"u{size}") if size <= 8 else kept.view(np.uint64).reshape(*sample.shape[:-1], -1)
     )

@@ -1,5 +1,6 @@
-"""The profiler without its eyes: what it remembers of the states that it is shown.
-``deltacheck.backends.profiler`` reads them.
+"""The part of the profiler that knows no framework: the record of a run.
+
+``deltacheck.backends.profiler`` reads the states of frameworks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from deltacheck.profile import measure
 from deltacheck.profile.analyse import TOLERANCE_OCTAVES, Facts, History, analyse
 from deltacheck.profile.measure import Observed, Samples
 from deltacheck.profile.record import AdamRule, Profile
-from deltacheck.profile.sample import Plan, embedding_paths, plan
+from deltacheck.profile.sample import SamplePlan, embedding_paths, plan_samples
 
 
 class Observer(ABC):
-    """Takes note of a run. The options are those of ``deltacheck.Profiler``."""
+    """A recorder of observations. The options are those of ``deltacheck.Profiler``."""
 
     def __init__(
         self,
@@ -44,12 +45,11 @@ class Observer(ABC):
         self._observed: list[Observed] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
-        self._plan: Plan | None = None
+        self._plan: SamplePlan | None = None
         self._rules: Mapping[str, tuple[AdamRule | None, float | None]] = {}
         self._samples: Samples = {}
-        self._ties: dict[
-            tuple[str, str, str], bool
-        ] = {}  # (derived leaf, source, how) -> held at every look
+        # (derived leaf, source, rule) -> True if the relation held at every observation.
+        self._ties: dict[tuple[str, str, str], bool] = {}
         self._last_step: int | None = None
 
     def observe(
@@ -61,12 +61,22 @@ class Observer(ABC):
         gradient_norm: float | None = None,
         learning_rate: float | None = None,
     ) -> bool:
-        """Take note of a step; where one is due, look at the state. Says whether it did.
+        """Record a step, and sample the state if ``interval_steps`` have passed.
 
-        ``state``: what a checkpoint would hold, with the optimizer's state, or a function that
-        gives it, called where a look is due. ``loss``, ``gradient_norm``: of this step, the norm
-        before clipping. ``learning_rate``: where the state does not hold it. Raises
-        ``UnsupportedLeaf`` as a save would.
+        Args:
+            step: The training step.
+            state: The state that a checkpoint would hold, with the state of the optimizer, or a
+                function that returns it. The function is called only if the state is sampled.
+            loss: The loss of this step. ``None`` (default): no loss events are detected.
+            gradient_norm: The gradient norm of this step before clipping. ``None`` (default): no
+                gradient events are detected.
+            learning_rate: The learning rate, if the state does not hold it.
+
+        Returns:
+            True if the state was sampled.
+
+        Raises:
+            UnsupportedLeaf: If a save would refuse a leaf of the state.
         """
         resumed = self._last_step is not None and step <= self._last_step
         self._last_step = step
@@ -77,7 +87,7 @@ class Observer(ABC):
         rates: tuple[float, ...] = () if learning_rate is None else (learning_rate,)
         optimizer: object = None
         if due:
-            rates, optimizer = self._look(
+            rates, optimizer = self._sample(
                 step, state() if callable(state) else state, rates, resumed
             )
         observation = RunObservation(step, loss, gradient_norm, rates or None, optimizer)
@@ -85,9 +95,10 @@ class Observer(ABC):
         self._events += events
         return due
 
-    def _look(
+    def _sample(
         self, step: int, state: object, rates: tuple[float, ...], resumed: bool
     ) -> tuple[tuple[float, ...], object]:
+        """Sample the state, and return its learning rates and an identity of its optimizer."""
         flat = self._flatten(state)
         specs = {
             path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()
@@ -95,13 +106,13 @@ class Observer(ABC):
         scalars = tree.scalars(flat.skeleton)
         if fresh := self._plan is None or self._plan.specs != specs:
             order = tree.array_paths(flat.skeleton).values()
-            self._plan = plan(specs, roles.find(specs, scalars, order), self._blocks)
+            self._plan = plan_samples(specs, roles.find(specs, scalars, order), self._blocks)
             self._ties = {}
         assert self._plan is not None
         samples = self._take(flat.arrays, self._plan)
         if fresh:
-            settled = measure.proven(self._plan.roles, samples)
-            self._plan = Plan(specs, settled, self._plan.starts)
+            proven_roles = measure.proven(self._plan.roles, samples)
+            self._plan = SamplePlan(specs, proven_roles, self._plan.starts)
         values = measure.scalars_of(scalars, samples)
         self._rules = measure.rules(self._plan.roles, values, self._optimizer)
         groups = hyperparameters(self._plan.roles, values)
@@ -114,13 +125,16 @@ class Observer(ABC):
         count = _count(self._plan, values) or step
         self._find_derived(samples, fresh)
         comparable = not fresh and not resumed and bool(self._observed)
-        then = self._observed[-1].count if comparable else 0
+        previous_count = self._observed[-1].count if comparable else 0
         leaves = (
-            measure.measure(self._plan, self._samples, samples, (then, count, self._rules))
+            measure.measure(
+                self._plan, self._samples, samples, (previous_count, count), self._rules
+            )
             if comparable
             else {}
         )
-        if resumed:  # what was observed of the steps that are done again is no longer the run's
+        if resumed:
+            # The run repeats these steps, so their observations no longer belong to it.
             self._observed = [o for o in self._observed if o.step < step]
         loss, norm = (fmean(values) if values else None for values in (self._losses, self._norms))
         self._losses, self._norms = [], []
@@ -131,55 +145,79 @@ class Observer(ABC):
         return rates, (layout, betas)
 
     def _find_derived(self, samples: Samples, fresh: bool) -> None:
-        """Which leaves can be computed from others, as far as the sample can tell: at every look,
-        or not at all.
+        """Update the relations between leaves that can be computed from others.
+
+        A relation counts only if it held in the samples of all observations.
         """
         assert self._plan is not None
         if fresh:
             for parameter in self._plan.roles.parameters:
                 if parameter.weight is not None and parameter.master is not None:
                     self._ties[parameter.weight, parameter.master, "cast"] = True
-            alike: dict[tuple[object, ...], list[str]] = {}
+            equal_samples: dict[tuple[object, ...], list[str]] = {}
             for path, sample in samples.items():
                 if sample.size > 1:
-                    alike.setdefault(
+                    equal_samples.setdefault(
                         (self._plan.specs[path].shape, str(sample.dtype), sample.tobytes()), []
                     ).append(path)
-            for first, *others in alike.values():
-                self._ties |= {(path, first, "same"): True for path in others}
-        for (path, source, how), held in self._ties.items():
-            holds = measure.is_cast if how == "cast" else measure.equal
-            self._ties[path, source, how] = held and holds(samples[path], samples[source])
+            for first, *copies in equal_samples.values():
+                self._ties |= {(path, first, "same"): True for path in copies}
+        for (path, source, rule), valid in self._ties.items():
+            holds = measure.is_cast if rule == "cast" else measure.equal
+            self._ties[path, source, rule] = valid and holds(samples[path], samples[source])
 
     def profile(self, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
-        """What was found so far; see ``analyse`` for ``tolerance``."""
+        """Return the profile of the run so far.
+
+        Args:
+            tolerance: The drift of a second moment over an interval that counts as stable, in
+                octaves (default: 0.1). Larger: an earlier stable start and more reuse, but step
+                sizes of a restored run that deviate more; smaller: the opposite.
+
+        Returns:
+            The profile.
+        """
         return analyse(self.history(), tolerance)
 
     def write(self, path: str | os.PathLike[str]) -> Profile:
-        """Write the profile so far as JSON. Raises ``OSError``."""
-        found = self.profile()
-        found.write(path)
-        return found
+        """Write the profile so far as JSON, with the default tolerance.
+
+        Args:
+            path: The file to write.
+
+        Returns:
+            The profile.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        profile = self.profile()
+        profile.write(path)
+        return profile
 
     def history(self) -> History:
-        """What the analysis works on."""
+        """Return the input of the analysis.
+
+        Returns:
+            The facts of all leaves, the observations and the events.
+        """
         leaves: dict[str, Facts] = {}
         embeddings = embedding_paths(self._plan.specs, self._plan.roles) if self._plan else set()
-        found = self._plan.roles.of() if self._plan else {}
+        roles_of = self._plan.roles.of() if self._plan else {}
         derived = {
-            path: (source, how)
-            for (path, source, how), held in self._ties.items()
-            if held and (self._changed(path) or self._changed(source))
+            path: (source, rule)
+            for (path, source, rule), valid in self._ties.items()
+            if valid and (self._changed(path) or self._changed(source))
         }
-        casts = {source: path for path, (source, how) in derived.items() if how == "cast"}
+        casts = {source: path for path, (source, relation) in derived.items() if relation == "cast"}
         for path, spec in (self._plan.specs if self._plan else {}).items():
-            role, parameter = found.get(path, ("other", None))
+            role, parameter = roles_of.get(path, ("other", None))
             rule = (
                 self._rules.get(parameter.name, (None, None))[0]
                 if parameter and role == "second_moment"
                 else None
             )
-            source, how = derived.get(path, ("", ""))
+            source, relation = derived.get(path, ("", ""))
             leaves[path] = Facts(
                 spec.shape,
                 spec.dtype,
@@ -187,7 +225,7 @@ class Observer(ABC):
                 role,
                 rule,
                 source,
-                how,
+                relation,
                 casts.get(path, ""),
                 path in embeddings,
             )
@@ -196,34 +234,33 @@ class Observer(ABC):
         )
 
     def _changed(self, path: str) -> bool:
-        """Whether any look found it changed. Two leaves that never change are equal by accident:
-        all
-        zeros, all ones. A weight that does not change, as far as its sample tells, beside a master
-        that does is its cast all the same: at small rates few weights change.
+        """Return True if the sample of a leaf changed in any observation.
+
+        Two leaves that never change may be equal by accident: all zeros, all ones. A weight whose
+        sample does not change, while its master does, is still its cast: at small rates few weights
+        change.
         """
         return any(o.leaves[path].density > 0 for o in self._observed if path in o.leaves)
 
     def _rule_of_all(self) -> AdamRule | None:
-        """The constants that all parameters share; ``None`` where they differ or one of them is not
-        Adam's.
-        """
-        found = {rule for rule, _ in self._rules.values()}
-        return found.pop() if len(found) == 1 else None
+        """Return the constants that all parameters share, ``None`` unless all have the same Adam."""
+        distinct = {rule for rule, _ in self._rules.values()}
+        return distinct.pop() if len(distinct) == 1 else None
 
     @abstractmethod
     def _flatten(self, state: object) -> Flat:
-        """The state as leaf paths and arrays."""
+        """Return the leaf paths and arrays of a state."""
 
     @abstractmethod
-    def _take(self, arrays: Mapping[str, object], plan: Plan) -> Samples:
-        """The samples of all leaves of ``plan.starts``, on the host, in memory of their own: path
-        -> array ``(blocks, width)`` of its type.
+    def _take(self, arrays: Mapping[str, object], plan: SamplePlan) -> Samples:
+        """Return the samples of all leaves of ``plan.starts``, by path.
+
+        Each is an array ``(blocks, width)`` of the type of its leaf, on the host, in memory that
+        later steps of the training do not change.
         """
 
 
-def _count(plan: Plan, scalars: Mapping[str, object]) -> int:
-    """Steps that the optimizer has done: the most of any parameter; 0 where the state does not
-    tell.
-    """
-    found = [scalars.get(p.count) for p in plan.roles.parameters if p.count is not None]
-    return max((int(float(value)) for value in found if hasattr(value, "__float__")), default=0)
+def _count(plan: SamplePlan, scalars: Mapping[str, object]) -> int:
+    """Return the largest step count of all parameters, 0 if the state holds none."""
+    counts = [scalars.get(p.count) for p in plan.roles.parameters if p.count is not None]
+    return max((int(float(value)) for value in counts if hasattr(value, "__float__")), default=0)

@@ -1,75 +1,44 @@
-"""What checkpoints will cost, before they are made: bytes, blocking and restore time, the best
-interval, and whether deltas pay at all.
+"""Predictions before any checkpoint is made: bytes, blocking and restore time, the best interval.
 
-Pure functions over frozen records. Every formula, its source and when it holds:
-``docs/explanation/planning.md``.
+The result also tells if deltas pay at all. Pure functions over frozen records. Every formula, its
+source and its range: ``docs/explanation/planning.md``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from deltacheck.leaf.contracts import Bounded, Reused
-from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.policy.presets import RESTORE_RATIO
-from deltacheck.profile.record import LeafProfile, Profile
-
-# How what changes grows with the steps between two checkpoints; fitted to our own runs, see
-# planning.md.
-_SPREAD_EXPONENT = (
-    0.65  # of a share of changed words: fewer than in proportion, as the same words change again
+from deltacheck.profile.interval import daly_interval, waste, young_interval
+from deltacheck.profile.rates import (
+    Rates,
+    at_interval,
+    chain_within,
+    delta_bytes,
+    keyframe_bytes,
+    mean_bytes,
 )
-# Of a leaf in which nearly every word changed: the differences double, and need a bit more each
-_BITS_PER_DOUBLING = 1.0
-_DENSE = 0.5  # share of changed words from which the second law holds
 
-_ROW_BYTES = 64  # of tables for each chunk: a row of the index, its digest, their share of metadata
-_LEAF_BYTES = 300  # of tables for each leaf: its entries in the manifest and in the segment's table
-_CHUNK_BYTES = 1 << 20
-
-PAYS_SHARE = 0.7  # deltas save bytes where a checkpoint takes at most this share of a whole one
-
-
-@dataclass(frozen=True, slots=True)
-class LeafRate:
-    """What one leaf, or leaves alike, cost a save.
-
-    ``density``: changed words / words between two checkpoints. ``delta_bytes``: stored for the
-    change. ``key_bytes``: stored for the whole leaf.
-    """
-
-    raw_bytes: int
-    word_bytes: int
-    density: float
-    delta_bytes: float
-    key_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """A state as it was observed, ``interval_steps`` apart. ``tables_bytes``: of manifest, tables,
-    indexes and digests of each save.
-    """
-
-    interval_steps: float
-    leaves: tuple[LeafRate, ...]
-    tables_bytes: float
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(leaf.raw_bytes for leaf in self.leaves)
+# Deltas save bytes if a checkpoint takes at most this share of a whole one. Above it, the longer
+# restore outweighs the gain.
+PAYS_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes per second. ``write``, ``read``: of the storage, all processes together. The others are
-    of
-    one process.
+    """The speed of a machine in bytes per second.
 
-    ``encode``: of state, compared and compressed; ``apply``: of state that deltas are applied to;
-    ``copy``: of memory that a capture copies.
+    Attributes:
+        write: Writing to the storage, all processes together.
+        read: Reading from the storage, all processes together.
+        encode: State that one process compares and compresses.
+        apply: State to which one process applies deltas.
+        copy: Memory that the capture of one process copies.
+
+    Raises:
+        ValueError: If a speed is not positive.
     """
 
     write: float
@@ -88,9 +57,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training. ``mtbf_seconds``: mean time between failures of the whole job, whatever its size;
-    ``restart_seconds``: from a failure until the restore begins; ``processes``: among which the
-    state is divided evenly.
+    """A training run.
+
+    Attributes:
+        step_seconds: The duration of a step.
+        mtbf_seconds: The mean time between failures of the whole job, whatever its size.
+        processes: The number of processes that share the state evenly.
+        restart_seconds: The time from a failure until the restore begins.
+
+    Raises:
+        ValueError: If a value is out of its range.
     """
 
     step_seconds: float
@@ -112,12 +88,17 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to checkpoint, at one interval.
+class Strategy:
+    """A kind of checkpoint at one interval, with its predicted cost.
 
-    ``bytes``: of a checkpoint in the mean. ``blocking_seconds``: that training loses to each.
-    ``durable_seconds``: from the call until it survives. ``restore_seconds``: reading and decoding.
-    ``waste``: share of the time that is not progress.
+    Attributes:
+        name: The name of the kind.
+        interval_steps: The number of steps between two checkpoints.
+        bytes: The mean size of a checkpoint.
+        blocking_seconds: The time that training loses to each checkpoint.
+        durable_seconds: The time from the call until the checkpoint survives a failure.
+        restore_seconds: The time to read and decode a checkpoint.
+        waste: The share of wall time that is not progress.
     """
 
     name: str
@@ -131,14 +112,23 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``ways``: deltas first, then what they are compared with. ``keyframe_bytes``,
-    ``delta_bytes``:
-    of a checkpoint that is all the one or all the other. ``young_seconds``, ``daly_seconds``: best
-    intervals for the deltas' cost. ``read_bytes``: of the longest restore. ``reasons``: why deltas
-    pay or not, with the numbers.
+    """A prediction. Field names are keys of ``deltacheck plan --json``.
+
+    Attributes:
+        ways: The strategies: deltas first, then those that they are compared with.
+        state_bytes: The size of the raw state.
+        keyframe_bytes: The size of a checkpoint in which every leaf is whole.
+        delta_bytes: The size of a checkpoint in which every leaf is a delta.
+        max_chain_depth: The chain depth that meets the restore limit.
+        read_bytes: The bytes that the longest restore reads.
+        young_seconds: The best interval for the cost of deltas, to first order.
+        daly_seconds: The best interval, to higher order.
+        saves_bytes: True if deltas take at most ``PAYS_SHARE`` of whole checkpoints.
+        saves_time: True if deltas waste less time than whole checkpoints.
+        reasons: The reasons for both verdicts, with their numbers.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[Strategy, ...]
     state_bytes: int
     keyframe_bytes: float
     delta_bytes: float
@@ -151,70 +141,6 @@ class Plan:
     reasons: tuple[str, ...]
 
 
-# --- the interval ---------------------------------------------------------------------------------
-
-
-def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of work between checkpoints that waste least, to first order: ``sqrt(2 C M)``. Holds
-    for
-    C much smaller than M.
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of
-    the ACM 17(9), 1974.
-    """
-    return math.sqrt(2 * cost_seconds * mtbf_seconds)
-
-
-def daly_interval(cost_seconds: float, mtbf_seconds: float) -> float:
-    """The same to higher order: ``sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C`` for C < 2M,
-    else
-    M.
-
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    Future Generation Computer Systems 22(3), 2006. Failures are a Poisson process: independent of
-    each other, at a constant rate.
-    """
-    ratio = cost_seconds / (2 * mtbf_seconds)
-    if ratio >= 1:
-        return mtbf_seconds
-    return (
-        young_interval(cost_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-        - cost_seconds
-    )
-
-
-def waste(
-    interval_seconds: float,
-    cost_seconds: float,
-    mtbf_seconds: float,
-    restart_seconds: float = 0.0,
-    lag_seconds: float = 0.0,
-) -> float:
-    """Share of wall time that is not progress, by Daly's model of the run time (2006), ``M e^(R/M)
-    (e^((t+C)/M) - 1) / t`` a second of work.
-
-    ``lag_seconds``: how long a checkpoint is not yet durable while training goes on; a failure
-    loses that much more, ``lag / M`` to first order. 1 where nothing would get done.
-    """
-    attempt = (interval_seconds + cost_seconds) / mtbf_seconds
-    restart = restart_seconds / mtbf_seconds
-    if attempt + restart > 700:  # e^700 is the largest that a float holds
-        return 1.0
-    useful = interval_seconds / (mtbf_seconds * math.exp(restart) * math.expm1(attempt))
-    return min(1.0, 1 - useful + lag_seconds / mtbf_seconds)
-
-
-# --- the chain ------------------------------------------------------------------------------------
-
-
-def mean_chain(max_chain_depth: int) -> float:
-    """Deltas between two keyframes of a leaf, in the mean over leaves: limits are staggered between
-    half of ``max_chain_depth`` and all of it.
-    """
-    spread = max_chain_depth // 2
-    return max_chain_depth - (spread - 1) / 2 if spread else float(max_chain_depth)
-
-
 def depth_for(
     *,
     max_reads: int | None = None,
@@ -224,184 +150,44 @@ def depth_for(
     delta_bytes: float = 0.0,
     keyframe_seconds: float = 0.0,
     delta_seconds: float = 0.0,
-    most: int = 1024,
+    max_depth: int = 1024,
 ) -> int:
-    """The largest ``max_chain_depth`` that keeps the longest restore within every limit given; at
-    most
-    ``most``.
+    """Return the largest ``max_chain_depth`` that keeps the longest restore within every limit.
 
-    A restore reads a keyframe and then every delta: ``1 + depth`` reads of a leaf, ``keyframe +
-    depth * delta`` bytes and seconds. Larger limits: fewer keyframes to write, longer restores.
-    Raises ``ValueError`` where a keyframe alone is over a limit.
+    A restore reads a keyframe and then every delta: ``1 + depth`` arrays of a leaf, and ``keyframe
+    + depth * delta`` bytes and seconds. Larger limits: fewer keyframes to write, longer restores;
+    smaller: the opposite.
+
+    Args:
+        max_reads: The limit of arrays that a restore opens, ``None`` for no limit.
+        max_bytes: The limit of bytes that a restore reads, ``None`` for no limit.
+        max_seconds: The limit of the duration of a restore, ``None`` for no limit.
+        keyframe_bytes: The bytes of a keyframe.
+        delta_bytes: The bytes of a delta.
+        keyframe_seconds: The time to restore a keyframe.
+        delta_seconds: The time that each delta adds.
+        max_depth: The largest result.
+
+    Raises:
+        ValueError: If a keyframe alone exceeds a limit.
     """
-    depth = float(most)
-    for what, limit, first, each in (
+    depth = float(max_depth)
+    for unit, limit, base, step in (
         ("reads", max_reads, 1.0, 1.0),
         ("bytes", max_bytes, keyframe_bytes, delta_bytes),
         ("seconds", max_seconds, keyframe_seconds, delta_seconds),
     ):
         if limit is None:
             continue
-        if first > limit:
+        if base > limit:
             raise ValueError(
-                f"a restore takes {first:.6g} {what} without any delta, more than the {limit:.6g}"
+                f"a restore takes {base:.6g} {unit} without any delta, more than the {limit:.6g}"
                 " that it may take"
             )
-        if each > 0:
-            depth = min(depth, (limit - first) / each)
-    return math.floor(depth + 1e-9)  # a limit that is met exactly is met
-
-
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-def at_interval(rates: Rates, interval_steps: float) -> Rates:
-    """What the same state would show ``interval_steps`` apart: an extrapolation, see planning.md
-    for how well it was met.
-    """
-    times = interval_steps / rates.interval_steps
-    return replace(
-        rates,
-        interval_steps=interval_steps,
-        leaves=tuple(_leaf_at(leaf, times) for leaf in rates.leaves),
-    )
-
-
-def _leaf_at(leaf: LeafRate, times: float) -> LeafRate:
-    if leaf.density <= 0 or times == 1:
-        return leaf
-    most = max(leaf.key_bytes, leaf.delta_bytes)
-    if leaf.density >= _DENSE:
-        more = leaf.raw_bytes / leaf.word_bytes * _BITS_PER_DOUBLING * math.log2(times) / 8
-        return replace(
-            leaf, delta_bytes=min(most, max(leaf.delta_bytes / 8, leaf.delta_bytes + more))
-        )
-    density = -math.expm1(times**_SPREAD_EXPONENT * math.log1p(-leaf.density))
-    return replace(
-        leaf, density=density, delta_bytes=min(most, leaf.delta_bytes * density / leaf.density)
-    )
-
-
-def keyframe_bytes(rates: Rates) -> float:
-    return sum(leaf.key_bytes for leaf in rates.leaves) + rates.tables_bytes
-
-
-def delta_bytes(rates: Rates) -> float:
-    return sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
-
-
-def mean_bytes(rates: Rates, max_chain_depth: int, max_restore_ratio: float | None = None) -> float:
-    """Of a checkpoint, keyframes amortised. A leaf that never changes is never written again."""
-    chain = mean_chain(max_chain_depth)
-    total = rates.tables_bytes
-    for leaf in (leaf for leaf in rates.leaves if leaf.density > 0):
-        within = [
-            _chain_within(leaf, max_restore_ratio, share)
-            for share in (0.5625, 0.6875, 0.8125, 0.9375)
-        ]
-        deltas = min(chain, sum(within) / len(within))
-        total += (leaf.key_bytes + deltas * leaf.delta_bytes) / (deltas + 1)
-    return total
-
-
-def _chain_within(leaf: LeafRate, max_restore_ratio: float | None, share: float = 1.0) -> float:
-    """Deltas that reach a share of the ratio, which is staggered between half of it and all. A
-    changed
-    word takes its own bytes and one for its place, and a dense delta no more than the leaf.
-    """
-    held = min(1.0, leaf.density * (1 + 1 / leaf.word_bytes))
-    return (
-        math.inf
-        if max_restore_ratio is None or not held
-        else math.ceil(share * max_restore_ratio / held)
-    )
-
-
-def code_bits(spread: float) -> float:
-    """Bits an element that a change of codes takes. ``spread``: root mean square change / spacing
-    of
-    the codes.
-
-    Below one spacing a code with a random phase changes with the probability ``E|change| /
-    spacing``, 0.8 ``spread`` for a normal change: its entropy and a sign. Above, the entropy of a
-    quantised normal variable, ``log2(spread sqrt(2 pi e))``.
-    """
-    if spread <= 0:
-        return 0.0
-    p = min(1.0, math.sqrt(2 / math.pi) * spread)
-    entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) if p < 1 else 0.0
-    return max(entropy + p, math.log2(spread * math.sqrt(2 * math.pi * math.e)))
-
-
-def from_profile(profile: Profile, *, exact: bool = True) -> Rates:
-    """What a profile says of the cost of a save. ``exact``: every bit is kept; else under the
-    contracts that the profile recommends.
-
-    Keyframes count as raw: a profile does not say how well they compress. Raises ``ValueError`` for
-    a profile without leaves.
-    """
-    if not profile.leaves:
-        raise ValueError("the profile has no leaves; observe the run at two steps at least")
-    leaves = tuple(
-        _leaf_rate(leaf, profile.interval_steps, exact) for leaf in profile.leaves.values()
-    )
-    raw = sum(leaf.raw_bytes for leaf in leaves)
-    return Rates(
-        profile.interval_steps, leaves, len(leaves) * _LEAF_BYTES + raw / _CHUNK_BYTES * _ROW_BYTES
-    )
-
-
-def _leaf_rate(leaf: LeafProfile, interval_steps: int, exact: bool) -> LeafRate:
-    element = dtype_named(leaf.dtype)
-    count = math.prod(leaf.shape)
-    raw = count * element.item_bytes
-    density = _last(leaf.density.values)
-    lossless = LeafRate(
-        raw, element.word_bytes, density, count * leaf.exact_bytes if density > 0 else 0.0, raw
-    )
-    if exact:
-        return lossless
-    if leaf.derived_from:
-        return replace(lossless, density=0.0, delta_bytes=0.0, key_bytes=0.0)
-    terms = leaf.recommended
-    if isinstance(terms, Bounded) and terms.norm == leaf.drift_unit and terms.limit > 0:
-        spread = _last(leaf.drift.values) / (2 * terms.limit)
-        bits = code_bits(spread)
-        changed = min(1.0, math.sqrt(2 / math.pi) * spread)
-        return replace(
-            lossless, density=changed, delta_bytes=min(count * bits / 8, lossless.delta_bytes)
-        )
-    if isinstance(terms, Reused) and leaf.refresh_steps:
-        # Written whole, or as a delta that is as large as a whole, once in as many steps.
-        return replace(
-            lossless,
-            delta_bytes=lossless.delta_bytes * min(1.0, interval_steps / leaf.refresh_steps),
-        )
-    return lossless
-
-
-def _last(values: Sequence[float]) -> float:
-    """The median of the newest three: how a leaf behaves by now."""
-    newest = sorted(value for value in values[-3:] if math.isfinite(value))
-    return newest[len(newest) // 2] if newest else 0.0
-
-
-def scaled(rates: Rates, state_bytes: int) -> Rates:
-    """The same kind of state in another size."""
-    times = state_bytes / rates.state_bytes
-    leaves = tuple(
-        replace(
-            leaf,
-            raw_bytes=round(leaf.raw_bytes * times),
-            delta_bytes=leaf.delta_bytes * times,
-            key_bytes=leaf.key_bytes * times,
-        )
-        for leaf in rates.leaves
-    )
-    return replace(rates, leaves=leaves, tables_bytes=rates.tables_bytes * times)
-
-
-# --- the plan -------------------------------------------------------------------------------------
+        if step > 0:
+            depth = min(depth, (limit - base) / step)
+    # The tolerance keeps a depth that meets its limit exactly, in spite of rounding.
+    return math.floor(depth + 1e-9)
 
 
 def plan(
@@ -414,11 +200,21 @@ def plan(
     max_restore_seconds: float | None = None,
     interval_steps: int | None = None,
 ) -> Plan:
-    """Predict. ``interval_steps``: judge this interval, else find the best. ``max_chain_depth``,
-    ``max_restore_ratio``: as ``Policy`` has them. ``max_restore_seconds``: shorten the chain until
-    it is met.
+    """Predict the cost of checkpoints, and the best interval.
 
-    Raises ``ValueError`` where not even a keyframe can be restored in ``max_restore_seconds``.
+    Args:
+        rates: The observed rates of the state.
+        machine: The speed of the machine.
+        run: The training run.
+        max_chain_depth: As in ``Policy``.
+        max_restore_ratio: As in ``Policy``.
+        max_restore_seconds: The limit of a restore; the chain is shortened until it is met. Smaller:
+            more keyframes to write, faster restores; larger: the opposite. ``None``: no limit.
+        interval_steps: The interval to judge; ``None`` to find the best one.
+
+    Raises:
+        ValueError: If the state is empty, or if not even a keyframe can be restored within
+            ``max_restore_seconds``.
     """
     state = rates.state_bytes
     if not state:
@@ -439,70 +235,74 @@ def plan(
 
     steps = interval_steps or _best_steps(daly, run.step_seconds)
     while interval_steps is None and durable(steps) > steps * run.step_seconds:
-        # Saves that are slower than their interval wait for each other: the storage or the
-        # processor sets the interval.
+        # Saves that are slower than their interval wait for each other. Then the storage or the
+        # processor determines the interval. A longer interval makes larger deltas, hence the loop.
         steps = max(steps + 1, math.ceil(durable(steps) / run.step_seconds))
-    here = at_interval(rates, steps)
+    planned = at_interval(rates, steps)
     depth = max_chain_depth
     if max_restore_seconds is not None:
         base, longest = (
-            restore_seconds(here, machine, run, n, max_restore_ratio) for n in (0, max_chain_depth)
+            restore_seconds(planned, machine, run, n, max_restore_ratio)
+            for n in (0, max_chain_depth)
         )
         if longest > max_restore_seconds:
-            each = restore_seconds(here, machine, run, 1) - base
+            per_delta = restore_seconds(planned, machine, run, 1) - base
             depth = depth_for(
                 max_seconds=max_restore_seconds,
                 keyframe_seconds=base,
-                delta_seconds=each,
-                most=max_chain_depth,
+                delta_seconds=per_delta,
+                max_depth=max_chain_depth,
             )
-    stored = mean_bytes(here, depth, max_restore_ratio)
-    lag = capture + max(encode, stored / machine.write)
-    deltas = _way(
+    mean_size = mean_bytes(planned, depth, max_restore_ratio)
+    lag = capture + max(encode, mean_size / machine.write)
+    deltas = _strategy(
         "deltas",
         steps,
-        stored,
+        mean_size,
         capture,
         lag,
-        restore_seconds(here, machine, run, depth, max_restore_ratio),
+        restore_seconds(planned, machine, run, depth, max_restore_ratio),
         run,
     )
-    others = _whole(here, machine, run, capture, deltas)
-    saves_bytes = stored <= PAYS_SHARE * keyframe_bytes(here)
-    saves_time = deltas.waste < 0.99 * min(way.waste for way in others[:2])
+    baselines = _whole(planned, machine, run, capture, deltas)
+    saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(planned)
+    # A gain below 1 % is within the error of the model.
+    saves_time = deltas.waste < 0.99 * min(way.waste for way in baselines[:2])
     return Plan(
-        ways=(deltas, *others),
+        ways=(deltas, *baselines),
         state_bytes=state,
-        keyframe_bytes=keyframe_bytes(here),
-        delta_bytes=delta_bytes(here),
+        keyframe_bytes=keyframe_bytes(planned),
+        delta_bytes=delta_bytes(planned),
         max_chain_depth=depth,
-        read_bytes=_read_bytes(here, depth, max_restore_ratio),
+        read_bytes=_read_bytes(planned, depth, max_restore_ratio),
         young_seconds=young,
         daly_seconds=daly,
         saves_bytes=saves_bytes,
         saves_time=saves_time,
-        reasons=_reasons(rates, here, machine, run, deltas, others, depth, encode),
+        reasons=_reasons(rates, planned, machine, run, deltas, baselines, depth, encode),
     )
 
 
 def restore_seconds(
     rates: Rates, machine: Machine, run: Run, depth: int, max_restore_ratio: float | None = None
 ) -> float:
-    """Of the longest restore: reading keyframe and deltas, and decoding them: every word of a
-    keyframe, the changed ones of a delta.
+    """Return the duration of the longest restore.
+
+    It reads a keyframe and its deltas, and decodes every word of the keyframe and the changed words
+    of each delta.
     """
     reading = _read_bytes(rates, depth, max_restore_ratio) / machine.read
     deltas = sum(
-        min(depth, _chain_within(leaf, max_restore_ratio)) * leaf.raw_bytes * leaf.density
+        min(depth, chain_within(leaf, max_restore_ratio)) * leaf.raw_bytes * leaf.density
         for leaf in rates.leaves
     )
     return reading + (rates.state_bytes + deltas) / run.processes / machine.apply
 
 
 def _read_bytes(rates: Rates, depth: int, max_restore_ratio: float | None) -> float:
-    """Of the longest restore."""
+    """Return the bytes that the longest restore reads."""
     deltas = sum(
-        min(depth, _chain_within(leaf, max_restore_ratio)) * leaf.delta_bytes
+        min(depth, chain_within(leaf, max_restore_ratio)) * leaf.delta_bytes
         for leaf in rates.leaves
     )
     return keyframe_bytes(rates) + deltas + depth * rates.tables_bytes
@@ -512,11 +312,21 @@ def _best_steps(interval_seconds: float, step_seconds: float) -> int:
     return max(1, round(interval_seconds / step_seconds))
 
 
-def _way(
+def _strategy(
     name: str, steps: int, size: float, cost: float, durable: float, restore: float, run: Run
-) -> Way:
-    """``cost``: what blocks training, without waiting for the save before. Saves slower than their
-    interval block for the rest.
+) -> Strategy:
+    """Return a strategy with its waste.
+
+    Saves that are slower than their interval also block training for the difference.
+
+    Args:
+        name: The name of the strategy.
+        steps: The interval in steps.
+        size: The mean bytes of a checkpoint.
+        cost: The seconds that block training, without the wait for the previous save.
+        durable: The seconds until a checkpoint is durable.
+        restore: The seconds of a restore.
+        run: The training run.
     """
     seconds = steps * run.step_seconds
     blocking = cost + max(0.0, durable - cost - seconds)
@@ -527,36 +337,42 @@ def _way(
         run.restart_seconds + restore,
         max(0.0, durable - blocking),
     )
-    return Way(name, steps, size, blocking, durable, restore, lost)
+    return Strategy(name, steps, size, blocking, durable, restore, lost)
 
 
-def _whole(here: Rates, machine: Machine, run: Run, capture: float, deltas: Way) -> tuple[Way, ...]:
-    """What deltas are compared with: whole checkpoints of the raw state, each at its best interval,
-    and as many as take the same bytes.
+def _whole(
+    rates: Rates, machine: Machine, run: Run, capture: float, deltas: Strategy
+) -> tuple[Strategy, ...]:
+    """Return the strategies that deltas are compared with: whole checkpoints of the raw state.
+
+    Two of them have their own best interval. The third has the interval at which whole checkpoints
+    take as many bytes as the deltas.
     """
-    state = here.state_bytes
+    state = rates.state_bytes
     writing = state / machine.write
     restore = state / machine.read + state / run.processes / machine.copy
-    behind = max(
+    asynchronous_steps = max(
         _best_steps(daly_interval(capture, run.mtbf_seconds), run.step_seconds),
         math.ceil((capture + writing) / run.step_seconds),
     )
-    ahead = _best_steps(daly_interval(writing, run.mtbf_seconds), run.step_seconds)
-    fewer = max(1, round(deltas.interval_steps * state / deltas.bytes))
+    synchronous_steps = _best_steps(daly_interval(writing, run.mtbf_seconds), run.step_seconds)
+    equal_bytes_steps = max(1, round(deltas.interval_steps * state / deltas.bytes))
     return (
-        _way(
+        _strategy(
             "whole, written behind training",
-            behind,
+            asynchronous_steps,
             state,
             capture,
             capture + writing,
             restore,
             run,
         ),
-        _way("whole, training waits", ahead, state, writing, writing, restore, run),
-        _way(
+        _strategy(
+            "whole, training waits", synchronous_steps, state, writing, writing, restore, run
+        ),
+        _strategy(
             "whole, as many bytes as the deltas",
-            fewer,
+            equal_bytes_steps,
             state,
             capture,
             capture + writing,
@@ -568,63 +384,64 @@ def _whole(here: Rates, machine: Machine, run: Run, capture: float, deltas: Way)
 
 def _reasons(
     rates: Rates,
-    here: Rates,
+    planned: Rates,
     machine: Machine,
     run: Run,
-    deltas: Way,
-    others: Sequence[Way],
+    deltas: Strategy,
+    baselines: Sequence[Strategy],
     depth: int,
     encode: float,
 ) -> tuple[str, ...]:
-    whole, fewer = others[0], others[2]
-    state = here.state_bytes
+    """Return the reasons for or against deltas in words, with their numbers."""
+    asynchronous, equal_bytes = baselines[0], baselines[2]
+    state = planned.state_bytes
     share, delta_share = (
-        deltas.bytes / keyframe_bytes(here),
-        delta_bytes(here) / keyframe_bytes(here),
+        deltas.bytes / keyframe_bytes(planned),
+        delta_bytes(planned) / keyframe_bytes(planned),
     )
     writing = state / machine.write
-    density = sum(leaf.raw_bytes * leaf.density for leaf in here.leaves) / state
-    found = [
+    density = sum(leaf.raw_bytes * leaf.density for leaf in planned.leaves) / state
+    reasons = [
         f"a checkpoint takes {share:.1%} of a whole one in the mean ({delta_share:.1%} without"
         f" keyframes, depth {depth})"
     ]
     if share > PAYS_SHARE:
-        found.append(
+        reasons.append(
             f"that is more than {PAYS_SHARE:.0%}: {density:.0%} of the bytes lie in words that"
             " change between two checkpoints"
         )
-    if delta_share > 0.9 and here.interval_steps > rates.interval_steps:
-        found.append(
-            f"{here.interval_steps:g} steps are so long that nearly everything has changed: a delta"
+    if delta_share > 0.9 and planned.interval_steps > rates.interval_steps:
+        reasons.append(
+            f"{planned.interval_steps:g} steps are so long that nearly everything has changed: a delta"
             " is as large as a whole leaf"
         )
     if encode >= writing:
-        found.append(
+        reasons.append(
             f"the storage is faster than the encoder: comparing and compressing takes {encode:.3g}"
             f" s, writing everything whole {writing:.3g} s"
         )
     if depth == 0:
-        found.append("the restore limit leaves no room for a delta: every checkpoint is whole")
-    if deltas.waste >= 0.99 * min(way.waste for way in others[:2]):
-        best = min(others[:2], key=lambda way: way.waste)
-        found.append(
+        reasons.append("the restore limit leaves no room for a delta: every checkpoint is whole")
+    if deltas.waste >= 0.99 * min(way.waste for way in baselines[:2]):
+        best = min(baselines[:2], key=lambda way: way.waste)
+        reasons.append(
             f"no time is saved: {deltas.waste:.3%} is lost with deltas, {best.waste:.3%} without"
             f" ({best.name})"
         )
     else:
-        found.append(
-            f"{deltas.waste:.3%} of the time is lost with deltas, {whole.waste:.3%} with whole"
+        reasons.append(
+            f"{deltas.waste:.3%} of the time is lost with deltas, {asynchronous.waste:.3%} with whole"
             " checkpoints written behind training"
         )
-    found.append(
-        f"whole checkpoints of as many bytes would come every {fewer.interval_steps} steps instead"
-        f" of {deltas.interval_steps}, and a failure would lose {fewer.interval_steps / 2:g} steps"
+    reasons.append(
+        f"whole checkpoints of as many bytes would come every {equal_bytes.interval_steps} steps instead"
+        f" of {deltas.interval_steps}, and a failure would lose {equal_bytes.interval_steps / 2:g} steps"
         f" instead of {deltas.interval_steps / 2:g} in the mean"
     )
-    times = here.interval_steps / rates.interval_steps
-    if not 0.25 <= times <= 4:
-        found.append(
-            f"observed were {rates.interval_steps:g} steps, not {here.interval_steps:g}: the bytes"
+    factor = planned.interval_steps / rates.interval_steps
+    if not 0.25 <= factor <= 4:
+        reasons.append(
+            f"observed were {rates.interval_steps:g} steps, not {planned.interval_steps:g}: the bytes"
             " are an extrapolation"
         )
-    return tuple(found)
+    return tuple(reasons)

@@ -1,5 +1,6 @@
-"""The profile of a run: a versioned JSON document, ``profile.json``, checked whole when it is
-read.
+"""The profile of a run: a versioned JSON document, ``profile.json``, validated when it is read.
+
+Field names are keys of that document. ``docs/how-to/profile.md`` shows how to make and use one.
 """
 
 from __future__ import annotations
@@ -17,21 +18,35 @@ from deltacheck.policy.events import Event
 FORMAT, VERSION = "deltacheck.profile", 1
 MAX_DOCUMENT_BYTES = 256 << 20
 
-# Permanent names. What a leaf is to the optimizer:
+# Permanent names of the roles that a leaf has for the optimizer.
 ROLES = ("weight", "master", "first_moment", "second_moment", "count", "other")
-# What it does over time:
+# Permanent names of its behaviour over time.
 KINDS = ("frozen", "sparse", "stable-changing", "active", "derived")
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A quantity over training steps; ``steps`` ascending, as long as ``values``."""
+    """A quantity over training steps.
+
+    Args:
+        steps: The steps, ascending.
+        values: A value for each step.
+    """
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
 
 
 class AdamRule(msgspec.Struct, frozen=True):
-    """The constants of an Adam or AdamW optimizer; moments of other optimizers are never reused."""
+    """The constants of an Adam or AdamW optimizer (Kingma & Ba, 2015).
+
+    The moments of other optimizers are never reused.
+
+    Args:
+        beta1: The decay rate of the first moment, 0 to 1.
+        beta2: The decay rate of the second moment, 0 to 1. Larger: a longer memory, so that the
+            second moment may be reused for longer; smaller: the opposite.
+        eps: The constant that is added to the root of the second moment (default: 1e-8).
+    """
 
     beta1: float
     beta2: float
@@ -39,17 +54,28 @@ class AdamRule(msgspec.Struct, frozen=True):
 
 
 class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One leaf over time.
+    """The behaviour of one leaf over time.
 
-    ``role``: one of ``ROLES``; ``kind``: one of ``KINDS``. ``derived_from``: of a derived leaf, the
-    leaf that it is computed from, by ``how`` (``cast`` or ``same``). ``density``: share of sampled
-    elements that changed since the observation before. ``drift``: by how much, in ``drift_unit``:
-    ``lr`` (root mean square change over the learning rate, weights and masters), ``octaves``
-    (median ``|log2|`` ratio, second moments) or ``relative`` (relative L2). ``exact_bytes``: bytes
-    an element that the best lossless code takes, by the order-0 entropy of the sample.
-    ``stable_from``: first step from which it is stable-changing, ``None`` where it never was;
-    ``confidence``: 0 to 1. ``refresh_steps``: how often it should be written at least, 0 for at
-    every save.
+    Args:
+        path: The leaf path.
+        shape: The shape of the leaf.
+        dtype: The name of its type.
+        role: One of ``ROLES``.
+        kind: One of ``KINDS``.
+        density: The share of sampled elements that changed since the previous observation.
+        drift: The size of the change, in ``drift_unit``.
+        drift_unit: ``lr`` (root mean square change over the learning rate, for weights and
+            masters), ``octaves`` (median ``|log2|`` of the ratio, for second moments) or
+            ``relative`` (relative L2 change).
+        exact_bytes: The bytes per element that the best lossless code takes, estimated from the
+            order-0 entropy of the sample.
+        derived_from: The leaf that this one is computed from; empty for other kinds.
+        how: The rule of that computation, ``cast`` or ``same``.
+        stable_from: The first step of the stable stage, ``None`` if there is none.
+        confidence: The confidence in that stage, 0 to 1.
+        recommended: The contract that the analysis recommends.
+        refresh_steps: The largest number of steps between two writes of the leaf; 0 means that
+            every save writes it.
     """
 
     path: str
@@ -70,12 +96,22 @@ class LeafProfile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was observed of a run. ``stable_start``: of the stable set as a whole, ``None`` where
-    there
-    is none.
+    """The result of observing a run, as ``Profiler.profile`` returns it.
 
-    ``interval_steps``: between observations. ``learning_rate``, ``loss``, ``gradient_norm``: as the
-    run reported them. ``optimizer``: ``None`` where it is not known to be Adam or AdamW.
+    Args:
+        format: ``"deltacheck.profile"``.
+        version: The version of the format.
+        source: A name for the run.
+        interval_steps: The number of steps between two observations.
+        leaves: The profile of each leaf, by path.
+        stable_start: The step from which nine tenths of the stable set's bytes are stable, ``None``
+            without a stable set. Earlier steps must be saved exactly.
+        confidence: The confidence in the stable set, 0 to 1, weighted by bytes.
+        optimizer: The constants of the optimizer, ``None`` if it is not known to be Adam or AdamW.
+        learning_rate: The learning rate, as the run reported it.
+        loss: The loss, as the run reported it.
+        gradient_norm: The gradient norm before clipping, as the run reported it.
+        events: The events that ended stable stages.
     """
 
     format: str
@@ -92,32 +128,51 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[Event, ...] = ()
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, replacing ``path`` in one act. Raises ``OSError``."""
+        """Write the profile as JSON, replacing ``path`` atomically.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         target = Path(path)
-        fresh = target.with_name(target.name + ".tmp")
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-        fresh.replace(target)
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        temporary.replace(target)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile. Raises ``OSError``, ``Damaged`` naming the file and the field,
-        ``UnsupportedFormat`` for a later version.
+        """Read a profile.
+
+        Args:
+            path: The file to read.
+
+        Returns:
+            The profile.
+
+        Raises:
+            OSError: If the file cannot be read.
+            Damaged: If the file is too large or is no valid profile; the message names the file
+                and the field.
+            UnsupportedFormat: If the file has another version of the format.
         """
+        # The limit keeps a damaged or hostile file from exhausting the memory.
         if os.path.getsize(path) > MAX_DOCUMENT_BYTES:
             raise Damaged(
                 f"{path} is larger than the {MAX_DOCUMENT_BYTES} bytes that a profile may have"
             )
         content = Path(path).read_bytes()
         try:
-            about = msgspec.json.decode(content, type=_Header)
-            if about.format != FORMAT:
+            header = msgspec.json.decode(content, type=_Header)
+            if header.format != FORMAT:
                 raise Damaged(
-                    f"{path} is not a profile of a run: its format is {about.format!r}, not"
+                    f"{path} is not a profile of a run: its format is {header.format!r}, not"
                     f" {FORMAT!r}"
                 )
-            if about.version != VERSION:
+            if header.version != VERSION:
                 raise UnsupportedFormat(
-                    f"{path} has profile version {about.version}; this deltacheck reads {VERSION}"
+                    f"{path} has profile version {header.version}; this deltacheck reads {VERSION}"
                 )
             return msgspec.json.decode(content, type=cls)
         except msgspec.MsgspecError as error:
@@ -125,6 +180,8 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Header(msgspec.Struct):
+    """The fields that are read first, because they determine how to read the others."""
+
     format: str
     version: int
 

@@ -1,9 +1,7 @@
-"""Which elements of a leaf are looked at: the same at every step, and the same for all leaves of
-one
-shape.
+"""Selection of the sampled elements of each leaf.
 
-So the sample of a weight, its master and its moments hold the same elements, and equal leaves have
-equal samples.
+The selection depends on the shape alone. So it is the same at every step, the samples of a weight,
+its master and its moments hold the same elements, and equal leaves have equal samples.
 """
 
 from __future__ import annotations
@@ -21,14 +19,21 @@ from numpy.typing import NDArray
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.policy.parameters import Roles
 
-BLOCK = 64  # contiguous elements: at most two rows of most matrices, one burst of memory
+# Contiguous elements of a block. Such a block touches at most two rows of most matrices and is
+# about one burst of memory, so scattered single elements would hardly be cheaper to copy.
+BLOCK = 64
 _EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is looked at. ``starts``: leaf path -> first element of each block, ascending, int64; a
-    block has ``BLOCK`` elements, or all there are.
+class SamplePlan:
+    """The sampled blocks of every leaf.
+
+    Attributes:
+        specs: The specs of all leaves.
+        roles: Their roles.
+        starts: For each leaf path, the first element of each block: int64, ascending. A block has
+            ``BLOCK`` elements, or all elements of a smaller leaf.
     """
 
     specs: Mapping[str, LeafSpec]
@@ -36,21 +41,27 @@ class Plan:
     starts: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def elements(self, path: str) -> NDArray[np.int64]:
-        """Offsets of the sampled elements in C order, int64 ``(blocks, width)``."""
+        """Return the offsets of the sampled elements in C order, int64 ``(blocks, width)``."""
         width = min(BLOCK, math.prod(self.specs[path].shape))
         offsets: NDArray[np.int64] = self.starts[path][:, None] + np.arange(width)
         return offsets
 
 
-def plan(specs: Mapping[str, LeafSpec], found: Roles, blocks: int) -> Plan:
-    """About ``blocks`` blocks for each class, by size, and one at least for each leaf. Larger: less
-    noise, more to copy.
+def plan_samples(specs: Mapping[str, LeafSpec], roles: Roles, blocks: int) -> SamplePlan:
+    """Select about ``blocks`` blocks for each class of leaves, and at least one for each leaf.
 
-    A class is a role, with input embeddings apart: their rows are touched at very different rates.
+    A class is a role. Input embeddings are a class of their own, because their rows change at very
+    different rates.
+
+    Args:
+        specs: The specs of all leaves.
+        roles: Their roles.
+        blocks: The number of blocks of the largest class. Larger: less noise, more to copy;
+            smaller: the opposite.
     """
-    embeddings = {specs[path].shape for path in embedding_paths(specs, found)}
+    embeddings = {specs[path].shape for path in embedding_paths(specs, roles)}
     totals: dict[tuple[str, bool], int] = {}
-    roles_of = found.of()
+    roles_of = roles.of()
     for path, spec in specs.items():
         kind = (roles_of[path][0] if path in roles_of else "other", spec.shape in embeddings)
         totals[kind] = totals.get(kind, 0) + math.prod(spec.shape)
@@ -59,36 +70,39 @@ def plan(specs: Mapping[str, LeafSpec], found: Roles, blocks: int) -> Plan:
         for rows in (False, True)
     }
     sizes = {path: spec.shape for path, spec in specs.items() if math.prod(spec.shape)}
-    return Plan(
+    return SamplePlan(
         specs,
-        found,
+        roles,
         {p: _starts(shape, blocks, largest[shape in embeddings]) for p, shape in sizes.items()},
     )
 
 
-def embedding_paths(specs: Mapping[str, LeafSpec], found: Roles) -> set[str]:
-    """Leaves of parameters that are embeddings, to judge by their names: matrices, one row for each
-    token or position.
+def embedding_paths(specs: Mapping[str, LeafSpec], roles: Roles) -> set[str]:
+    """Return the leaves of parameters that are embeddings, judged by their names.
+
+    An embedding is a matrix with one row for each token or position.
     """
-    called = {
+    embeddings = {
         path for path, spec in specs.items() if len(spec.shape) == 2 and _EMBEDDING.search(path)
     }
-    for p in found.parameters:
-        own = {path for path in (p.weight, p.master, p.first, p.second) if path is not None}
-        called |= own if called & own else set()
-    return called
+    for p in roles.parameters:
+        group = {path for path in (p.weight, p.master, p.first, p.second) if path is not None}
+        embeddings |= group if embeddings & group else set()
+    return embeddings
 
 
 def _starts(shape: tuple[int, ...], blocks: int, largest: int) -> NDArray[np.int64]:
-    """One block, chosen by a hash, from each of as many equal parts of the leaf as it gets
-    blocks.
+    """Return the first element of each block of a leaf.
+
+    The leaf is divided into equal parts, and a hash selects one block from each (stratified
+    sampling). A regular grid could coincide with the period of the data.
     """
     size = math.prod(shape)
-    there = -(-size // BLOCK)
-    count = min(there, max(1, round(blocks * size / largest)))
-    edges = [there * i // count for i in range(count + 1)]
+    total = -(-size // BLOCK)
+    count = min(total, max(1, round(blocks * size / largest)))
+    edges = [total * i // count for i in range(count + 1)]
     draws = (xxhash.xxh3_64_intdigest(f"{shape}:{i}".encode()) for i in range(count))
-    chosen = [
+    numbers = [
         low + draw % (high - low) for (low, high), draw in zip(pairwise(edges), draws, strict=True)
     ]
-    return np.array([max(0, min(BLOCK * number, size - BLOCK)) for number in chosen], np.int64)
+    return np.array([max(0, min(BLOCK * number, size - BLOCK)) for number in numbers], np.int64)

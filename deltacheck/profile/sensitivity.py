@@ -1,14 +1,13 @@
-"""What a run loses where a class of its state is restored as something else than it was: measured
-by
-training on from both.
+"""Sensitivity of a run: the harm of restoring one class of its state inexactly.
 
-From one live state the same few steps are trained several times: as it is; as it is, on the batches
-in other orders, which tells how much chance alone moves the result; and from each candidate, a
-state with one class of leaves replaced (rounded, older, zeroed). A candidate is accepted where it
-stays within that noise *and* no single element is torn away *and* it obeys Adam's law: the mean
-loss alone can stay flat while rows are destroyed.
+From one live state the same few steps are trained several times: from the exact state, from the
+exact state with the batches in other orders, and from each candidate. A candidate is a state with
+one class of leaves replaced: rounded, older or zeroed. The other orders show the effect of chance
+alone. A candidate is accepted if it stays within that noise, moves no single element far away, and
+obeys Adam's law. The mean loss alone is not sufficient, because it can stay flat while rows are
+destroyed. ``docs/explanation/stability.md`` has results.
 
-Knows no framework: states are whatever the caller's functions take.
+This module depends on no framework: a state is any value that the caller's functions accept.
 """
 
 from __future__ import annotations
@@ -30,19 +29,23 @@ Weights: TypeAlias = Mapping[str, NDArray[np.float32]]
 Moments: TypeAlias = Iterable[tuple[str, NDArray[np.float32], NDArray[np.float32]]]
 State = TypeVar("State")
 
-MOST_LOSS_CHANGE = 1.0  # in standard deviations of the noise
-MOST_DISTANCE = 1.2  # in distances that another order makes
-MOST_ELEMENT_CHANGE = 50.0  # in learning rates, of any one element
+# Largest growth of the loss, in standard deviations of the noise.
+MOST_LOSS_CHANGE = 1.0
+# Largest distance of the final weights, in mean distances that another order of the data makes.
+MOST_DISTANCE = 1.2
+# Largest difference of any single element, in learning rates.
+MOST_ELEMENT_CHANGE = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run of a few steps gave. ``losses``: of each step. ``weights``: after the last one,
-    path
-    -> array (masters where there are any).
+    """The result of a run of a few steps.
 
-    ``evaluation``: loss on held-out data after the last step; where it is given, it is what losses
-    are judged by.
+    Attributes:
+        losses: The loss of each step.
+        weights: Path and array of the weights after the last step, masters if there are any.
+        evaluation: The loss on held-out data after the last step. If it is given, verdicts are
+            based on it; otherwise on the mean of ``losses``.
     """
 
     losses: tuple[float, ...]
@@ -51,19 +54,25 @@ class Outcome:
 
     @property
     def loss(self) -> float:
+        """Return the loss that verdicts are based on."""
         return self.evaluation if self.evaluation is not None else float(np.mean(self.losses))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate against the exact state.
+    """The comparison of one candidate with the exact state.
 
-    ``loss_change``: of the mean loss (or of the evaluation loss), candidate less exact;
-    ``noise_sd``: standard deviation of the loss over orders. ``distance``: between the weights at
-    the end of both runs, L2, over the mean distance that another order makes. ``element_change``:
-    the largest difference of one element there, in learning rates. ``lost_steps``: progress that is
-    missing, in steps of the exact run, along its own path. ``law_violations``: elements of the
-    candidate with m^2 > C v. ``reasons``: why it is not accepted.
+    Attributes:
+        name: The name of the candidate.
+        accepted: True if there is no reason against it.
+        loss_change: The loss of the candidate minus that of the exact run.
+        noise_sd: The standard deviation of the loss over the orders of the data.
+        distance: The L2 distance of the final weights of both runs, in mean distances that another
+            order makes.
+        element_change: The largest difference of one final weight, in learning rates.
+        lost_steps: The missing progress, in steps of the exact run along its own path.
+        law_violations: The number of elements of the candidate with m^2 > C v.
+        reasons: The reasons against the candidate.
     """
 
     name: str
@@ -88,54 +97,64 @@ def measure(
     rule: AdamRule | None,
     orders: int = 2,
 ) -> tuple[Verdict, ...]:
-    """Train on from ``state``, from ``state`` in ``orders`` other orders, and from each candidate;
-    a
-    verdict for each candidate.
+    """Train on from the exact state and from each candidate, and return a verdict for each.
 
-    ``run(state, order)``: restore ``state``, train 10 to 20 steps, return the outcome; order 0: on
-    recorded batches, always the same; other numbers: with the data in another order, drawn with
-    that seed. Shuffling the recorded batches alone makes a stricter judge than going on with
-    others, which is the noise that a run has anyway. It must change neither the state that it is
-    given nor what a later call gives. ``candidates``: by name; ``rolled_back``, ``rounded`` and
-    ``changed`` make them. ``lr``: the learning rate of these steps. ``weights(state)``: as in
-    ``Outcome``. ``moments(state)``: (path, m, v) of each parameter, as the run would take them,
-    after any repair. ``rule``: of the optimizer, ``None`` where it is not Adam: no law is checked
-    then. More ``orders``: a better noise estimate, more steps.
+    Args:
+        run: A function ``run(state, order)`` that restores a state, trains 10 to 20 steps and
+            returns the outcome. Order 0 stands for the recorded batches, always the same. Other
+            numbers are seeds of other orders of the data. Shuffling the recorded batches alone
+            makes a stricter test than continuing with other data, which is the noise of a real
+            run. The function must not change the state, nor the results of later calls.
+        state: The exact state.
+        candidates: The candidates by name. ``rolled_back``, ``rounded`` and ``changed`` make them.
+        lr: The learning rate of these steps.
+        weights: A function from a state to its weights, as in ``Outcome``.
+        moments: A function from a state to (path, m, v) of each parameter, as the run would use
+            them, after any repair.
+        rule: The constants of the optimizer; ``None`` if it is not Adam, so that no law is checked.
+        orders: The number of other orders, at least 2. Larger: a better estimate of the noise, more
+            steps to train; smaller: the opposite.
 
-    Raises ``ValueError`` for fewer than two orders, for a rate that is not positive, and where two
-    runs disagree about their weights.
+    Raises:
+        ValueError: If there are fewer than two orders, if the learning rate is not positive, or if
+            the weights of two runs have different paths.
     """
     if orders < 2:
         raise ValueError(f"noise needs at least 2 other orders, not {orders}")
     if not lr > 0:
         raise ValueError(f"the learning rate must be positive, not {lr}")
     exact = run(state, 0)
-    others = [run(state, order) for order in range(1, orders + 1)]
+    reordered = [run(state, order) for order in range(1, orders + 1)]
     start = weights(state)
-    noise_sd = float(np.std([exact.loss, *(other.loss for other in others)], ddof=1))
-    noise_distance = float(np.mean([distance(other.weights, exact.weights) for other in others]))
-    found = []
+    noise_sd = float(np.std([exact.loss, *(outcome.loss for outcome in reordered)], ddof=1))
+    noise_distance = float(
+        np.mean([distance(outcome.weights, exact.weights) for outcome in reordered])
+    )
+    verdicts = []
     for name, candidate in candidates.items():
         outcome = run(candidate, 0)
-        away = distance(outcome.weights, exact.weights)
+        displacement = distance(outcome.weights, exact.weights)
         verdict = Verdict(
             name,
             accepted=True,
             loss_change=outcome.loss - exact.loss,
             noise_sd=noise_sd,
-            distance=away / noise_distance if noise_distance else (math.inf if away else 0.0),
+            distance=displacement / noise_distance
+            if noise_distance
+            else (math.inf if displacement else 0.0),
             element_change=largest_change(outcome.weights, exact.weights) / lr,
             lost_steps=lost_steps(start, exact.weights, outcome.weights, len(exact.losses)),
             law_violations=_violations(moments(candidate), rule),
             reasons=(),
         )
         reasons = tuple(_reasons(verdict))
-        found.append(dataclasses.replace(verdict, accepted=not reasons, reasons=reasons))
-    return tuple(found)
+        verdicts.append(dataclasses.replace(verdict, accepted=not reasons, reasons=reasons))
+    return tuple(verdicts)
 
 
 def _reasons(verdict: Verdict) -> Iterable[str]:
-    """Why a candidate is not accepted. Written so that NaN is a reason."""
+    """Yield the reasons against a candidate."""
+    # Each test is the negation of a comparison, so that NaN is a reason, too.
     if not verdict.loss_change <= MOST_LOSS_CHANGE * verdict.noise_sd:
         yield f"the loss grows by {verdict.loss_change:.2g}, noise is {verdict.noise_sd:.2g}"
     if not verdict.distance <= MOST_DISTANCE:
@@ -165,91 +184,109 @@ def _violations(moments: Moments, rule: AdamRule | None) -> int:
 # --- distances ------------------------------------------------------------------------------------
 
 
-def distance(left: Weights, right: Weights) -> float:
-    """L2 distance of two sets of weights, float64. Raises ``ValueError`` where their paths
-    differ.
+def distance(first: Weights, second: Weights) -> float:
+    """Return the L2 distance of two sets of weights, in float64.
+
+    Raises:
+        ValueError: If their paths differ.
     """
-    return math.sqrt(sum(float(np.sum(difference**2)) for difference in _differences(left, right)))
+    return math.sqrt(
+        sum(float(np.sum(difference**2)) for difference in _differences(first, second))
+    )
 
 
-def largest_change(left: Weights, right: Weights) -> float:
-    """The largest absolute difference of an element; NaN where there is one. Raises ``ValueError``
-    where their paths differ.
+def largest_change(first: Weights, second: Weights) -> float:
+    """Return the largest absolute difference of an element, NaN if a difference is NaN.
+
+    Raises:
+        ValueError: If their paths differ.
     """
     return float(
         np.max(
-            [np.max(np.abs(difference), initial=0.0) for difference in _differences(left, right)],
+            [np.max(np.abs(difference), initial=0.0) for difference in _differences(first, second)],
             initial=0.0,
         )
     )
 
 
 def lost_steps(start: Weights, exact: Weights, outcome: Weights, steps: int) -> float:
-    """How many of ``steps`` steps are missing of the way that the exact run has gone from
-    ``start``: 0
-    for the exact run itself.
+    """Return the progress that an outcome is missing, in steps of the exact run.
 
-    The outcome's way, projected on the exact one's, both from the live ``start``. Shared batches
-    make it free of their noise, so that it sees losses that the loss cannot show; it does not see
-    whether a detour is as good as the way.
+    The displacement of the outcome from ``start`` is projected onto that of the exact run. Both
+    runs use the same batches, so their noise cancels, and the result shows losses of progress that
+    the loss does not show. It cannot tell if a detour is as good as the direct path.
+
+    Args:
+        start: The weights from which both runs started.
+        exact: The final weights of the exact run.
+        outcome: The final weights of the other run.
+        steps: The number of steps of each run.
+
+    Returns:
+        The number of steps, 0 for the exact run itself.
     """
-    way = along = 0.0
-    for gone, reached in zip(_differences(exact, start), _differences(outcome, start), strict=True):
-        way += float(np.sum(gone * gone))
-        along += float(np.sum(gone * reached))
-    return steps * (1 - along / way) if way else 0.0
+    squared_length = projection = 0.0
+    for exact_move, move in zip(
+        _differences(exact, start), _differences(outcome, start), strict=True
+    ):
+        squared_length += float(np.sum(exact_move * exact_move))
+        projection += float(np.sum(exact_move * move))
+    return steps * (1 - projection / squared_length) if squared_length else 0.0
 
 
-def _differences(left: Weights, right: Weights) -> Iterable[NDArray[np.float64]]:
-    if left.keys() != right.keys():
+def _differences(first: Weights, second: Weights) -> Iterable[NDArray[np.float64]]:
+    if first.keys() != second.keys():
         raise ValueError(
-            f"weights of other paths: {', '.join(sorted(left.keys() ^ right.keys())[:3])} are on"
+            f"weights of other paths: {', '.join(sorted(first.keys() ^ second.keys())[:3])} are on"
             " one side only"
         )
-    for path, values in left.items():
-        yield values.astype(np.float64) - right[path].astype(np.float64)
+    for path, values in first.items():
+        yield values.astype(np.float64) - second[path].astype(np.float64)
 
 
 # --- candidates -----------------------------------------------------------------------------------
 
 
 def changed(state: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A copy of a nested state, each leaf replaced by ``change(path, leaf)``; paths as in
-    checkpoints.
+    """Return a copy of a nested state in which ``change(path, leaf)`` replaces each leaf.
 
-    Containers: dicts, lists, tuples and named tuples; all else is a leaf. In JAX,
-    ``jax.tree.map_with_path`` does the same for any pytree.
+    Paths are those of checkpoints. Containers are dicts, lists, tuples and named tuples; everything
+    else is a leaf. In JAX, ``jax.tree.map_with_path`` does the same for any pytree.
     """
     return _changed(state, (), change)
 
 
-def rolled_back(state: Any, older: Any, chosen: Callable[[str], bool], factor: float = 1.0) -> Any:
-    """``state`` with the chosen leaves as they were in ``older``, times ``factor`` (see
-    ``policy.adam.bias_rescale``).
+def rolled_back(state: Any, older: Any, select: Callable[[str], bool], factor: float = 1.0) -> Any:
+    """Return ``state`` with the selected leaves of ``older``, times ``factor``.
 
-    ``older``: a state of the same structure whose leaves are copies, not views. Raises ``KeyError``
-    naming a chosen leaf that it does not have.
+    Args:
+        state: The live state.
+        older: A state of the same structure whose leaves are copies, not views.
+        select: A function from a leaf path to True if the leaf is replaced.
+        factor: The factor, see ``policy.adam.bias_rescale``.
+
+    Raises:
+        KeyError: If ``older`` does not have a selected leaf.
     """
     before: dict[str, Any] = {}
     changed(older, lambda path, leaf: before.setdefault(path, leaf))
     return changed(
         state,
         lambda path, leaf: (
-            leaf if not chosen(path) else before[path] if factor == 1.0 else before[path] * factor
+            leaf if not select(path) else before[path] if factor == 1.0 else before[path] * factor
         ),
     )
 
 
-def rounded(state: Any, chosen: Callable[[str], bool], spacing: float) -> Any:
-    """``state`` with the chosen leaves rounded to multiples of ``spacing``, all with the same
-    phase.
+def rounded(state: Any, select: Callable[[str], bool], spacing: float) -> Any:
+    """Return ``state`` with the selected leaves rounded to multiples of ``spacing``.
 
-    Only a stand-in for precision: against a fresh base such a rounding returns every element to it,
-    which looks free and stalls training. ``codec.lattice.quantise`` is what a bounded master is
-    stored with.
+    All elements have the same phase, so this only imitates a lower precision. Rounding around a
+    fresh base would return every element to the base: this seems harmless, but stalls training. A
+    bounded master is stored with ``codec.lattice`` instead.
     """
     return changed(
-        state, lambda path, leaf: (leaf / spacing + 0.5) // 1 * spacing if chosen(path) else leaf
+        state, lambda path, leaf: (leaf / spacing + 0.5) // 1 * spacing if select(path) else leaf
     )
 
 

@@ -28,7 +28,19 @@ from deltacheck.cli.plan import _rates, verdict
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.policy.keyframes import staggered
 from deltacheck.profile import planner
-from deltacheck.profile.planner import LeafRate, Machine, Rates, Run
+from deltacheck.profile.interval import daly_interval, waste, young_interval
+from deltacheck.profile.planner import Machine, Run
+from deltacheck.profile.rates import (
+    LeafRate,
+    Rates,
+    at_interval,
+    code_bits,
+    delta_bytes,
+    from_profile,
+    keyframe_bytes,
+    mean_bytes,
+    mean_chain,
+)
 from deltacheck.profile.record import FORMAT, VERSION, Curve, LeafProfile, Profile
 from deltacheck.report.data import collect
 from tests.support.adam_run import AdamRun
@@ -61,28 +73,25 @@ def least(waste: Callable[[float], float], low: float, high: float) -> float:
 
 
 def test_youngs_interval_is_the_published_formula() -> None:
-    assert planner.young_interval(50.0, 10_000.0) == pytest.approx(1000.0)
+    assert young_interval(50.0, 10_000.0) == pytest.approx(1000.0)
 
 
 @pytest.mark.parametrize("cost", [0.01, 1.0, 60.0, 600.0, 3600.0])
 @pytest.mark.parametrize("mtbf", [3600.0, 86400.0])
 def test_dalys_interval_is_where_the_waste_is_least(cost: float, mtbf: float) -> None:
-    best = least(lambda t: planner.waste(t, cost, mtbf), 1e-3, 3 * mtbf)
-    found = planner.daly_interval(cost, mtbf)
+    best = least(lambda t: waste(t, cost, mtbf), 1e-3, 3 * mtbf)
+    found = daly_interval(cost, mtbf)
     assert found == pytest.approx(best, rel=0.002 if cost < mtbf / 50 else 0.03)
-    assert (
-        planner.waste(found, cost, mtbf)
-        <= planner.waste(planner.young_interval(cost, mtbf), cost, mtbf) + 1e-9
-    )
+    assert waste(found, cost, mtbf) <= waste(young_interval(cost, mtbf), cost, mtbf) + 1e-9
 
 
 def test_where_a_checkpoint_costs_more_than_two_failures_apart_the_interval_is_the_mtbf() -> None:
-    assert planner.daly_interval(201.0, 100.0) == 100.0
+    assert daly_interval(201.0, 100.0) == 100.0
 
 
 def test_waste_without_failures_is_what_checkpoints_cost() -> None:
-    assert planner.waste(90.0, 10.0, 1e12) == pytest.approx(0.1)
-    assert planner.waste(1e9, 1.0, 1.0) == 1.0
+    assert waste(90.0, 10.0, 1e12) == pytest.approx(0.1)
+    assert waste(1e9, 1.0, 1.0) == 1.0
 
 
 def test_waste_is_that_of_a_simulated_run() -> None:
@@ -103,9 +112,7 @@ def test_waste_is_that_of_a_simulated_run() -> None:
             done + interval,
             failure - interval - cost,
         )
-    assert planner.waste(interval, cost, mtbf, restart) == pytest.approx(
-        1 - done / seconds, rel=0.03
-    )
+    assert waste(interval, cost, mtbf, restart) == pytest.approx(1 - done / seconds, rel=0.03)
 
 
 # --- the chain ------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def test_the_depth_is_the_largest_that_every_limit_allows(
         )
 
     found = planner.depth_for(
-        max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, most=64
+        max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, max_depth=64
     )
     assert fits(found)
     assert found == 64 or not fits(found + 1)
@@ -144,7 +151,7 @@ def test_a_limit_that_a_keyframe_alone_exceeds_is_refused_with_both_numbers() ->
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 8, 32, 100])
 def test_the_mean_chain_is_that_of_the_staggered_limits(depth: int) -> None:
     real = statistics.fmean(staggered(f"layer.{k}.weight", depth) for k in range(4000))
-    assert planner.mean_chain(depth) == pytest.approx(real, rel=0.02)
+    assert mean_chain(depth) == pytest.approx(real, rel=0.02)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -169,7 +176,7 @@ def test_the_laws_of_growth_meet_what_was_measured_within_a_quarter(
         1.0, (LeafRate(count * width, width, density, measured[0] * count, width * count),), 0.0
     )
     for steps, expected in zip((10, 50), measured[1:], strict=True):
-        found = planner.delta_bytes(planner.at_interval(rates, steps)) / count
+        found = delta_bytes(at_interval(rates, steps)) / count
         assert expected / 1.25 < found < expected * 1.25
 
 
@@ -177,13 +184,10 @@ def test_the_laws_of_growth_meet_what_was_measured_within_a_quarter(
 def test_a_longer_interval_never_makes_a_delta_smaller_nor_larger_than_a_whole_leaf(
     rates: Rates,
 ) -> None:
-    sizes = [
-        planner.delta_bytes(planner.at_interval(rates, steps))
-        for steps in (1, 2, 5, 10, 100, 10_000, 10**7)
-    ]
+    sizes = [delta_bytes(at_interval(rates, steps)) for steps in (1, 2, 5, 10, 100, 10_000, 10**7)]
     assert sizes == sorted(sizes)
-    assert 0.9 * planner.keyframe_bytes(rates) < sizes[-1] <= planner.keyframe_bytes(rates)
-    assert planner.at_interval(rates, 10) == rates
+    assert 0.9 * keyframe_bytes(rates) < sizes[-1] <= keyframe_bytes(rates)
+    assert at_interval(rates, 10) == rates
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.1, 0.5, 1.0, 4.0])
@@ -193,19 +197,19 @@ def test_the_bits_of_a_code_are_the_entropy_of_simulated_codes(spread: float) ->
     codes = np.round(before + random.normal(0, spread, before.size)) - np.round(before)
     counts = np.unique(codes, return_counts=True)[1] / codes.size
     entropy = float(-(counts * np.log2(counts)).sum())
-    assert planner.code_bits(spread) == pytest.approx(entropy, rel=0.12)
-    assert planner.code_bits(0.0) == 0.0
+    assert code_bits(spread) == pytest.approx(entropy, rel=0.12)
+    assert code_bits(0.0) == 0.0
 
 
 def test_a_mean_checkpoint_has_its_share_of_a_keyframe() -> None:
     rates = Rates(
         1.0, (LeafRate(1000, 4, 1.0, 100.0, 900.0), LeafRate(5000, 4, 0.0, 0.0, 5000.0)), 7.0
     )
-    assert planner.mean_bytes(rates, 0) == 900 + 7, (
+    assert mean_bytes(rates, 0) == 900 + 7, (
         "every save writes what moves whole, and what never moves never again"
     )
-    assert planner.mean_bytes(rates, 1) == (900 + 100) / 2 + 7
-    assert planner.mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
+    assert mean_bytes(rates, 1) == (900 + 100) / 2 + 7
+    assert mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
 
 
 def leaf(path: str, role: str, dtype: str, **more: Any) -> LeafProfile:
@@ -227,11 +231,11 @@ def test_an_exact_plan_takes_the_lossless_bytes_of_the_profile() -> None:
         leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves")),
         leaf("frozen", "weight", "bfloat16", density=Curve((10,), (0.0,))),
     )
-    rates = planner.from_profile(profile)
+    rates = from_profile(profile)
     assert [rate.delta_bytes for rate in rates.leaves] == [200_000.0, 0.0]
     assert rates.state_bytes == 100_000 * 6
     with pytest.raises(ValueError, match="no leaves"):
-        planner.from_profile(made())
+        from_profile(made())
 
 
 def test_a_plan_under_the_recommended_contracts_takes_fewer_bytes_leaf_by_leaf() -> None:
@@ -241,8 +245,8 @@ def test_a_plan_under_the_recommended_contracts_takes_fewer_bytes_leaf_by_leaf()
         leaf("w", "weight", "bfloat16", derived_from="master", how="cast"),
         leaf("master", "master", "float32", recommended=Exact()),
     )
-    v, m, w, master = planner.from_profile(profile, exact=False).leaves
-    assert v.delta_bytes == pytest.approx(100_000 * planner.code_bits(0.02) / 8)
+    v, m, w, master = from_profile(profile, exact=False).leaves
+    assert v.delta_bytes == pytest.approx(100_000 * code_bits(0.02) / 8)
     assert 0 < v.delta_bytes < 20_000
     assert m.delta_bytes == pytest.approx(20_000)
     assert (w.delta_bytes, w.key_bytes) == (0.0, 0.0)
@@ -295,7 +299,7 @@ def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
     )
     assert tight.max_chain_depth < free.max_chain_depth == 32
     assert tight.ways[0].restore_seconds <= 40.0 < free.ways[0].restore_seconds
-    rates = planner.at_interval(dense(), 10)
+    rates = at_interval(dense(), 10)
     assert planner.restore_seconds(rates, DISK, DAY, tight.max_chain_depth + 1) > 40.0
     whole = planner.plan(dense(), DISK, DAY, interval_steps=10, max_restore_seconds=12.0)
     assert any("leaves no room for a delta" in reason for reason in whole.reasons)
@@ -408,14 +412,14 @@ def stored(root: Path) -> float:
 def test_what_a_root_stores_is_predicted_from_it_within_a_twentieth(roots: dict[int, Path]) -> None:
     rates = _rates(collect(roots[3]))
     assert rates.interval_steps == 3
-    assert planner.delta_bytes(rates) == pytest.approx(stored(roots[3]), rel=0.05)
+    assert delta_bytes(rates) == pytest.approx(stored(roots[3]), rel=0.05)
 
 
 def test_what_a_root_stores_at_four_times_the_interval_is_predicted_within_a_quarter(
     roots: dict[int, Path],
 ) -> None:
-    rates = planner.at_interval(_rates(collect(roots[3])), 12)
-    assert planner.delta_bytes(rates) == pytest.approx(stored(roots[12]), rel=0.25)
+    rates = at_interval(_rates(collect(roots[3])), 12)
+    assert delta_bytes(rates) == pytest.approx(stored(roots[12]), rel=0.25)
 
 
 SPEEDS = [

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.orbax.state.leaves import describe, expand, is_key, own_rules
 from deltacheck.errors import Damaged, StepNotFound
-from deltacheck.profile.sample import Plan
+from deltacheck.profile.sample import SamplePlan
 
 __all__ = ["describe", "expand", "states", "steps", "take"]
 
 
-def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]:
+def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
     """Sampled elements of arrays, shard by shard: read in place where a shard lies on the host,
     else one gather for each device.
     """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from deltacheck.backends.torch.state.leaves import describe, flat_bytes
 from deltacheck.errors import Damaged
 from deltacheck.leaf.dtypes import dtype_named
-from deltacheck.profile.sample import Plan
+from deltacheck.profile.sample import SamplePlan
 
 __all__ = ["describe", "expand", "files", "states", "take"]
 
@@ -29,7 +29,7 @@ def expand(value: object) -> list[tuple[object, object]] | None:
     return None
 
 
-def take(arrays: Mapping[str, Any], plan: Plan) -> dict[str, NDArray[np.generic]]:
+def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
     """Sampled elements of tensors: gathered on their device, one copy to the host for each device
     and type.
     """

@@ -1,0 +1,254 @@
+"""The bytes of a checkpoint, and their growth with the interval.
+
+The rates of a state come from a profile or from the saves of a root. Every formula, its source and
+its range: ``docs/explanation/planning.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deltacheck.leaf.contracts import Bounded, Reused
+from deltacheck.leaf.dtypes import dtype_named
+from deltacheck.profile.record import LeafProfile, Profile
+
+# Growth of the share of changed words with the steps between two checkpoints. The exponent is below
+# 1 because the same words change again. Fitted to our own runs, see planning.md.
+_SPREAD_EXPONENT = 0.65
+# Growth of the delta of a leaf in which nearly every word changed: if the differences double, each
+# takes about one more bit.
+_BITS_PER_DOUBLING = 1.0
+# Share of changed words from which the second law holds.
+_DENSE = 0.5
+
+# Bytes of tables for each chunk: a row of the index, its digest, their share of the metadata.
+_ROW_BYTES = 64
+# Bytes of tables for each leaf: its entries in the manifest and in the table of the segment.
+_LEAF_BYTES = 300
+_CHUNK_BYTES = 1 << 20
+
+# The limits of chains are spread over leaves between half of the policy's limit and all of it. The
+# mean over leaves is taken at the midpoints of four equal parts.
+_STAGGERED_SHARES = (0.5625, 0.6875, 0.8125, 0.9375)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRate:
+    """The bytes that one leaf, or several similar leaves, add to a save.
+
+    Attributes:
+        raw_bytes: The size of the leaf.
+        word_bytes: The size of a word that is compared.
+        density: The share of words that change between two checkpoints.
+        delta_bytes: The bytes that are stored for the change.
+        key_bytes: The bytes that are stored for the whole leaf.
+    """
+
+    raw_bytes: int
+    word_bytes: int
+    density: float
+    delta_bytes: float
+    key_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of a whole state.
+
+    Attributes:
+        interval_steps: The number of steps between two observations.
+        leaves: The rates of its leaves.
+        tables_bytes: The bytes of manifest, tables, indexes and digests of each save.
+    """
+
+    interval_steps: float
+    leaves: tuple[LeafRate, ...]
+    tables_bytes: float
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of the raw state."""
+        return sum(leaf.raw_bytes for leaf in self.leaves)
+
+
+# --- sources of rates -----------------------------------------------------------------------------
+
+
+def from_profile(profile: Profile, *, exact: bool = True) -> Rates:
+    """Return the rates that a profile predicts.
+
+    Keyframes count as raw, because a profile does not hold how well they compress.
+
+    Args:
+        profile: The profile of a run.
+        exact: If True (default), every bit is stored. If False, leaves are stored under the
+            contracts that the profile recommends, which takes fewer bytes.
+
+    Raises:
+        ValueError: If the profile has no leaves.
+    """
+    if not profile.leaves:
+        raise ValueError("the profile has no leaves; observe the run at two steps at least")
+    leaves = tuple(
+        _leaf_rate(leaf, profile.interval_steps, exact) for leaf in profile.leaves.values()
+    )
+    raw = sum(leaf.raw_bytes for leaf in leaves)
+    return Rates(
+        profile.interval_steps, leaves, len(leaves) * _LEAF_BYTES + raw / _CHUNK_BYTES * _ROW_BYTES
+    )
+
+
+def _leaf_rate(leaf: LeafProfile, interval_steps: int, exact: bool) -> LeafRate:
+    element = dtype_named(leaf.dtype)
+    count = math.prod(leaf.shape)
+    raw = count * element.item_bytes
+    density = _last(leaf.density.values)
+    lossless = LeafRate(
+        raw, element.word_bytes, density, count * leaf.exact_bytes if density > 0 else 0.0, raw
+    )
+    if exact:
+        return lossless
+    if leaf.derived_from:
+        return replace(lossless, density=0.0, delta_bytes=0.0, key_bytes=0.0)
+    terms = leaf.recommended
+    if isinstance(terms, Bounded) and terms.norm == leaf.drift_unit and terms.limit > 0:
+        spread = _last(leaf.drift.values) / (2 * terms.limit)
+        bits = code_bits(spread)
+        changed = min(1.0, math.sqrt(2 / math.pi) * spread)
+        return replace(
+            lossless, density=changed, delta_bytes=min(count * bits / 8, lossless.delta_bytes)
+        )
+    if isinstance(terms, Reused) and leaf.refresh_steps:
+        # Written whole, or as a delta of the same size, once in this number of steps.
+        return replace(
+            lossless,
+            delta_bytes=lossless.delta_bytes * min(1.0, interval_steps / leaf.refresh_steps),
+        )
+    return lossless
+
+
+def _last(values: Sequence[float]) -> float:
+    """Return the median of the newest three values: the present behaviour of a leaf."""
+    newest = sorted(value for value in values[-3:] if math.isfinite(value))
+    return newest[len(newest) // 2] if newest else 0.0
+
+
+def scaled(rates: Rates, state_bytes: int) -> Rates:
+    """Return the rates of a state of another size that behaves like this one."""
+    factor = state_bytes / rates.state_bytes
+    leaves = tuple(
+        replace(
+            leaf,
+            raw_bytes=round(leaf.raw_bytes * factor),
+            delta_bytes=leaf.delta_bytes * factor,
+            key_bytes=leaf.key_bytes * factor,
+        )
+        for leaf in rates.leaves
+    )
+    return replace(rates, leaves=leaves, tables_bytes=rates.tables_bytes * factor)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def mean_chain(max_chain_depth: int) -> float:
+    """Return the mean number of deltas between two keyframes of a leaf, over all leaves.
+
+    The limits of leaves are spread between half of ``max_chain_depth`` and all of it, see
+    ``policy.keyframes.staggered``.
+    """
+    spread = max_chain_depth // 2
+    return max_chain_depth - (spread - 1) / 2 if spread else float(max_chain_depth)
+
+
+def at_interval(rates: Rates, interval_steps: float) -> Rates:
+    """Return the rates of the same state for another interval.
+
+    This is an extrapolation; planning.md shows its accuracy.
+    """
+    factor = interval_steps / rates.interval_steps
+    return replace(
+        rates,
+        interval_steps=interval_steps,
+        leaves=tuple(_leaf_at(leaf, factor) for leaf in rates.leaves),
+    )
+
+
+def _leaf_at(leaf: LeafRate, factor: float) -> LeafRate:
+    if leaf.density <= 0 or factor == 1:
+        return leaf
+    # A delta is never larger than the whole leaf.
+    largest = max(leaf.key_bytes, leaf.delta_bytes)
+    if leaf.density >= _DENSE:
+        growth = leaf.raw_bytes / leaf.word_bytes * _BITS_PER_DOUBLING * math.log2(factor) / 8
+        return replace(
+            leaf, delta_bytes=min(largest, max(leaf.delta_bytes / 8, leaf.delta_bytes + growth))
+        )
+    density = -math.expm1(factor**_SPREAD_EXPONENT * math.log1p(-leaf.density))
+    return replace(
+        leaf, density=density, delta_bytes=min(largest, leaf.delta_bytes * density / leaf.density)
+    )
+
+
+def keyframe_bytes(rates: Rates) -> float:
+    """Return the bytes of a checkpoint in which every leaf is written whole."""
+    return sum(leaf.key_bytes for leaf in rates.leaves) + rates.tables_bytes
+
+
+def delta_bytes(rates: Rates) -> float:
+    """Return the bytes of a checkpoint in which every leaf is written as a delta."""
+    return sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
+
+
+def mean_bytes(rates: Rates, max_chain_depth: int, max_restore_ratio: float | None = None) -> float:
+    """Return the mean bytes of a checkpoint, with keyframes amortised over their chains.
+
+    A leaf that never changes is never written again.
+
+    Args:
+        rates: The rates of the state.
+        max_chain_depth: As in ``Policy``.
+        max_restore_ratio: As in ``Policy``.
+    """
+    chain = mean_chain(max_chain_depth)
+    total = rates.tables_bytes
+    for leaf in (leaf for leaf in rates.leaves if leaf.density > 0):
+        lengths = [chain_within(leaf, max_restore_ratio, share) for share in _STAGGERED_SHARES]
+        deltas = min(chain, sum(lengths) / len(lengths))
+        total += (leaf.key_bytes + deltas * leaf.delta_bytes) / (deltas + 1)
+    return total
+
+
+def chain_within(leaf: LeafRate, max_restore_ratio: float | None, share: float = 1.0) -> float:
+    """Return the number of deltas that reach ``share`` of the restore ratio.
+
+    A changed word decodes to its own bytes and one byte for its place. A dense delta decodes to no
+    more than the leaf.
+    """
+    decoded = min(1.0, leaf.density * (1 + 1 / leaf.word_bytes))
+    return (
+        math.inf
+        if max_restore_ratio is None or not decoded
+        else math.ceil(share * max_restore_ratio / decoded)
+    )
+
+
+def code_bits(spread: float) -> float:
+    """Return the bits per element that a change of codes takes.
+
+    Below one spacing, a code with a random phase changes with the probability ``E|change| /
+    spacing``, which is 0.8 ``spread`` for a normally distributed change. It takes the entropy of
+    this event and a sign. Above one spacing, it takes the entropy of a quantised normal variable,
+    ``log2(spread sqrt(2 pi e))`` (Cover & Thomas, "Elements of Information Theory", section 8.3).
+
+    Args:
+        spread: The root mean square change over the spacing of the codes.
+    """
+    if spread <= 0:
+        return 0.0
+    # sqrt(2 / pi) is the mean absolute value of a standard normal variable.
+    p = min(1.0, math.sqrt(2 / math.pi) * spread)
+    entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) if p < 1 else 0.0
+    return max(entropy + p, math.log2(spread * math.sqrt(2 * math.pi * math.e)))
