@@ -1,8 +1,10 @@
-// One tile in one pass: which words differ, where they stand, their differences, and the new base.
+// Compaction of one tile in one pass: finds the words that differ, lists their positions and
+// differences, and updates the base. Called by segment.h. docs/reference/format.md, section 4,
+// defines tiles and differences.
 //
-// Memory is what this waits for, so nothing here branches on whether words differ: near 1 % no
-// branch can be foreseen, and a wrong guess costs more than packing words that are all equal.
-// Internal linkage throughout, see format.h.
+// This code waits for memory, so it has no branch on a single comparison. If about 1 % of the words
+// differ, such a branch cannot be predicted, and a misprediction costs more than packing words that
+// are all equal. All functions have internal linkage, see format.h.
 
 #pragma once
 
@@ -16,13 +18,16 @@
 namespace deltacheck {
 namespace {
 
-// Each version below: the changed words of one tile, and their number. Their bits are left at
-// `Scratch::masks`, unused bits of the last 64 being 0, their places and differences at `positions`
-// and `z`. With `kUpdate` base becomes current. REQUIRES: words > 0.
+// Each version of `compact` below finds the changed words of one tile and returns their number. It
+// leaves one bit per word at `Scratch::masks` (unused bits of the last 64 are 0), and the positions
+// and zigzag differences of the changed words at `positions` and `z`. With `kUpdate`, it also
+// copies the changed words to the base. REQUIRES: words > 0.
 
 #if defined(__AVX512BW__)
 
 template <int W>
+// Returns zigzag(c - b) of each word: (d << 1) ^ (d >> (bits - 1)), as in format.h. AVX-512 has no
+// arithmetic shift for bytes, so W == 1 makes the sign from a mask.
 inline __m512i zigzag_line(__m512i c, __m512i b) {
   if constexpr (W == 1) {
     const __m512i d = _mm512_sub_epi8(c, b);
@@ -48,6 +53,7 @@ inline uint64_t nonzero_words(__m512i z) {
 }
 
 template <int W>
+// Stores the selected words only, so that unchanged words of the base cause no memory traffic.
 inline void store_words(uint8_t* to, uint64_t chosen, __m512i words) {
   if constexpr (W == 1) _mm512_mask_storeu_epi8(to, static_cast<__mmask64>(chosen), words);
   if constexpr (W == 2) _mm512_mask_storeu_epi16(to, static_cast<__mmask32>(chosen), words);
@@ -55,9 +61,9 @@ inline void store_words(uint8_t* to, uint64_t chosen, __m512i words) {
   if constexpr (W == 8) _mm512_mask_storeu_epi64(to, static_cast<__mmask8>(chosen), words);
 }
 
-// Packs the chosen ones of 64 bytes of words, and their places, and moves on. Words of 1 and 2
-// bytes go with their places into 32 bits, place above: no narrower words can be packed on every
-// processor of this level.
+// Packs the selected words of 64 bytes and their positions, and advances the output pointers. Words
+// of 1 and 2 bytes are combined with their positions in 32 bits, the position in the upper half,
+// because not every processor of this level can compress narrower words.
 template <int W>
 inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pairs,
                       uint8_t** packed, uint16_t** places) {
@@ -115,6 +121,7 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
     line(at, _mm512_loadu_si512(current + at), _mm512_loadu_si512(base + at));
   }
   if (at < bytes) {
+    // Masked loads do not fault on bytes behind the arrays; those lanes compare as equal.
     const __mmask64 rest = ~uint64_t{0} >> (64 - (bytes - at));
     line(at, _mm512_maskz_loadu_epi8(rest, current + at), _mm512_maskz_loadu_epi8(rest, base + at));
   }
@@ -132,14 +139,15 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
   return count;
 }
 
-// The differences above 255, W bytes each; returns how many these are. 64 bytes after them may be
-// overwritten.
+// Packs the differences above 255, W bytes each, and returns their number. Up to 64 bytes behind
+// them may be overwritten.
 template <int W>
 inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
   static_assert(W > 1);
   uint8_t* at = wide;
   for (uint32_t k = 0; k < count; k += 64 / W) {
     const uint32_t here = count - k < 64 / W ? count - k : 64 / W;
+    // Two shifts, because a shift by 32 is undefined.
     const uint32_t there = (1u << (here - 1) << 1) - 1;
     const __m512i line = _mm512_loadu_si512(z + W * k);
     if constexpr (W == 2) {
@@ -173,7 +181,7 @@ inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
 
 #  if defined(__AVX2__)
 
-// The places of the 1 bits of every byte, ascending; what follows them does not matter.
+// The positions of the 1 bits of every byte, ascending. The remaining entries do not matter.
 struct BitPlaces {
   uint8_t of[256][8];
 };
@@ -191,7 +199,7 @@ static constexpr BitPlaces make_bit_places() {
 
 alignas(64) static constexpr BitPlaces kBitPlaces = make_bit_places();
 
-// Moves the words at `places` of 8 to the front.
+// Moves the words at `places` of 8 words to the front.
 template <int W>
 inline void pack8(const uint8_t* z, __m128i places, uint8_t* to) {
   if constexpr (W == 1) {
@@ -211,8 +219,8 @@ inline void pack8(const uint8_t* z, __m128i places, uint8_t* to) {
   }
 }
 
-// Packs what differs among the first words, as many as there are in blocks of 64, and returns how
-// many these are.
+// Packs the differences of all complete blocks of 64 words, and returns the number of changed
+// words.
 template <int W>
 inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_t words,
                             Scratch* scratch) {
@@ -250,16 +258,16 @@ inline uint32_t pack_blocks(const uint8_t* current, const uint8_t* base, uint32_
 
 #  endif
 
-// The places of the 1 bits, ascending. Up to 64 entries after them may be overwritten.
+// Lists the positions of the 1 bits, ascending. Up to 64 entries behind them may be overwritten.
 inline void set_bits(const uint64_t* masks, uint32_t blocks, uint16_t* out) {
-  constexpr uint64_t kTop =
-      uint64_t{1} << 63;  // keeps the count of trailing zeros defined once all bits are taken
+  // Keeps the count of trailing zeros defined after all bits have been removed.
+  constexpr uint64_t kTop = uint64_t{1} << 63;
   for (uint32_t block = 0; block < blocks; ++block) {
     uint64_t bits = masks[block];
     if (bits == 0) continue;
     const uint32_t count = static_cast<uint32_t>(__builtin_popcountll(bits)), start = 64 * block;
-    // Four at a time and too many rather than a branch for each: the count within a block cannot be
-    // foreseen.
+    // Four entries are written at a time, including some too many, because the number of bits in a
+    // block cannot be predicted.
     for (uint32_t k = 0; k < count; k += 4) {
       for (uint32_t i = 0; i < 4; ++i) {
         out[k + i] =
@@ -299,7 +307,7 @@ inline uint32_t compact(const uint8_t* current, uint8_t* base, uint32_t words, S
       z[k] = zigzag<W>(c[scratch->positions[k]], b[scratch->positions[k]]);
   }
   if (!kUpdate || count == 0) return count;
-  if (count * 16 < words) {  // few: touch no more lines of the base than change
+  if (count * 16 < words) {  // few: write only the cache lines that change
     for (uint32_t k = 0; k < count; ++k) b[scratch->positions[k]] = c[scratch->positions[k]];
   } else {
     std::memcpy(base, current, size_t{words} * W);
@@ -314,6 +322,7 @@ inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
   uint32_t n = 0;
   for (uint32_t k = 0; k < count; ++k) {
     to[n] = from[k];
+    // Every difference is stored, but only a wide one advances the output: no branch.
     n += from[k] > 255;
   }
   return n;

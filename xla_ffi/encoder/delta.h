@@ -1,5 +1,6 @@
-// Encode, apply and measure runs of chunks on the host, on several threads. No result depends on
-// how many.
+// Encodes, applies and measures runs of chunks on the host, on several threads. The entry points
+// for module.cc and the CPU handlers. No result depends on the number of threads. Rows and streams
+// are defined in docs/reference/format.md, section 4.
 
 #pragma once
 
@@ -22,63 +23,66 @@ struct Encoded {
   Bytes streams[kStreams];
 };
 
-// Encodes `current` against `base`, which becomes equal to it; with `base` null every chunk is
-// stored. Throws std::bad_alloc, after which base holds a mixture: the caller must drop it.
+// Encodes `current` against `base`, which becomes equal to it. If `base` is null, every chunk is
+// stored by itself. Throws std::bad_alloc; the base is then a mixture, and the caller must discard
+// it.
 //
-// `method`: taken for every chunk that changed instead of the best, except that sparse or bitmap
-// streams larger than the chunk are raw; kUnchanged chooses. REQUIRES: without a base only planes
-// and raw can be asked for.
+// `method`: used for every changed chunk instead of the cheapest one. Sparse or bitmap streams
+// larger than the chunk are replaced by raw. kUnchanged selects the cheapest. REQUIRES: without a
+// base only planes and raw may be requested.
 //
-// Memory: what the output needs, about 3 chunks a thread, and kKeptBytes. Address space: up to six
-// times the run, given back at the end.
+// Memory: the size of the output, about 3 chunks per thread, and kKeptBytes. Address space: up to
+// six times the run, released at the end.
 Encoded encode(const Run& run, const uint8_t* current, uint8_t* base, Method method = kUnchanged);
 
 struct StreamView {
-  const uint8_t* data;  // null where size is 0
+  const uint8_t* data;  // null if size is 0
   uint64_t size;
 };
 
-// Turns `base` into what was encoded, chunk by chunk, each checked before it is written. Returns an
-// empty string, or why the first bad chunk was refused; chunks may then have been applied, never a
-// bad one.
+// Applies a delta to `base`, chunk by chunk; each chunk is checked before it is written. Returns an
+// empty string, or the reason why the first bad chunk was refused. Other chunks may have been
+// applied by then, but never a bad one.
 std::string apply(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   uint8_t* base);
 
-// What apply would refuse, without a base: everything that format.md 4.3 asks for. `offsets`:
-// becomes, for each row, the kStreams offsets at which its parts of the streams begin.
+// Returns the refusal of `apply` without a base: it performs all checks of format.md, 4.3.
+// `offsets` receives, for each row, the kStreams offsets at which its parts of the streams begin.
 std::string check(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   std::vector<uint64_t>* offsets);
 
-// Of every chunk. REQUIRES: the run's words have the size of `elements`.
+// Returns the statistics of every chunk. REQUIRES: the words of the run have the size of
+// `elements`.
 std::vector<Statistics> statistics(const Run& run, Elements elements, const uint8_t* current,
                                    const uint8_t* base);
 
-// The codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or null.
-// REQUIRES: `step` is finite and at least 2^-149.
+// Writes the codes of lattice.h. Element i takes its phase from seed + i. `weights`: bfloat16, or
+// null. REQUIRES: `step` is finite and at least 2^-149.
 LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint64_t count,
                             double step, uint64_t seed, uint8_t* codes);
 
-// The other way round. `values` may be `codes`.
+// The inverse of lattice_codes. `values` may be the memory of `codes`.
 void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
                     uint64_t seed, uint8_t* values);
 
-// The codes of octaves.h. `base`: codes of the same form, or null; one is taken again where |L(x')
-// - L(x)| <= band. `codes` may be `base`. REQUIRES: band <= 2^26.
+// Writes the codes of octaves.h. `base`: codes of the same form, or null. A code of the base is
+// reused if |L(x') - L(x)| <= band. `codes` may be the memory of `base`. REQUIRES: band <= 2^26.
 OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t count,
                           const OctaveForm& form, uint32_t band, uint8_t* codes);
 
-// The other way round. Returns the number of codes that no value has, which become 0.
+// The inverse of octave_codes. Returns the number of codes that no value has; these become 0.
 uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& form,
                        uint8_t* values);
 
-// Threads that one call may use, its caller among them. At first the processors that this process
-// may run on, at most 8.
+// The number of threads that one call may use, including its caller. By default the processors
+// available to this process, at most 8. More: faster calls; fewer: more processors left for
+// training.
 int threads();
 void set_threads(int count);
 
 // The instruction sets that this build has kernels for and this processor can run, best first, and
-// the one in use: at first the one that the environment variable DELTACHECK_ISA names, or the best.
-// Throws std::invalid_argument for a name that is not in the list.
+// the one in use. Initially it is the one that the environment variable DELTACHECK_ISA names, or
+// the best. Throws std::invalid_argument for a name that is not in the list.
 std::vector<std::string> instruction_sets();
 std::string instruction_set();
 void use_instruction_set(const std::string& name);

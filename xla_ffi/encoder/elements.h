@@ -1,7 +1,6 @@
-// Words as values, and what is counted of them: the part of the statistics that the host and the
-// device share.
-//
-// Internal linkage throughout, see format.h.
+// Words as numbers, and the definition of the statistics. Shared by the host (statistics.h) and the
+// device (cuda/statistics.cu), whose results have equal bits. All functions have internal linkage,
+// see format.h.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 
 namespace deltacheck {
 
-// What the words of a run are. Bits are compared and nothing else.
+// The type of the words of a run. Words of type bits are compared and nothing else.
 enum class Elements : uint32_t {
   kBits8,
   kBits16,
@@ -27,25 +26,25 @@ constexpr uint32_t kElementTypes = 8;
 constexpr const char* kElementNames[kElementTypes] = {"bits8",   "bits16",   "bits32",  "bits64",
                                                       "float16", "bfloat16", "float32", "float64"};
 
-// Of the pairs of a chunk's words. A difference is taken in the precision of the elements, in that
-// of float32 where they are smaller, and is infinite where it overflows; squares and sums are
-// double. A pair of which either is not finite is left out of the last three, which are 0 under
-// bits.
+// The statistics of a chunk's pairs of words. Differences are computed in the precision of the
+// elements, or in float32 for smaller ones, and are infinite on overflow. Squares and sums are
+// double. A pair with a value that is not finite does not count in the last three fields. These are
+// 0 for bits.
 struct Statistics {
   uint64_t changed;                         // words whose bits differ
   uint64_t nonfinite;                       // infinities and NaNs in current; 0 under bits
-  double squared_difference, squared_base;  // sums
+  double squared_difference, squared_base;  // sums of squares
   double largest_difference;                // magnitude
 };
 
-// The order of the two sums, which makes them the same on every processor: element i of a tile is
-// added to lane i mod 32, the lanes of a tile are added in halves, the tiles of a span one after
-// the other, and then the spans.
+// The order of the two sums, fixed because floating-point addition is not associative. Element i of
+// a tile is added to lane i mod 32, the lanes of a tile are added in halves, then the tiles of a
+// span one after the other, and then the spans.
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kSpanTiles = 64;
 
-// How an element type lies in its word. kExponent: all of these bits are set where a value is not
-// finite; 0 under bits.
+// The layout of an element type in its word. kExponent: the bits that are all set if a value is not
+// finite; 0 for bits.
 template <int W, uint64_t kExponentBits>
 struct ElementOf {
   static constexpr int kWordBytes = W;
@@ -71,6 +70,7 @@ struct Element<Elements::kFloat32> : ElementOf<4, 0x7f800000> {};
 template <>
 struct Element<Elements::kFloat64> : ElementOf<8, 0x7ff0000000000000> {};
 
+// Returns the number of bytes of a word of this type.
 DELTACHECK_HD int word_bytes_of(Elements elements) {
   switch (elements) {
     case Elements::kBits8:
@@ -92,8 +92,7 @@ DELTACHECK_HD bool is_finite(typename Word<Element<kElements>::kWordBytes>::type
   return (word & Element<kElements>::kExponent) != Element<kElements>::kExponent;
 }
 
-// Exact. REQUIRES: is_finite(word).
-// What an element is computed with.
+// The type in which an element is computed.
 template <int W>
 struct NumberOf {
   using type = float;
@@ -105,13 +104,14 @@ struct NumberOf<8> {
 template <Elements kElements>
 using Number = typename NumberOf<Element<kElements>::kWordBytes>::type;
 
-// Exact. REQUIRES: is_finite(word).
+// Returns the value of an element. The conversion is exact. REQUIRES: is_finite(word).
 template <Elements kElements>
 DELTACHECK_HD Number<kElements> value_of(typename Word<Element<kElements>::kWordBytes>::type word) {
   Number<kElements> value;
   if constexpr (kElements == Elements::kFloat16) {
     const uint32_t magnitude = word & 0x7fffu;
-    // A subnormal gets the exponent of the least normal value, and 2^-14 too much.
+    // A subnormal gets the exponent of the smallest normal value, which adds 2^-14. The subtraction
+    // removes it again and normalises the result.
     const bool subnormal = magnitude < 0x400;
     const uint32_t bits = (magnitude << 13) + (subnormal ? 113u << 23 : 112u << 23);
     memcpy(&value, &bits, sizeof value);
@@ -126,8 +126,8 @@ DELTACHECK_HD Number<kElements> value_of(typename Word<Element<kElements>::kWord
   return value;
 }
 
-// Rounded before it goes into a sum, which matters for doubles: the squares of floats are exact.
-// The host is compiled with -ffp-contract=off.
+// Rounds the square before it enters a sum. This matters for doubles; squares of floats are exact
+// in double. The host is compiled with -ffp-contract=off for the same reason.
 DELTACHECK_HD double square(double value) {
 #ifdef __CUDA_ARCH__
   return __dmul_rn(value, value);

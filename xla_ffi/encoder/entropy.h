@@ -1,4 +1,5 @@
-// The entropy stage: a stream's bytes as the files of its zarr array, written as they are made.
+// The entropy stage: writes the bytes of a stream as the files of its zarr array, as they are
+// produced. Called by module.cc. docs/reference/format.md, "Arrays", defines the files.
 
 #pragma once
 
@@ -13,7 +14,7 @@ constexpr uint64_t kCrcBytes = 4,
                    kIndexEntryBytes =
                        16;  // behind every chunk and index; of a chunk in a shard's index
 
-// How an array is cut into files (docs/reference/format.md, "Arrays").
+// The division of an array into files (docs/reference/format.md, "Arrays").
 struct FileCut {
   uint64_t chunk_bytes;  // >= 1
   uint64_t
@@ -21,14 +22,15 @@ struct FileCut {
   bool sharded;
 };
 
-// Writes file `number` of the stream that `pieces` are, in order, from the start of an empty file.
-// Every chunk ends in its crc32c, and so does the shard index; the last chunk is filled up with
-// zeros. Returns 0, or the `errno` of the write that failed. Throws std::bad_alloc; the file is
-// then of no use, too.
+// Writes file `number` of the stream that consists of `pieces`, in order, from the start of an
+// empty file. Every chunk and the shard index end in a crc32c. The last chunk is padded with zeros.
+// Returns 0, or the `errno` of the write that failed. Throws std::bad_alloc; the file is then
+// unusable, too.
 //
-// `level`: one zstd frame a chunk, of this level, >= 1 (codec `stream`); 0: the bytes as they are
-// (codec `store`). REQUIRES: the stream reaches into file `number`. The bytes do not depend on how
-// many threads work on them. Memory: about 4 MiB for each of threads(), kept until the thread ends.
+// `level`: the zstd level of a frame per chunk, >= 1 (codec `stream`); 0 stores the bytes as they
+// are (codec `store`). Higher: smaller files, more time; lower: the opposite. REQUIRES: the stream
+// extends into file `number`. The bytes do not depend on the number of threads. Memory: about 4 MiB
+// for each of threads(), kept until the thread ends.
 int write_stream_file(int descriptor, const std::vector<StreamView>& pieces, const FileCut& cut,
                       int level, uint64_t number);
 

@@ -1,8 +1,9 @@
-// The numbers and the scalar arithmetic of docs/reference/format.md, section 4. Everything here is
-// part of the format.
+// The constants and the scalar arithmetic of docs/reference/format.md, section 4. Everything here
+// is part of the format: a change makes existing checkpoints unreadable.
 //
-// Host and device code include this file. Functions have internal linkage: it is compiled once for
-// each instruction set, and no copy made for a newer processor may be picked for an older one.
+// Host and device code include this file. Functions have internal linkage. The file is compiled
+// once for each instruction set, and the linker must not use a copy made for a newer processor on
+// an older one.
 
 #pragma once
 
@@ -16,11 +17,14 @@
 
 namespace deltacheck {
 
-// All permanent.
-constexpr uint32_t kTileBytes = 16384;  // of the chunk; one constant for every processor
-constexpr uint32_t kEscape =
-    255;  // in gaps: 255 more unchanged words; in values: the difference is in wide
-constexpr uint32_t kSampleEvery = 16;  // tiles 0, 16, 32, .. are the sample
+// Permanent constants of the format.
+// Bytes of a chunk that make a tile. The same on every processor.
+constexpr uint32_t kTileBytes = 16384;
+// In gaps: 255 more unchanged words follow. In values: the difference is in the stream wide.
+constexpr uint32_t kEscape = 255;
+// Tiles 0, 16, 32, .. are the sample from which the method is chosen.
+constexpr uint32_t kSampleEvery = 16;
+// A tile's entry in the stream tiles: three 16-bit numbers (4.3).
 constexpr uint32_t kTileEntryBytes = 6;
 
 enum Method : uint32_t {
@@ -35,8 +39,8 @@ constexpr uint32_t kMethods = 6;
 constexpr const char* kMethodNames[kMethods] = {"unchanged", "sparse", "bitmap",
                                                 "diff",      "planes", "raw"};
 
-// In the order in which streams are listed everywhere; diff and planes take one each for every byte
-// of a word.
+// The streams, in the order in which they are listed everywhere. Diff and planes have one stream
+// for each byte of a word.
 enum Stream : int {
   kTiles,
   kGaps,
@@ -58,11 +62,12 @@ struct Row {
 };
 constexpr uint32_t kRowWidth = 5;
 
-// Numbers that say what a call which cannot size its results has left in them: rows, 1 if the
-// streams did not fit (else 0), then the bytes of every stream.
+// The entries of the head of a call that cannot size its results in advance: the number of rows, 1
+// if the streams did not fit (else 0), then the bytes of every stream.
 enum Head : int { kHeadRows, kHeadOverflow, kHeadStreams, kHeadEntries = kHeadStreams + kStreams };
 
-// Unsigned words of W bytes. `Memory` is the same in memory of any alignment and any declared type.
+// Unsigned words of W bytes. `Memory` is the same type for memory of any alignment and any declared
+// type: may_alias, because tensors of all types are read through it.
 template <int W>
 struct Word;
 template <>
@@ -102,7 +107,8 @@ DELTACHECK_HD uint32_t words_of_tile(uint64_t words, uint64_t tile, uint32_t til
   return static_cast<uint32_t>(rest < tile_words ? rest : tile_words);
 }
 
-// z of a word.
+// Returns the zigzag code of current - base: small differences of either sign become small unsigned
+// numbers.
 template <int W>
 DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current,
                                             typename Word<W>::type base) {
@@ -112,14 +118,15 @@ DELTACHECK_HD typename Word<W>::type zigzag(typename Word<W>::type current,
   return static_cast<U>(static_cast<U>(d << 1) ^ static_cast<U>(static_cast<S>(d) >> (8 * W - 1)));
 }
 
-// d of a z.
+// Returns the difference of a zigzag code.
 template <int W>
 DELTACHECK_HD typename Word<W>::type unzigzag(typename Word<W>::type z) {
   using U = typename Word<W>::type;
   return static_cast<U>(static_cast<U>(z >> 1) ^ static_cast<U>(0 - (z & 1)));
 }
 
-// Value planes show bfloat16 and float32 with all exponent bits in the top byte.
+// Rotates the sign to the lowest bit, so that the top byte of bfloat16 and float32 holds all
+// exponent bits. Exponents vary little within a tensor, so this plane compresses best.
 template <int W>
 DELTACHECK_HD typename Word<W>::type rotated_left(typename Word<W>::type word) {
   using U = typename Word<W>::type;
@@ -134,7 +141,7 @@ DELTACHECK_HD typename Word<W>::type rotated_right(typename Word<W>::type word) 
   return static_cast<U>(static_cast<U>(word >> 1) | static_cast<U>(word << (8 * W - 1)));
 }
 
-// Bytes that a chunk of `words` words owns in `stream`, as they follow from its row.
+// Returns the number of bytes that a chunk of `words` words owns in `stream`, as its row implies.
 DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, int word_bytes) {
   const bool positions = row.method == kSparse || row.method == kBitmap;
   if (stream == kTiles) return positions ? kTileEntryBytes * tiles_of(words, word_bytes) : 0;
@@ -147,12 +154,13 @@ DELTACHECK_HD uint64_t stream_bytes(const Row& row, int stream, uint64_t words, 
   return row.method == kPlanes && stream - kPlane0 < word_bytes ? words : 0;
 }
 
-// --- 4.4: the cost of a byte string, in 1/256 bit
-// ------------------------------------------------------------------
+// --- 4.4: the cost of a byte string, in 1/256 bit ------------------------------------------------
 
 constexpr uint64_t kByteCost = 8 * 256;
 
-// L(x) as the document defines it. REQUIRES: x >= 1. Slow; log2_256 gives the same.
+// Returns L(x) as the format defines it, by repeated squaring: the classic bit-by-bit binary
+// logarithm. Integers only, so that every processor selects the same method. Slow; log2_256 returns
+// the same. REQUIRES: x >= 1.
 DELTACHECK_HD constexpr uint32_t log2_256_by_squaring(uint64_t x) {
   uint32_t e = 0;
   while (x >> e > 1) ++e;
@@ -169,9 +177,9 @@ DELTACHECK_HD constexpr uint32_t log2_256_by_squaring(uint64_t x) {
   return r;
 }
 
-// L is 256 e + f(m) with f from 0 to 255 that never falls: f is known from the least m of each of
-// its values. By the 8 bits of m below its leading one, `first` gives f at the low end of that
-// eighth of the way; f rises by at most 2 until its high end (256 log2' <= 1.4427 a step).
+// A table for L. L is 256 e + f(m), and f is monotonic from 0 to 255, so the least m of each of its
+// values determines f. By the 8 bits of m below the leading one, `first` gives f at the low end of
+// that eighth. f increases by at most 2 up to the high end (256 log2' <= 1.4427 per step).
 struct Log2Table {
   uint32_t least[258];
   uint8_t first[256];
@@ -199,12 +207,12 @@ static constexpr Log2Table make_log2_table() {
 }
 
 #ifdef __CUDACC__
-// One value a thread: a table would have to come from memory.
+// Each thread needs one value, and a table would have to be loaded from memory.
 DELTACHECK_HD uint32_t log2_256(uint64_t x) { return log2_256_by_squaring(x); }
 #else
 static constexpr Log2Table kLog2Table = make_log2_table();
 
-// L(x). REQUIRES: x >= 1.
+// Returns L(x). REQUIRES: x >= 1.
 static constexpr uint32_t log2_256(uint64_t x) {
   const uint32_t e = 63 - __builtin_clzll(x);
   const uint32_t m = static_cast<uint32_t>(e <= 31 ? x << (31 - e) : x >> (e - 31));
@@ -213,8 +221,8 @@ static constexpr uint32_t log2_256(uint64_t x) {
          (f < 254 && m >= kLog2Table.least[f + 2]);
 }
 
-// f never falls, so it is right everywhere if it is right on both sides of each place where it
-// rises.
+// f is monotonic, so the table is correct everywhere if it is correct on both sides of each
+// increment.
 static constexpr bool log2_256_is_exact() {
   for (uint32_t f = 1; f < 256; ++f) {
     const uint64_t m = kLog2Table.least[f];
@@ -226,7 +234,7 @@ static constexpr bool log2_256_is_exact() {
 static_assert(log2_256_is_exact());
 #endif
 
-// L(x) where most x are small. REQUIRES: x >= 1.
+// Returns L(x), fast for small x, which are the most frequent. REQUIRES: x >= 1.
 #ifdef __CUDACC__
 DELTACHECK_HD uint32_t log2_of_count(uint64_t x) { return log2_256(x); }
 #else
@@ -249,20 +257,22 @@ static inline uint32_t log2_of_count(uint64_t x) {
 }
 #endif
 
-// What an entry of the histogram adds to the entropy of a string. `whole`: L of its length.
+// Returns the contribution of a histogram entry to the entropy of a string. `whole`: L of its
+// length.
 DELTACHECK_HD uint64_t entropy_term(uint64_t entry, uint32_t whole) {
   return entry == 0 ? 0 : entry * (whole - log2_of_count(entry));
 }
 
-// The cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. `skew =
-// false` leaves out the skew term: a bound from below.
+// Returns the cost of n bytes whose terms sum to `entropy` and whose largest entry is `most`. With
+// `skew = false` it omits the skew term and is a lower bound.
 DELTACHECK_HD uint64_t cost_of(uint64_t entropy, uint64_t most, uint64_t n, bool skew) {
   uint64_t sum = entropy;
   if (skew && 2 * most > n) sum += kByteCost * ((n - most) * (2 * most - n) / n);
   return sum < kByteCost * n ? sum : kByteCost * n;
 }
 
-// REQUIRES: the entries of `histogram` sum to n. A template, so that counters of 32 and 64 bits do.
+// Returns the cost of a histogram. REQUIRES: its entries sum to n. A template, so that counters may
+// have 32 or 64 bits.
 template <typename Counter>
 static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = true) {
   if (n == 0) return 0;
@@ -276,9 +286,9 @@ static inline uint64_t cost(const Counter* histogram, uint64_t n, bool skew = tr
   return cost_of(entropy, most, n, skew);
 }
 
-// Entropy is concave, so what a part of the bytes costs is a bound from below for what all of them
-// cost, up to the rounding of L: L(x) and 256 log2 x differ by less than 2, on both sides of a
-// comparison. Most a byte:
+// Entropy is concave, so the cost of a part of the bytes is a lower bound of the cost of all bytes,
+// up to the rounding of L. L(x) and 256 log2 x differ by less than 2, on both sides of a
+// comparison. This is the largest error per byte.
 constexpr uint64_t kRoundingCost = 4;
 
 struct Choice {
@@ -286,7 +296,8 @@ struct Choice {
   uint64_t cost;
 };
 
-// 4.4, 5: the least of these costs, the first on equal ones. Planes come after them all.
+// Returns the method of least cost, the first one among equal costs (4.4, 5). Planes are compared
+// last.
 DELTACHECK_HD Choice least_of(uint64_t diff, uint64_t sparse, uint64_t bitmap, uint64_t raw) {
   Choice least{kDiff, diff};
   if (sparse < least.cost) least = {kSparse, sparse};

@@ -1,8 +1,7 @@
-// Which words differ, as bits, and arithmetic on floats as doubles. The one place with intrinsics:
-// no compiler was found to make bit masks of comparisons by itself, nor to widen a whole vector in
-// one instruction.
-//
-// Internal linkage throughout, see format.h.
+// Comparison of words to bit masks, and conversion of floats to doubles, with processor intrinsics.
+// Only this file and compact.h use intrinsics: no compiler was found to produce bit masks from
+// comparisons, nor to widen a whole vector in one instruction. Included by segment.h, compact.h and
+// statistics.h. All functions have internal linkage, see format.h.
 
 #pragma once
 
@@ -17,7 +16,7 @@
 namespace deltacheck {
 namespace {
 
-// Bit i of the result is 1 where word i of 64 differs.
+// Returns a mask of 64 words: bit i is 1 if word i differs.
 template <int W>
 inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
 #if defined(__AVX512BW__)
@@ -33,7 +32,8 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
   }
   return bits;
 #elif defined(__AVX2__)
-  // Comparisons of 32 bytes, packed down to one byte a word: 32 words at a time.
+  // Comparisons of 32 bytes are packed to one byte per word, for 32 words at a time. The
+  // permutations undo the interleaving of 128-bit lanes by the pack instructions.
   const auto equal = [&](int part) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 32 * part));
     const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 32 * part));
@@ -106,12 +106,12 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
 #endif
 }
 
-// How far ahead words are asked for, in bytes of each array, so that memory is not idle while these
-// are worked on. Nothing is read there.
+// The prefetch distance in bytes of each array. Words this far ahead are on their way while the
+// present ones are processed. A prefetch never faults, so it may point behind the array.
 constexpr uint32_t kAheadBytes = 2048;
 
-// One bit a word for `words` words, least significant first; unused bits of the last block are 0.
-// Returns the number of 1 bits. `masks`: ceil(words / 64) entries.
+// Writes one bit per word, least significant first; unused bits of the last block are 0. Returns
+// the number of 1 bits. `masks`: ceil(words / 64) entries.
 template <int W>
 inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, uint64_t* masks) {
   uint32_t count = 0, block = 0;
@@ -136,8 +136,8 @@ inline uint32_t differing(const uint8_t* a, const uint8_t* b, uint32_t words, ui
   return count;
 }
 
-// Whether two runs of bytes are equal, at the speed of memory: a branch for every 512 bytes,
-// nothing kept but whether any bit differs.
+// Returns true if two byte strings are equal, at the speed of memory: one branch for every 512
+// bytes instead of a mask for every word.
 inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   using Memory = Word<8>::Memory;
   constexpr uint32_t kStep = 512;
@@ -159,7 +159,7 @@ inline bool equal_bytes(const uint8_t* a, const uint8_t* b, uint32_t bytes) {
   return any == 0;
 }
 
-// Vectors as wide as the registers are.
+// Vectors of the width of a register.
 #if defined(__AVX512F__)
 constexpr uint32_t kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -170,11 +170,11 @@ constexpr uint32_t kVectorBytes = 16;
 typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 
-// The lower or the upper half of the values.
+// Widens the lower or the upper half of the values.
 template <int kHalf>
 inline Doubles widened(Floats values) {
 #if defined(__AVX512F__)
-  // With all lanes chosen: without a mask, compilers warn of what the others would hold.
+  // All lanes are selected. Without a mask, compilers warn of undefined values in the others.
   return _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, values, kHalf));
 #elif defined(__AVX2__)
   return _mm256_cvtps_pd(_mm256_extractf128_ps(values, kHalf));
@@ -183,8 +183,8 @@ inline Doubles widened(Floats values) {
 #endif
 }
 
-// sum + value * value. REQUIRES: the square is exact, so that it does not matter whether it is
-// rounded before the sum.
+// Returns sum + value * value. REQUIRES: the square is exact, so that it makes no difference if it
+// is rounded before the sum or not (fused multiply-add).
 inline Doubles with_square(Doubles sum, Doubles value) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_pd(value, value, sum);

@@ -1,5 +1,5 @@
-// The encoder of one chunk (segment.h) as function pointers: one table for each instruction set
-// that this build was compiled for.
+// Function pointers to the encoder of one chunk (segment.h): one table for each instruction set
+// that this build was compiled for. delta.cc selects a table at run time; kernels.cc defines one.
 
 #pragma once
 
@@ -12,26 +12,26 @@
 
 namespace deltacheck {
 
-// Most bytes that one tile adds to gaps, values and wide together: every word changed and wide; and
-// where no word is near another.
+// The largest number of bytes that one tile adds to gaps, values and wide together: every word
+// changed and wide, or no two changed words near each other.
 constexpr uint32_t kMostTileBytes = 2 * kTileBytes + kTileBytes + kTileBytes / 255 + 64;
 
-// Room for a tile's intermediate results, for any size of word. About 150 KiB: lives on the heap,
-// one for each thread.
+// The intermediate results of a tile, for words of any size. It has about 150 KiB, so it lives on
+// the heap, one for each thread.
 struct Scratch {
   alignas(64) uint64_t masks[kTileBytes / 64];
-  alignas(64)
-      uint16_t positions[kTileBytes + 64];  // the last block may store up to 64 more than there are
-  alignas(64) uint8_t z[kTileBytes + 64];   // of the changed words; likewise
-  alignas(64) uint32_t pairs[kTileBytes + 16];  // z and position in one
-  // Histograms of the sample. Each in several ways, summed up in the end: adding to one counter
-  // twice in a row costs the time of a store.
+  // The last block may store up to 64 entries too many, here and in z.
+  alignas(64) uint16_t positions[kTileBytes + 64];
+  alignas(64) uint8_t z[kTileBytes + 64];       // differences of the changed words
+  alignas(64) uint32_t pairs[kTileBytes + 16];  // position and difference in one
+  // Histograms of the sample. Each has several copies that are summed at the end: incrementing one
+  // counter twice in a row has to wait for the store of the first increment.
   alignas(64) uint32_t counts[16][256];
   alignas(64) uint32_t gap_counts[4][256], bit_counts[4][256], low_counts[4][512];
 };
 
-// Where the streams of a sparse or bitmap chunk go. REQUIRES: room for `words * W + kMostTileBytes`
-// bytes in gaps, values and wide each: kernels write past what is used.
+// The outputs of a sparse or bitmap chunk. REQUIRES: room for `words * W + kMostTileBytes` bytes in
+// gaps, values and wide each. Kernels write past the used bytes.
 struct PositionStreams {
   uint8_t* tiles;
   uint8_t* positions;  // gaps or bitmap
@@ -39,11 +39,12 @@ struct PositionStreams {
   uint8_t* wide;
 };
 
-// One chunk's part of every stream; null where it owns nothing.
+// One chunk's part of every stream; null for a stream in which it owns nothing.
 struct ChunkStreams {
   const uint8_t* at[kStreams];
 };
 
+// The checks of format.md, 4.3; delta.cc turns them into error texts.
 enum class Check : uint32_t {
   kPassed,
   kChangedSum,
@@ -57,14 +58,15 @@ enum class Check : uint32_t {
   kTileWide,
 };
 
+// The first failed check of a chunk: the actual number and the number that the delta declares.
 struct Refusal {
   Check check = Check::kPassed;
   uint32_t tile = 0;
   uint64_t found = 0, said = 0;
 };
 
-// Functions are described in segment.h, statistics.h, lattice.h and octaves.h, where they take
-// `word_bytes` or `elements` as their template argument.
+// The kernels of one instruction set. segment.h, statistics.h, lattice.h and octaves.h document the
+// functions, with `word_bytes` or `elements` as their template argument.
 struct Kernels {
   const char* instruction_set;
   uint64_t (*first_difference)(int word_bytes, const uint8_t* current, const uint8_t* base,
@@ -92,7 +94,7 @@ struct Kernels {
                                  uint8_t* values);
 };
 
-extern const Kernels kKernelsPlain;  // what the compiler makes for every processor of this kind
+extern const Kernels kKernelsPlain;  // runs on every processor of this architecture
 extern const Kernels kKernelsX86V2, kKernelsX86V3, kKernelsX86V4;
 
 }  // namespace deltacheck

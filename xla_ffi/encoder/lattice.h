@@ -1,13 +1,13 @@
-// Values on a lattice whose phase differs from element to element, so that steps far below its
-// spacing are kept on average: subtractive dither, after Schuchman (Dither signals and their effect
-// on quantization noise, 1964). Where u is uniform and independent of x, as it is to whoever does
-// not choose x by the hash, x' - x is uniform in [-s/2, s/2] and independent of x; it holds for one
-// quantisation of x, not across saves, which share the phase.
+// Codes on a lattice whose phase differs from element to element: subtractive dither (Schuchman,
+// "Dither signals and their effect on quantization noise", 1964). Changes far below the spacing
+// survive on average. If u is uniform and independent of x, then x' - x is uniform in [-s/2, s/2]
+// and independent of x. This holds unless x is chosen by the hash, and for one quantisation only:
+// later saves share the phase.
 //
-// Part of the format: docs/reference/format.md, 4.5.1. Internal linkage throughout, see format.h.
-// All arithmetic is in double, in the order in which it stands here, and the host is compiled with
-// -ffp-contract=off: the bits are the same on every processor. Written so that compilers make
-// vectors of it. There is no device code for it yet.
+// Part of the format: docs/reference/format.md, 4.5.1. Called through kernels.h. All functions have
+// internal linkage, see format.h. All arithmetic is in double, in the order of the source, and the
+// host is compiled with -ffp-contract=off, so the bits are the same on every processor. The loops
+// are written so that compilers vectorise them. There is no device code yet.
 
 #pragma once
 
@@ -19,14 +19,14 @@
 
 namespace deltacheck {
 
-// The finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+// The finaliser of splitmix64 (Steele, Lea & Flood, 2014).
 DELTACHECK_HD uint64_t mix64(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
   z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
   return z ^ (z >> 31);
 }
 
-// u of element `number`, in [0, 1).
+// Returns u of element `number`, in [0, 1).
 DELTACHECK_HD double phase(uint64_t seed, uint64_t number) {
   return static_cast<double>(static_cast<int32_t>(mix64(seed + number) >> 40)) * 0x1p-24;
 }
@@ -45,17 +45,17 @@ DELTACHECK_HD float float_of(uint32_t bits) {
   return value;
 }
 
-// The middle of cell q of the lattice. REQUIRES: step is finite and at least 2^-149.
+// Returns the middle of cell q of the lattice. REQUIRES: step is finite and at least 2^-149.
 DELTACHECK_HD float middle_of(double q, double step, double u) {
-  constexpr double kMost = 0x1.fffffep127;  // of a finite float
+  constexpr double kMost = 0x1.fffffep127;  // largest finite float
   double middle = (q - u + 0.5) * step;
   middle = middle < kMost ? middle : kMost;
   middle = middle > -kMost ? middle : -kMost;
   return static_cast<float>(middle);
 }
 
-// The finite float nearest to `bits` among those that round to the bfloat16 `weight`, to nearest
-// and ties to even. No finite float rounds to a NaN: then `bits` itself.
+// Returns the finite float nearest to `bits` among those that round to the bfloat16 `weight`, to
+// nearest and ties to even. No finite float rounds to a NaN; the result is then `bits`.
 DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
   const uint32_t whole = static_cast<uint32_t>(weight) << 16, center = whole & kMagnitude,
                  odd = weight & 1u;
@@ -67,15 +67,15 @@ DELTACHECK_HD uint32_t in_cell(uint32_t bits, uint16_t weight) {
   return center > kInfinity ? bits : same_sign | (whole & ~kMagnitude);
 }
 
-// What coding left to say.
+// The errors of coding, x being a value and x' its code's value.
 struct LatticeErrors {
-  uint64_t refused;  // values that are not finite, or whose code is no int32; theirs is 0
+  uint64_t refused;  // values that are not finite or have no int32 code; stored as 0
   double largest;    // |x' - x| of the others
   double squared;    // sum of their squares
 };
 
-// The order of the sum: element i of a part goes to lane i mod 32, the lanes are added in halves,
-// then the parts.
+// The order of the sum: element i of a part is added to lane i mod 32, the lanes are added in
+// halves, then the parts. A fixed order gives equal bits on every processor.
 constexpr uint32_t kSumLanes = 32;
 constexpr uint32_t kPartValues = 65536;
 constexpr uint32_t kBlockValues = 1024;  // within the nearest cache
@@ -83,7 +83,7 @@ static_assert(kBlockValues % kSumLanes == 0);
 
 namespace {
 
-// REQUIRES: the number of errors is `rows` times kSumLanes.
+// Adds the squares of errors to their lanes. REQUIRES: there are `rows` times kSumLanes errors.
 inline void add_squares(const double* errors, uint32_t rows, double* lanes) {
   for (uint32_t row = 0; row < rows; ++row) {
 #pragma omp simd
@@ -147,7 +147,7 @@ inline void lattice_values_of(const uint8_t* codes, const uint8_t* weights, uint
   }
 }
 
-// Of one part. `values`: float32 at any address. `weights`: bfloat16, or null. `codes`: int32.
+// Codes one part. `values`: float32 at any address. `weights`: bfloat16, or null. `codes`: int32.
 inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* weights,
                                         uint64_t count, double step, uint64_t seed,
                                         uint8_t* codes) {
@@ -155,7 +155,7 @@ inline LatticeErrors lattice_codes_part(const uint8_t* values, const uint8_t* we
                             : lattice_codes_of<false>(values, weights, count, step, seed, codes);
 }
 
-// The other way round. `values` may be `codes`.
+// The inverse of lattice_codes_part. `values` may be the memory of `codes`.
 inline void lattice_values_part(const uint8_t* codes, const uint8_t* weights, uint64_t count,
                                 double step, uint64_t seed, uint8_t* values) {
   if (weights != nullptr)

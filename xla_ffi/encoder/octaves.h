@@ -1,8 +1,8 @@
-// Floats as places on a logarithmic scale, from the pattern of their bits:
-// docs/reference/format.md, 4.5.2, part of the format. Integers only, but for the one float
-// division that measures; conversions between integers below 2^24 and floats are exact. Written so
-// that compilers make vectors of it. Internal linkage throughout, see format.h. There is no device
-// code for it yet.
+// Codes of floats on a logarithmic scale, taken from their bit patterns. Part of the format:
+// docs/reference/format.md, 4.5.2. Called through kernels.h. The arithmetic is integer, except for
+// one float division that measures the error; conversions between integers below 2^24 and floats
+// are exact. The loops are written so that compilers vectorise them. All functions have internal
+// linkage, see format.h. There is no device code yet.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace deltacheck {
 
 constexpr int32_t kLeastOctave = -149, kOctavesEnd = 128;  // of positive finite floats
 
-// What fraction bits and sign say together.
+// The numbers that fraction bits and sign determine.
 struct OctaveForm {
   uint32_t code_bytes;  // 1 without fraction bits, else 2
   uint32_t shift;       // from L to cells
@@ -24,7 +24,7 @@ struct OctaveForm {
   uint32_t sign;        // bit of a code; 0 where unsigned
 };
 
-// REQUIRES: fraction_bits <= 7.
+// Returns the form of codes. REQUIRES: fraction_bits <= 7.
 DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
   const uint32_t code_bytes = fraction_bits == 0 ? 1 : 2, bits = 8 * code_bytes - is_signed;
   const int32_t lowest_octave = is_signed && fraction_bits == 0 ? -100 : kLeastOctave;
@@ -36,33 +36,34 @@ DELTACHECK_HD OctaveForm octave_form(uint32_t fraction_bits, bool is_signed) {
 
 constexpr uint32_t kLeastNormal = 1u << 23, kBias = 127u << 23, kSubnormalBias = 276u << 23;
 
-// Conditions as words, and choices without branches, which compilers would not make vectors of.
+// Returns a condition as a mask of bits. Selections by masks have no branches, which would keep
+// compilers from vectorising.
 DELTACHECK_HD uint32_t mask_of(bool holds) { return 0 - uint32_t{holds}; }
 DELTACHECK_HD uint32_t either(uint32_t mask, uint32_t a, uint32_t b) {
   return b ^ ((a ^ b) & mask);
 }
 
-// L of a positive finite float, as two's complement. REQUIRES: magnitude > 0.
+// Returns L of a positive finite float, as two's complement. REQUIRES: magnitude > 0.
 DELTACHECK_HD uint32_t octave_of(uint32_t magnitude) {
   const uint32_t whole =
       bits_of(static_cast<float>(static_cast<int32_t>(magnitude)));  // a subnormal is an integer
   return either(mask_of(magnitude < kLeastNormal), whole - kSubnormalBias, magnitude - kBias);
 }
 
-// The bits of the largest float whose L is not above `octave`.
+// Returns the bits of the largest float whose L is not above `octave`.
 DELTACHECK_HD uint32_t magnitude_of(uint32_t octave) {
   const uint32_t subnormal = mask_of(static_cast<int32_t>(octave) < -126 * (1 << 23));
   const float whole = float_of(subnormal & (octave + kSubnormalBias));
   return either(subnormal, static_cast<uint32_t>(static_cast<int32_t>(whole)), octave + kBias);
 }
 
-// The bits of what a code without its sign stands for. REQUIRES: 1 <= size <= form.most.
+// Returns the bits of the value of a code without its sign. REQUIRES: 1 <= size <= form.most.
 DELTACHECK_HD uint32_t middle_of(uint32_t size, const OctaveForm& form) {
   const uint32_t cell = size - 1 + static_cast<uint32_t>(form.lowest);
   return magnitude_of((cell << form.shift) + (1u << (form.shift - 1)));
 }
 
-// What coding left to say.
+// The errors of coding, x being a value and x' its code's value.
 struct OctaveErrors {
   uint64_t refused;   // values that are infinite, NaN, too large, or negative in the unsigned form;
                       // their code is 0
@@ -84,7 +85,7 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
   const uint32_t sizes = (1u << 8 * W) - 1 - form.sign, negatives = form.sign == 0 ? ~0u : 0;
   uint64_t distance = 0, refused = 0, zeroed = 0;
   float largest = 1;
-  // In blocks, so that counts need no 64 bits in each step.
+  // In blocks, so that the counters of the inner loop fit 32 bits.
   for (uint64_t start = 0; start < count; start += kBlockOctaves) {
     const uint32_t size_of_block =
         static_cast<uint32_t>(count - start < kBlockOctaves ? count - start : kBlockOctaves);
@@ -152,8 +153,9 @@ inline uint64_t octave_values_of(const uint8_t* codes, uint64_t count, const Oct
   return bad;
 }
 
-// `values`: float32 at any address. `base`: codes, or null. `band`: of |L(x') - L(x)|, at most
-// 2^26. `codes` may be `base`.
+// Codes one part. `values`: float32 at any address. `base`: codes, or null. `band`: the limit of
+// |L(x') - L(x)| within which a code of the base is reused, at most 2^26. `codes` may be the memory
+// of `base`.
 inline OctaveErrors octave_codes_part(const uint8_t* values, const uint8_t* base, uint64_t count,
                                       const OctaveForm& form, uint32_t band, uint8_t* codes) {
   if (form.code_bytes == 1) {
@@ -164,7 +166,7 @@ inline OctaveErrors octave_codes_part(const uint8_t* values, const uint8_t* base
                          : octave_codes_of<2, false>(values, base, count, form, band, codes);
 }
 
-// Codes that no value has: they become 0.
+// Decodes one part. Returns the number of codes that no value has; they become 0.
 inline uint64_t octave_values_part(const uint8_t* codes, uint64_t count, const OctaveForm& form,
                                    uint8_t* values) {
   return form.code_bytes == 1 ? octave_values_of<1>(codes, count, form, values)

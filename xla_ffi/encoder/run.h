@@ -1,4 +1,5 @@
-// The words of a leaf, or of a part of it, cut into chunks.
+// The words of a leaf, or of a part of it, divided into chunks. The input of every function in
+// delta.h.
 
 #pragma once
 
@@ -7,8 +8,8 @@
 
 namespace deltacheck {
 
-// REQUIRES: `bounds` has `chunks + 1` offsets in words, ascending from 0, less than 2^32 apart;
-// `word_bytes` is 1, 2, 4 or 8.
+// A division into chunks. REQUIRES: `bounds` has `chunks + 1` offsets in words, ascending from 0,
+// less than 2^32 apart; `word_bytes` is 1, 2, 4 or 8.
 struct Run {
   const uint64_t* bounds;
   uint64_t chunks;
@@ -18,8 +19,8 @@ struct Run {
   uint64_t bytes() const { return words() * word_bytes; }
 };
 
-// What is wrong with a run that came from outside; empty if nothing is. `bytes`: of the array that
-// it cuts.
+// Returns the defect of a run that a caller outside of this library made, or an empty string.
+// `bytes`: the size of the array that it divides.
 inline std::string problem_with(const Run& run, uint64_t bytes) {
   if (run.word_bytes != 1 && run.word_bytes != 2 && run.word_bytes != 4 && run.word_bytes != 8) {
     return "word_bytes must be 1, 2, 4 or 8, not " + std::to_string(run.word_bytes);
