@@ -24,8 +24,8 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import Policy, SaveHandle
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.plan import Plan, tiny
-from deltacheck.evaluate.workloads.train import Training
+from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
+from deltacheck.evaluate.workloads.torch_workloads import Workload
 
 LIMIT = 0.10  # of torch.save + fsync
 
@@ -38,7 +38,7 @@ class Case:
     take longer than a capture.
     """
 
-    plan: Plan
+    recipe: Recipe
     every: int
     rounds: int = 5
     ways: tuple[str, ...] = (AUTO, EAGER, KEYFRAME)
@@ -46,14 +46,14 @@ class Case:
 
 # One thread, as where an accelerator computes and the host has cores to spare; the second case has
 # none to spare.
-_BASE = Plan(seed=1, threads=1, batch=4)
+_BASE = demo(seed=1, threads=1, batch=4)
 CASES = (
     Case(_BASE, every=4, rounds=9),
     Case(replace(_BASE, threads=2), every=4, rounds=9, ways=(AUTO,)),
     Case(replace(_BASE, width=640, layers=6, heads=10), every=1),
     Case(replace(_BASE, width=1024, layers=8, heads=16), every=1, ways=(AUTO,)),
 )
-QUICK_CASES = (Case(tiny(seed=1), every=2, rounds=3),)
+QUICK_CASES = (Case(tiny_demo(seed=1), every=2, rounds=3),)
 
 
 @dataclass(slots=True)
@@ -102,10 +102,10 @@ def run(settings: Settings) -> Result:
     worst: list[list[Cell]] = []
     figures: list[Figure] = []
     for number, case in enumerate(QUICK_CASES if settings.quick else CASES):
-        training = states.untrained(case.plan)
+        training = states.untrained(case.recipe)
         size = f"{states.raw_bytes(training.state()) / 1e6:,.0f} MB"
         bare, theirs, ways = _measure(training, case, settings.folder / str(number))
-        about: list[Cell] = [size, case.plan.threads, case.every, median(bare) / case.every]
+        about: list[Cell] = [size, case.recipe.threads, case.every, median(bare) / case.every]
         base = median(theirs.witnessed)
         for way in (theirs, *ways):
             told, witnessed, lost = (
@@ -131,7 +131,7 @@ def run(settings: Settings) -> Result:
             if way.name == AUTO:
                 figures.append(
                     Figure(
-                        f"blocking, {size}, training on {case.plan.threads} threads",
+                        f"blocking, {size}, training on {case.recipe.threads} threads",
                         median(way.witnessed) / base,
                         LIMIT,
                     )
@@ -169,7 +169,7 @@ def run(settings: Settings) -> Result:
     )
 
 
-def _measure(training: Training, case: Case, folder: Path) -> tuple[list[float], Way, list[Way]]:
+def _measure(training: Workload, case: Case, folder: Path) -> tuple[list[float], Way, list[Way]]:
     """Seconds of loops without a save, with torch.save, and with each way of the case, all in
     turns.
     """

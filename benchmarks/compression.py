@@ -26,7 +26,7 @@ from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from deltacheck import _native
 from deltacheck.backends.torch import Engine
 from deltacheck.codec import STREAMS, NativeCodec
-from deltacheck.evaluate.workloads.train import Training
+from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.store import layout
 from deltacheck.store.files import arrays
@@ -72,9 +72,9 @@ class Pair:
 
 
 def run(settings: Settings) -> Result:
-    plan = states.QUICK if settings.quick else states.REAL
+    recipe = states.QUICK if settings.quick else states.REAL
     training = states.post_trained(
-        plan, RATE, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+        recipe, RATE, settle_steps=2 if settings.quick else states.SETTLE_STEPS
     )
     parameters = sum(p.numel() for p in training.model.parameters())
     pairs = list(_pairs(training, 4 if settings.quick else MOST_STEPS))
@@ -139,7 +139,7 @@ def run(settings: Settings) -> Result:
 _BYTE_GROUPS, _XOR, _OURS, _STREAMS = "byte groups, no delta", "xor", "ours", "ours, streams alone"
 
 
-def _pairs(training: Training, most_steps: int) -> Iterator[Pair]:
+def _pairs(training: Workload, most_steps: int) -> Iterator[Pair]:
     """The weights when the wanted share has changed, and the rest of the state after one step."""
     start = _snapshot(training)
     training.train_step()
@@ -157,7 +157,7 @@ def _pairs(training: Training, most_steps: int) -> Iterator[Pair]:
         )
 
 
-def _snapshot(training: Training) -> dict[str, Leaves]:
+def _snapshot(training: Workload) -> dict[str, Leaves]:
     classes = states.by_class(training.state())
     return {
         name: {path: leaf.detach().clone() for path, leaf in classes[name].items()}

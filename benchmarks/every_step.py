@@ -30,7 +30,7 @@ from deltacheck import MemoryTier, SaveHandle
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.evaluate.workloads.model import LanguageModel
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.plan import Plan, tiny
+from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 LIMIT = 0.031  # of a step, on a GPU
 RATE = 1e-6
@@ -45,31 +45,31 @@ WAYS = (MEMORY, DRAINED, DISK, LOGGED)
 class Case:
     """A model to train, on which device, ``steps`` in each loop."""
 
-    plan: Plan
+    recipe: Recipe
     device: str
     steps: int
     rounds: int
 
 
-CPU = Case(Plan(seed=1, threads=1), "cpu", steps=3, rounds=5)
+CPU = Case(demo(seed=1, threads=1), "cpu", steps=3, rounds=5)
 CUDA = Case(
-    Plan(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8),
+    demo(seed=1, threads=4, width=2048, layers=16, heads=16, context=2048, batch=8),
     "cuda",
     steps=20,
     rounds=5,
 )
-QUICK = Case(tiny(seed=1), "cpu", steps=1, rounds=1)
+QUICK = Case(tiny_demo(seed=1), "cpu", steps=1, rounds=1)
 
 
 class Loop:
     """A language model on random text, whose whole state is saved."""
 
-    def __init__(self, plan: Plan, device: str) -> None:
-        torch.set_num_threads(plan.threads)
-        torch.manual_seed(plan.seed)
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        torch.set_num_threads(recipe.threads)
+        torch.manual_seed(recipe.seed)
         self._device = device
-        self._shape = (plan.batch, plan.context)
-        self.model = LanguageModel(plan).to(device)
+        self._shape = (recipe.batch, recipe.context)
+        self.model = LanguageModel(recipe).to(device)
         self.optimizer = MixedPrecisionAdamW(self.model.parameters(), lr=RATE)
         self.step = 0
 
@@ -189,7 +189,7 @@ def run(settings: Settings) -> Result:
 
 
 def _measure(case: Case, folder: Path, memory: Path) -> tuple[Loop, list[float], list[Way]]:
-    loop = Loop(case.plan, case.device)
+    loop = Loop(case.recipe, case.device)
     bare: list[float] = []
     with ExitStack() as stack:
         ways = [

@@ -23,7 +23,7 @@ from benchmarks.states import State
 from deltacheck import SaveReport
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.workloads.train import Training
+from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 
 RATES = (1e-6, 2e-5)
@@ -55,7 +55,7 @@ class Turn:
 
 
 def run(settings: Settings) -> Result:
-    plan = states.QUICK if settings.quick else states.REAL
+    recipe = states.QUICK if settings.quick else states.REAL
     replays = 4 if settings.quick else MAX_REPLAY_STEPS
     sizes: list[list[Cell]] = []
     times: list[list[Cell]] = []
@@ -64,7 +64,7 @@ def run(settings: Settings) -> Result:
     wrong = checked = parameters = 0
     for rate in RATES[:1] if settings.quick else RATES:
         training = states.post_trained(
-            plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+            recipe, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
         )
         parameters = sum(p.numel() for p in training.model.parameters())
         file = peer_save(training.state(), settings.folder / "torch_save.pt")
@@ -132,7 +132,7 @@ def run(settings: Settings) -> Result:
     )  # fmt: skip
 
 
-def _logged(training: Training, every: int, saves: int, folder: Path, replays: int) -> Turn:
+def _logged(training: Workload, every: int, saves: int, folder: Path, replays: int) -> Turn:
     turn = Turn()
     with (
         Engine(folder) as engine,
@@ -152,7 +152,7 @@ def _logged(training: Training, every: int, saves: int, folder: Path, replays: i
     return turn
 
 
-def _direct(training: Training, every: int, saves: int, folder: Path) -> Turn:
+def _direct(training: Workload, every: int, saves: int, folder: Path) -> Turn:
     turn = Turn()
     with Engine(folder) as engine:
         for number in range(saves):
@@ -178,7 +178,7 @@ def _digests(state: State) -> dict[str, str]:
     }
 
 
-def _not_exact(root: Path, turn: Turn, training: Training) -> int:
+def _not_exact(root: Path, turn: Turn, training: Workload) -> int:
     """Steps whose restore differs from the live state of then in a single bit."""
     with Engine(root) as engine:
         return sum(
@@ -188,7 +188,7 @@ def _not_exact(root: Path, turn: Turn, training: Training) -> int:
 
 
 def _restores(
-    rate: str, folder: Path, log: Turn, direct: Turn, training: Training, settings: Settings
+    rate: str, folder: Path, log: Turn, direct: Turn, training: Workload, settings: Settings
 ) -> list[list[Cell]]:
     by_replays: Mapping[int, int] = {report.replayed_steps: report.step for report in log.reports}
     rows: list[list[Cell]] = []
@@ -201,7 +201,7 @@ def _restores(
     return rows
 
 
-def _timed(root: Path, step: int, training: Training, settings: Settings) -> float:
+def _timed(root: Path, step: int, training: Workload, settings: Settings) -> float:
     def restore() -> None:
         with Engine(root) as engine:
             engine.restore(step, optimizer=training.optimizer)

@@ -23,8 +23,8 @@ from benchmarks.states import State
 from deltacheck import Policy, SaveReport
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
-from deltacheck.evaluate.demo.classes import CLASSES
-from deltacheck.evaluate.workloads.train import Training
+from deltacheck.evaluate.workloads.leaf_classes import CLASSES
+from deltacheck.evaluate.workloads.torch_workloads import Workload
 from deltacheck.leaf.spec import LeafKind
 from deltacheck.policy.keyframes import deltas_between
 from deltacheck.store.files.arrays import bytes_on_disk
@@ -99,7 +99,7 @@ class Root:
 
 
 def run(settings: Settings) -> Result:
-    plan = states.QUICK if settings.quick else states.REAL
+    recipe = states.QUICK if settings.quick else states.REAL
     saves = {1: 3, 10: 2} if settings.quick else {1: 34, 10: 12}
     rows: list[list[Cell]] = []
     figures: list[Figure] = []
@@ -107,7 +107,7 @@ def run(settings: Settings) -> Result:
     parameters = 0
     for rate in RATES[:1] if settings.quick else RATES:
         training = states.post_trained(
-            plan, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
+            recipe, rate, settle_steps=2 if settings.quick else states.SETTLE_STEPS
         )
         parameters = sum(p.numel() for p in training.model.parameters())
         for every in EVERY:
@@ -184,7 +184,7 @@ def _figures(roots: Mapping[str, Root], every: int) -> list[Figure]:
 
 
 def _train_and_save(
-    training: Training | states.Synthetic, every: int, saves: int, folder: Path
+    training: Workload | states.Synthetic, every: int, saves: int, folder: Path
 ) -> dict[str, Root]:
     """Save every ``every`` steps: the whole state, and each class alone."""
     roots = {

@@ -16,62 +16,68 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.evaluate.demo.classes import leaf_class
 from deltacheck.evaluate.workloads import text
+from deltacheck.evaluate.workloads.leaf_classes import leaf_class
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.plan import Plan, tiny
-from deltacheck.evaluate.workloads.train import Training, be_deterministic, finetuning, pretraining
+from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
+from deltacheck.evaluate.workloads.torch_workloads import Workload, pretraining
 
 State = dict[str, Any]
 
 # Pre-trained and fine-tuned at rates that make the weights grow to their natural size and leave
 # little but noise in the gradients, as in the models that people post-train: a hardly trained model
 # has small weights and steady gradients, and changes many times faster.
-REAL = Plan(
-    seed=1, threads=1, batch=4, pretrain_steps=300, pretrain_rate=3e-3, steps=150, rate=1e-3
+REAL = demo(
+    seed=1,
+    threads=1,
+    batch=4,
+    pretrain_steps=300,
+    pretrain_rate=3e-3,
+    pretrain_batch=4,
+    steps=150,
+    rate=1e-3,
 )
-QUICK = replace(tiny(seed=1), steps=4)
+QUICK = tiny_demo(seed=1, steps=4)
 
 # Twice the memory of AdamW's second moment (beta 0.95), which begins at zero and makes the first
 # updates too large
 SETTLE_STEPS = 40
 
 
-def post_trained(plan: Plan, rate: float, settle_steps: int = SETTLE_STEPS) -> Training:
-    """Post-training of the plan's fine-tuned model at a constant learning rate, past its first
-    steps. Deterministic.
+def post_trained(recipe: Recipe, rate: float, settle_steps: int = SETTLE_STEPS) -> Workload:
+    """Return a post-training of the recipe's fine-tuned model at a constant learning rate.
+
+    It is past its first steps, and deterministic.
     """
-    training = _at_constant_rate(
-        finetuning(replace(plan, rate=rate), _finetuning_rows(plan.context), _finetuned(plan))
-    )
+    constant = replace(recipe, rate=rate)
+    weights, rows = _finetuned(recipe), _finetuning_rows(recipe.context)
+    training = _at_constant_rate(Workload(constant, weights, rows))
     _train(training, settle_steps)
     return training
 
 
-def untrained(plan: Plan, rate: float = 1e-6) -> Training:
-    """A run from random weights, for models too large to train here: for time only."""
-    be_deterministic(plan.threads)
-    return _at_constant_rate(
-        pretraining(replace(plan, pretrain_rate=rate), _finetuning_rows(plan.context))
-    )
+def untrained(recipe: Recipe, rate: float = 1e-6) -> Workload:
+    """Return a run from random weights, for models too large to train here: for time only."""
+    slow = replace(recipe, pretrain_rate=rate, pretrain_batch=recipe.batch)
+    return _at_constant_rate(pretraining(slow, _finetuning_rows(recipe.context)))
 
 
-def _at_constant_rate(training: Training) -> Training:
+def _at_constant_rate(training: Workload) -> Workload:
     training.scheduler = LambdaLR(training.optimizer, lambda step: 1.0)
     return training
 
 
 @cache
-def _finetuned(plan: Plan) -> State:
-    be_deterministic(plan.threads)
-    base = pretraining(plan, text.pretraining_rows(_sources(), plan.context))
-    _train(base, plan.pretrain_steps)
-    tuned = finetuning(plan, _finetuning_rows(plan.context), base.model.state_dict())
-    _train(tuned, plan.steps)
+def _finetuned(recipe: Recipe) -> State:
+    base = pretraining(recipe, text.pretraining_rows(_sources(), recipe.context))
+    _train(base, recipe.pretrain_steps)
+    rows = _finetuning_rows(recipe.context)
+    tuned = Workload(recipe, base.model.state_dict(), rows)
+    _train(tuned, recipe.steps or 0)
     return tuned.model.state_dict()
 
 
-def _train(training: Training, steps: int) -> None:
+def _train(training: Workload, steps: int) -> None:
     for _ in range(steps):
         training.train_step()
 

@@ -34,14 +34,16 @@ def demo(
     """Train, kill, resume, compare bit for bit, read back in JAX and zarr. Exit code 1 where a
     comparison failed.
     """
-    from deltacheck.evaluate.demo import run
+    from deltacheck.evaluate.demo import demonstration
 
     if not as_json:
-        raise typer.Exit(run.main(seed=seed, steps=steps, quick=quick, keep=keep))
+        raise typer.Exit(demonstration.main(seed=seed, steps=steps, quick=quick, keep=keep))
     with tempfile.TemporaryDirectory(prefix="deltacheck-demo-json-") as folder:
         figures = Path(folder) / "figures.json"
         with contextlib.redirect_stdout(sys.stderr):  # the story is for people
-            code = run.main(seed=seed, steps=steps, quick=quick, keep=keep, json_file=figures)
+            code = demonstration.main(
+                seed=seed, steps=steps, quick=quick, keep=keep, json_file=figures
+            )
         if figures.exists():
             output.print_json(json.loads(figures.read_text()))
     raise typer.Exit(code)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deltacheck.evaluate.run import Progress
     from deltacheck.evaluate.significance import Spread
 
-_BUILT_IN = "deltacheck.evaluate.workloads.judged"
+_BUILT_IN = "deltacheck.evaluate.workloads.builtin"
 _WORKLOADS = {"sft": "sft", "rl_like": "rl_like", "lora": "lora"}
 
 
@@ -175,6 +175,7 @@ def document(
         )
 
     whole = asdict(evidence)
+    del whole["plan"]["save_last"]  # always false here, and not a part of the document
     verdict = asdict(judgement)
     return {
         "command": command,

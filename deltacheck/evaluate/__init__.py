@@ -1,10 +1,9 @@
-"""`deltacheck eval`: what checkpoints of a run cost, whether it recovers, and whether the model is
-as
-good as without the kill.
+"""`deltacheck eval`: the cost of a run's checkpoints, its recovery, and the quality of its model.
 
-Read `run.py` first: it is the story. `workload.py` is what a user gives; `child.py` plays its parts
-in processes of their own, which may be killed; `records.py` is what they bring back; `contract.py`,
-`statistics.py` and `judge.py` decide, as pure functions over it.
+``run.py`` is the course of an evaluation, and ``workload.py`` is what a user implements.
+``session.py`` gives tasks to processes that may be killed, ``worker.py`` performs them, and
+``records.py`` holds their results. ``contract.py``, ``significance.py`` and ``judge.py`` decide, as
+pure functions of the results. ``demo`` is a fixed plan; ``workloads`` has the built-in runs.
 """
 
 from deltacheck.evaluate.workload import Workload

@@ -1,5 +1,6 @@
-"""Whether a restored state is what was promised of it: leaf by leaf, measured anew from both sides,
-not taken from the manifest.
+"""Comparison of a restored state with the live one that was saved, by the contract of each leaf.
+
+Errors are measured anew from both states, not taken from the manifest.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from deltacheck.policy import roles
 from deltacheck.policy.parameters import hyperparameters
 from deltacheck.save.treatment.error_measures import RelativeError, octaves_apart, sample
 
-_SLACK = 1e-5  # of a limit: saves measure in float32 what is measured here in float64
+_SLACK = 1e-5  # of a limit: saves measure in float32, this module in float64
 _ZERO_MOMENT = 2.0**-100  # smaller first moments count as zero (deltacheck.leaf.contracts)
-_REUSED_MEAN_OCTAVES = 0.6  # of a first moment as it is stored (``Policy.model_exact``)
-_ONE_SIDE = {True: "did not come back", False: "was not there when the step was saved"}
+_REUSED_MEAN_OCTAVES = 0.6  # error of a first moment as it is stored (``Policy.model_exact``)
+_MISSING = {True: "did not come back", False: "was not there when the step was saved"}
 
 
 def check(
@@ -30,74 +31,74 @@ def check(
     step: int,
     live_at: Callable[[int], Snapshot],
 ) -> tuple[LeafCheck, ...]:
-    """Compare every leaf and every Python value of a restored state with what was live at ``step``.
+    """Compare every leaf and every Python value of a restored state with the live one.
 
-    ``promises``: of the leaves that are not exact, from the manifest; nothing else of it is
-    believed. ``live_at``: what was live at an earlier save, whose values a reused leaf has; called
-    for ages that are allowed only.
+    Args:
+        live: The state when it was saved.
+        restored: The state that came back.
+        promises: Contracts of the leaves that are not exact, from the manifest. Nothing else of
+            the manifest is used.
+        step: The step that was saved.
+        live_at: Returns the live state of an earlier save, whose values a reused leaf has. It is
+            called for allowed ages only.
     """
     rates = learning_rates(live)
-    found = []
+    checks = []
     for path in sorted(live.ties.keys() | restored.ties.keys()):
         if path not in restored.ties or path not in live.ties:
-            found.append(LeafCheck(path, "exact", _ONE_SIDE[path in live.ties]))
+            checks.append(LeafCheck(path, "exact", _MISSING[path in live.ties]))
             continue
         owner, other = live.ties[path], restored.ties[path]
         before, after = live.specs[owner], restored.specs[other]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             kinds = (f"{spec.dtype}{list(spec.shape)}" for spec in (before, after))
-            found.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
+            checks.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
         elif owner in promises:
             promise, values = promises[owner], restored.arrays[other]
-            checked = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
-            if promise.from_step is not None and not checked.problem:
-                checked = replace(
-                    checked,
-                    problem=_earlier(live_at(promise.from_step).arrays.get(owner), values, promise),
-                )
-            found.append(checked)
+            result = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
+            if promise.from_step is not None and not result.problem:
+                earlier = live_at(promise.from_step).arrays.get(owner)
+                result = replace(result, problem=_earlier(earlier, values, promise))
+            checks.append(result)
         else:
-            found.append(
+            checks.append(
                 LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[other]))
             )
     for path in sorted(live.values.keys() | restored.values.keys()):
         if path not in restored.values or path not in live.values:
-            found.append(LeafCheck(path, "exact", _ONE_SIDE[path in live.values]))
+            checks.append(LeafCheck(path, "exact", _MISSING[path in live.values]))
             continue
-        one, again = live.values[path], restored.values[path]
-        found.append(
-            LeafCheck(path, "exact", "" if one == again else f"was {one}, came back as {again}")
-        )
-    return tuple(found)
+        value, restored_value = live.values[path], restored.values[path]
+        equal = value == restored_value
+        problem = "" if equal else f"was {value}, came back as {restored_value}"
+        checks.append(LeafCheck(path, "exact", problem))
+    return tuple(checks)
 
 
-def differences(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    """The paths whose digests differ, or that one side lacks, ascending."""
-    return tuple(
-        sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
-    )
+def differences(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the paths whose digests differ or that one side lacks, ascending."""
+    paths = left.keys() | right.keys()
+    return tuple(sorted(path for path in paths if left.get(path) != right.get(path)))
 
 
 def learning_rates(live: Snapshot) -> dict[str, float]:
-    """The learning rate that each master weight is trained with: as the state tells it, else as the
-    run does.
-    """
-    found = roles.find(live.specs, live.numbers)
-    told = hyperparameters(found, live.numbers)
+    """Return the learning rate of each master weight: of the state, else of the run."""
+    assignment = roles.find(live.specs, live.numbers)
+    by_group = hyperparameters(assignment, live.numbers)
     rates = {}
-    for parameter in found.parameters:
-        own = told.get(parameter.group or "")
-        rate = own.lr if own is not None and own.lr is not None else live.told_rate
+    for parameter in assignment.parameters:
+        own = by_group.get(parameter.group or "")
+        rate = own.lr if own is not None and own.lr is not None else live.run_rate
         if parameter.master is not None and rate is not None:
             rates[parameter.master] = rate
     return rates
 
 
 def _bits(live: Array, restored: Array) -> str:
-    """What differs between two arrays of one type, in bits; empty where nothing does."""
+    """Describe the bits in which two arrays of one type differ; empty if there are none."""
     width = live.dtype.itemsize
-    one, other = (array.view(np.uint8).reshape(-1, width) for array in (live, restored))
-    wrong = np.flatnonzero((one != other).any(axis=1))
+    left, right = (array.view(np.uint8).reshape(-1, width) for array in (live, restored))
+    wrong = np.flatnonzero((left != right).any(axis=1))
     if not wrong.size:
         return ""
     first = int(wrong[0])
@@ -113,12 +114,11 @@ def _promised(
     terms, name = promise.terms, name_of(promise.terms)
     if isinstance(terms, Bounded):
         if terms.norm == "lr" and not rate:
-            return LeafCheck(
-                path,
-                name,
+            problem = (
                 "its error is promised in learning rates, and neither the state nor the run tells"
-                " the rate",
+                " the rate"
             )
+            return LeafCheck(path, name, problem)
         measured = _error(terms.norm, live, restored, rate or 0.0)
         problem = (
             ""
@@ -134,17 +134,11 @@ def _reused(
 ) -> LeafCheck:
     age = step - (step if from_step is None else from_step)
     if not 0 <= age <= terms.max_age_steps:
-        return LeafCheck(
-            path,
-            "reused",
-            f"it is {age} steps old, promised were {terms.max_age_steps}",
-            age,
-            terms.max_age_steps,
-        )
+        problem = f"it is {age} steps old, promised were {terms.max_age_steps}"
+        return LeafCheck(path, "reused", problem, age, terms.max_age_steps)
     if not np.isfinite(restored).all():
-        return LeafCheck(
-            path, "reused", "it has elements that are not finite", age, terms.max_age_steps
-        )
+        problem = "it has elements that are not finite"
+        return LeafCheck(path, "reused", problem, age, terms.max_age_steps)
     if terms.max_drift is None:
         return LeafCheck(path, "reused", "", age, terms.max_age_steps)
     drift = octaves_apart(sample(live), sample(restored)) or 0.0
@@ -157,8 +151,9 @@ def _reused(
 
 
 def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
-    """Whether a reused first moment has the values of its earlier step; a second one is rescaled to
-    now, and so is held to its drift instead.
+    """Check that a reused first moment has the values of its earlier step.
+
+    A second moment is rescaled to the present, so its drift is checked instead.
     """
     if then is None or then.shape != restored.shape:
         return f"it was not there at step {promise.from_step}, whose values it should have"
@@ -173,30 +168,28 @@ def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
 
 
 def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
-    """The error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``, in float64;
-    infinite where there is no comparing.
+    """Measure the error of a restored leaf in a norm of ``deltacheck.leaf.contracts.NORMS``.
+
+    The arithmetic is float64. The error is infinite if the values cannot be compared.
     """
-    one, other = live.astype(np.float64), restored.astype(np.float64)
+    before, after = live.astype(np.float64), restored.astype(np.float64)
     if norm == "l2":
         relative = RelativeError()
         relative.add(live, restored)
         return relative.l2
     if norm == "octaves":
-        sizes = [np.maximum(np.abs(values), _ZERO_MOMENT) for values in (one, other)]
-        turned = (
-            (np.sign(one) * np.sign(other) < 0)
-            & (sizes[0] > _ZERO_MOMENT)
-            & (sizes[1] > _ZERO_MOMENT)
-        )
-        return math.inf if turned.any() else _largest(np.abs(np.log2(sizes[1] / sizes[0])))
-    error = _largest(np.abs(other - one))
+        sizes = [np.maximum(np.abs(values), _ZERO_MOMENT) for values in (before, after)]
+        nonzero = (sizes[0] > _ZERO_MOMENT) & (sizes[1] > _ZERO_MOMENT)
+        flipped = (np.sign(before) * np.sign(after) < 0) & nonzero
+        return math.inf if flipped.any() else _largest(np.abs(np.log2(sizes[1] / sizes[0])))
+    error = _largest(np.abs(after - before))
     if norm == "lr":
         return error / rate
-    scale = _largest(np.abs(one))
+    scale = _largest(np.abs(before))
     return error / scale if scale else (0.0 if error == 0 else math.inf)
 
 
 def _largest(values: Array) -> float:
-    """Infinite where there is a NaN."""
+    """Return the largest value; infinity if there is a NaN."""
     most = float(np.max(values, initial=0.0))
     return math.inf if math.isnan(most) else most

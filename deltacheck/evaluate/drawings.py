@@ -1,6 +1,4 @@
-"""The figures of an evaluation's page: evidence -> drawings, each with the table that says the same
-in numbers.
-"""
+"""The figures of an evaluation's page, each with a table of the same numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +9,12 @@ from matplotlib.figure import Figure
 from deltacheck.evaluate.records import Evidence
 from deltacheck.report.figures import Drawing, size
 
-_OURS, _PEER, _UNKILLED = "#0072B2", "#8C8C8C", "#BBBBBB"  # Okabe and Ito's blue; greys
+# Blue and vermilion of Okabe and Ito's palette, which colour-blind readers can distinguish; greys
+_OURS, _WRONG, _PEER, _UNKILLED = "#0072B2", "#D55E00", "#8C8C8C", "#BBBBBB"
 
 
 def draw(evidence: Evidence) -> tuple[Drawing, ...]:
-    """All figures, in the order in which they are shown."""
+    """Draw all figures, in the order in which they are shown."""
     with matplotlib.rc_context(
         {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 8}
     ):
@@ -24,16 +23,16 @@ def draw(evidence: Evidence) -> tuple[Drawing, ...]:
 
 def _bytes(evidence: Evidence) -> Drawing:
     figure, axes = _axes()
-    places = range(len(evidence.saves))
+    positions = range(len(evidence.saves))
     axes.bar(
-        [at - 0.2 for at in places],
+        [x - 0.2 for x in positions],
         [save.stored_bytes / 1e6 for save in evidence.saves],
         0.4,
         color=_OURS,
         label="deltacheck",
     )
     axes.bar(
-        [at + 0.2 for at in places],
+        [x + 0.2 for x in positions],
         [save.peer_bytes / 1e6 for save in evidence.saves],
         0.4,
         color=_PEER,
@@ -93,8 +92,8 @@ def _latency(evidence: Evidence) -> Drawing:
         for s in evidence.saves
     )
     caption = (
-        "Milliseconds. The peer blocks until its file is written and synced; our first save makes"
-        " the copy that later ones are compared with."
+        "Milliseconds. The peer blocks until its file is written and synced; our first save creates"
+        " the copy that deltas are taken from."
     )
     columns = ("step", "training waits", "until durable", evidence.peer, "blocking over the peer's")
     return Drawing("latency", "Latency", caption, figure, (), columns, rows, 0)
@@ -103,29 +102,27 @@ def _latency(evidence: Evidence) -> Drawing:
 def _recovery(evidence: Evidence) -> Drawing:
     figure, axes = _axes(0.6 + 0.25 * len(evidence.recoveries))
     rows = []
-    for at, one in enumerate(evidence.recoveries):
-        good = one.ending is not None and not one.failed and not one.not_put_back
-        end = evidence.plan.steps if one.ending is not None else one.last_step
-        axes.barh(at, one.last_step, 0.6, color=_UNKILLED)
-        axes.barh(
-            at,
-            end - one.restored_step,
-            0.3,
-            left=one.restored_step,
-            color=_OURS if good else "#D55E00",
-        )
-        wrong = one.error or ", ".join([leaf.path for leaf in one.failed] + list(one.not_put_back))
+    for y, recovery in enumerate(evidence.recoveries):
+        recovered = recovery.ending is not None
+        correct = recovered and not recovery.failed and not recovery.not_put_back
+        end = evidence.plan.steps if recovered else recovery.last_step
+        trained = end - recovery.restored_step
+        colour = _OURS if correct else _WRONG
+        axes.barh(y, recovery.last_step, 0.6, color=_UNKILLED)
+        axes.barh(y, trained, 0.3, left=recovery.restored_step, color=colour)
+        paths = [leaf.path for leaf in recovery.failed] + list(recovery.not_put_back)
         rows.append(
             (
-                one.kill.name,
-                str(one.last_step),
-                str(one.restored_step),
-                str(one.leaves),
-                str(len(one.inexact)),
-                wrong or "nothing",
+                recovery.kill.name,
+                str(recovery.last_step),
+                str(recovery.restored_step),
+                str(recovery.leaves),
+                str(len(recovery.inexact)),
+                recovery.error or ", ".join(paths) or "nothing",
             )
         )
-    axes.set_yticks(range(len(evidence.recoveries)), [one.kill.name for one in evidence.recoveries])
+    names = [recovery.kill.name for recovery in evidence.recoveries]
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("step")
     caption = (
@@ -149,21 +146,14 @@ def _losses(evidence: Evidence) -> Drawing:
     for ending in evidence.unkilled:
         axes.plot(list(ending.losses), list(ending.losses.values()), color=_UNKILLED, linewidth=0.8)
     rows = []
-    for one in evidence.recoveries:
-        if one.ending is None:
+    for recovery in evidence.recoveries:
+        if recovery.ending is None:
             continue
-        axes.plot(
-            list(one.ending.losses), list(one.ending.losses.values()), color=_OURS, linewidth=0.8
-        )
-        without = unkilled[one.kill.seed].evaluation
-        rows.append(
-            (
-                one.kill.name,
-                f"{one.ending.evaluation:.6g}",
-                f"{without:.6g}",
-                f"{one.ending.evaluation - without:+.3g}",
-            )
-        )
+        losses, final = recovery.ending.losses, recovery.ending.evaluation
+        axes.plot(list(losses), list(losses.values()), color=_OURS, linewidth=0.8)
+        expected = unkilled[recovery.kill.seed].evaluation
+        difference = f"{final - expected:+.3g}"
+        rows.append((recovery.kill.name, f"{final:.6g}", f"{expected:.6g}", difference))
     axes.set_xlabel("step")
     axes.set_ylabel("loss of a step")
     caption = (

@@ -1,5 +1,7 @@
-"""What the evidence says: one judgement for each of the four workflows, as pure functions. Only
-these decide the exit code.
+"""Judgement of the evidence: size, latency, recovery and quality, as pure functions.
+
+Only these decide the exit code. The names of the fields are keys of the JSON that `deltacheck eval`
+prints.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from deltacheck.evaluate.significance import (
     Spread,
 )
 
-MOST_NAMED = 20  # leaves that a reason names; the records have them all
+MOST_NAMED = 20  # leaves that a reason names; the records contain all
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes. ``first``: of the first save over its peer's file; ``later``: of the others, each over
-    its own peer's; ``of_raw``: over the state.
+    """Bytes of the saves.
+
+    ``first``: the first save over its peer's file. ``later``: the others, each over its own peer's
+    file. ``of_raw``: the others over the state.
     """
 
     raw_bytes: int
@@ -40,8 +44,9 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of the saves after the first one, which makes the copy that later ones are compared
-    with. Ratios: of pairs of the same state.
+    """Seconds of the saves after the first one, which creates the copy that deltas are taken from.
+
+    ``blocking`` and ``durable``: ratios to the peer's seconds, paired by state.
     """
 
     blocking_seconds: Spread
@@ -54,15 +59,15 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Correctness:
-    """Whether the killed runs came back. ``held`` of ``trials``, a rate of at least ``least_rate``
-    at
-    95 % confidence. ``reasons``: what did not.
+    """The recovery of the killed runs.
 
-    ``deterministic``: whether the unkilled run repeats bit for bit; only then can the way after a
-    restore be compared in bits. ``equal_endings``: resumed runs with every loss and the final state
-    equal in bits to the unkilled run's. ``repeat_gap``: by how much the repeat ended elsewhere.
-    ``inexact_leaves``: of all recoveries together, that were promised less than every bit.
-    ``lost_steps``, ``restore_seconds``: of the recoveries that came back, ``None`` where none did.
+    ``held`` of ``trials`` recoveries are correct, a rate of at least ``least_rate`` at 95 %
+    confidence. ``deterministic``: the unkilled run repeats bit for bit; only then can the training
+    after a restore be compared in bits. ``equal_endings``: resumed runs whose every loss and final
+    state equal the unkilled run's in bits. ``repeat_gap``: between the evaluations of the repeat
+    and of the first run. ``inexact_leaves``: of all recoveries together, leaves that were promised
+    less than every bit. ``lost_steps``, ``restore_seconds``: of the runs that recovered, ``None``
+    if there are none. ``reasons``: descriptions of the failures.
     """
 
     holds: bool
@@ -80,8 +85,9 @@ class Correctness:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Whether the models are as good. ``holds``: as ``Equivalence`` says, ``equal`` or ``within``.
-    ``reason``: where not, why.
+    """The quality of the resumed models.
+
+    ``holds``: the verdict of ``Equivalence`` is ``equal`` or ``within``. ``reason``: why it is not.
     """
 
     holds: bool
@@ -92,8 +98,10 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Of the whole evaluation. ``holds``: recovery is correct and, where not every bit was
-    promised, the quality is shown to be the same.
+    """The judgement of the whole evaluation.
+
+    ``holds``: recovery is correct and, if not every bit was promised, the quality is shown to be
+    the same.
     """
 
     holds: bool
@@ -105,17 +113,17 @@ class Judgement:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """REQUIRES: at least two saves, and one recovery."""
-    correct, good = correctness(evidence), quality(evidence)
-    reasons = correct.reasons
-    if evidence.plan.policy != "exact" and not good.holds:
-        reasons += (good.reason,)
-    return Judgement(
-        not reasons, size(evidence.saves), latency(evidence.saves), correct, good, reasons
-    )
+    """Judge the evidence, which must contain at least two saves and one recovery."""
+    recovery, models = correctness(evidence), quality(evidence)
+    reasons = recovery.reasons
+    if evidence.plan.policy != "exact" and not models.holds:
+        reasons += (models.reason,)
+    sizes, times = size(evidence.saves), latency(evidence.saves)
+    return Judgement(not reasons, sizes, times, recovery, models, reasons)
 
 
 def size(saves: Sequence[Saved]) -> Size:
+    """Compare the bytes of at least two saves with those of the peer."""
     first, *later = saves
     return Size(
         first.raw_bytes,
@@ -129,6 +137,7 @@ def size(saves: Sequence[Saved]) -> Size:
 
 
 def latency(saves: Sequence[Saved]) -> Latency:
+    """Compare the seconds of at least two saves with those of the peer."""
     first, *later = saves
     return Latency(
         statistics.spread([save.blocking_seconds for save in later]),
@@ -144,94 +153,95 @@ def latency(saves: Sequence[Saved]) -> Latency:
 
 
 def correctness(evidence: Evidence) -> Correctness:
+    """Judge every recovery, and that saving does not change the training."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
     reference = unkilled[evidence.plan.first_seed]
-    deterministic = not _apart(evidence.repeat, reference)
+    deterministic = not _difference(evidence.repeat, reference)
     reasons = []
-    if deterministic and (gap := _apart(evidence.saving, reference)):
+    if deterministic and (gap := _difference(evidence.saving, reference)):
         reasons.append(
             f"saving changes the training: {gap}; an evaluation of a run that is not saved says"
             " nothing of one that is"
         )
-    found = [
+    problem_lists = [
         problems(recovery, unkilled[recovery.kill.seed], deterministic)
         for recovery in evidence.recoveries
     ]
     reasons += [
         f"{recovery.kill.name}: {problem}"
-        for recovery, some in zip(evidence.recoveries, found, strict=True)
-        for problem in some
+        for recovery, problem_list in zip(evidence.recoveries, problem_lists, strict=True)
+        for problem in problem_list
     ]
-    held = sum(not some for some in found)
-    back = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
+    correct = sum(not problem_list for problem_list in problem_lists)
+    recovered = [recovery for recovery in evidence.recoveries if recovery.ending is not None]
     return Correctness(
         not reasons,
-        held,
-        len(found),
-        statistics.least_rate(held, len(found)),
+        correct,
+        len(problem_lists),
+        statistics.least_rate(correct, len(problem_lists)),
         deterministic,
         sum(
             recovery.ending is not None
-            and not _apart(recovery.ending, unkilled[recovery.kill.seed])
-            for recovery in back
+            and not _difference(recovery.ending, unkilled[recovery.kill.seed])
+            for recovery in recovered
         ),
         abs(evidence.repeat.evaluation - reference.evaluation),
         sum(len(recovery.inexact) for recovery in evidence.recoveries),
-        statistics.spread([recovery.lost_steps for recovery in back]) if back else None,
-        statistics.spread([recovery.restore_seconds for recovery in back]) if back else None,
+        statistics.spread([recovery.lost_steps for recovery in recovered]) if recovered else None,
+        statistics.spread([recovery.restore_seconds for recovery in recovered])
+        if recovered
+        else None,
         tuple(reasons),
     )
 
 
 def problems(recovery: Recovery, unkilled: Ending, deterministic: bool) -> list[str]:
-    """What does not hold of one recovery, each leaf by name."""
+    """Describe the failures of one recovery, with the names of leaves."""
     if recovery.ending is None:
         return [recovery.error or "it did not come back"]
-    found = []
+    reasons = []
     if recovery.restored_step < recovery.acknowledged_step:
-        found.append(
+        reasons.append(
             f"step {recovery.acknowledged_step} was reported durable, and is gone: step"
             f" {recovery.restored_step} is the newest"
         )
     step = recovery.restored_step
-    found += [
+    reasons += [
         f"step {step}, leaf {leaf.path!r} ({leaf.contract}): {leaf.problem}"
         for leaf in recovery.failed[:MOST_NAMED]
     ]
     if len(recovery.failed) > MOST_NAMED:
-        found.append(
+        reasons.append(
             f"and {len(recovery.failed) - MOST_NAMED} more leaves of step {step}; --json names all"
         )
     if recovery.not_put_back:
-        found.append(
+        reasons.append(
             "the workload's load() does not put back what was restored:"
             f" {_named(recovery.not_put_back)}"
         )
-    # Where every leaf came back bit for bit, and the run repeats bit for bit, what is left to
-    # differ is not in the state.
+    # If every leaf came back bit for bit and the run repeats bit for bit, any difference that
+    # remains comes from something that is not in the state.
     exact = not (recovery.failed or recovery.inexact or recovery.not_put_back)
-    if exact and deterministic and (gap := _apart(recovery.ending, unkilled)):
-        found.append(
-            f"all of step {step} came back, yet {gap}: something that decides how the run goes on"
-            " is not in its state()"
+    if exact and deterministic and (gap := _difference(recovery.ending, unkilled)):
+        reasons.append(
+            f"all of step {step} came back, yet {gap}: something that decides how the run"
+            " continues is not in its state()"
         )
-    return found
+    return reasons
 
 
-def _apart(one: Ending, other: Ending) -> str:
-    """Where a run goes another way than another run of the same seed does, in words; empty where
-    all bits are equal.
-    """
-    gap = statistics.curve(one.losses, other.losses, ()).first_gap
+def _difference(ending: Ending, unkilled: Ending) -> str:
+    """Describe the first difference to another run of the seed; empty if all bits are equal."""
+    gap = statistics.curve(ending.losses, unkilled.losses, ()).first_gap
     if gap is not None:
-        return (
-            f"the loss of step {gap} is {one.losses[gap]!r}, {other.losses[gap]!r} without the kill"
-        )
-    wrong = differences(one.digests, other.digests)
+        losses = f"{ending.losses[gap]!r}, {unkilled.losses[gap]!r} without the kill"
+        return f"the loss of step {gap} is {losses}"
+    wrong = differences(ending.digests, unkilled.digests)
     if wrong:
         return f"the last state differs in {_named(wrong)}"
-    if repr(one.evaluation) != repr(other.evaluation):
-        return f"the evaluation gives {one.evaluation!r}, {other.evaluation!r} without the kill"
+    if repr(ending.evaluation) != repr(unkilled.evaluation):
+        values = f"{ending.evaluation!r}, {unkilled.evaluation!r} without the kill"
+        return f"the evaluation gives {values}"
     return ""
 
 
@@ -244,6 +254,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def quality(evidence: Evidence) -> Quality:
+    """Compare the final losses of resumed runs with those of unkilled runs."""
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
     differences_by_seed: dict[int, list[float]] = {}
     curves = []
@@ -259,17 +270,17 @@ def quality(evidence: Evidence) -> Quality:
     final = statistics.equivalence(
         differences_by_seed, [ending.evaluation for ending in evidence.unkilled]
     )
-    return Quality(final.verdict in (EQUAL, WITHIN), final, tuple(curves), _words(final))
+    return Quality(final.verdict in (EQUAL, WITHIN), final, tuple(curves), _reason(final))
 
 
-def _words(final: Equivalence) -> str:
-    """Why equivalence is not shown; empty where it is."""
-    about = (
+def _reason(final: Equivalence) -> str:
+    """Explain why equivalence is not shown; empty if it is."""
+    difference = (
         f"the final loss differs by {final.mean:+.3g} (90 % interval {final.low:+.3g} to"
         f" {final.high:+.3g}), noise is {final.margin:.3g} at most"
     )
     if final.verdict == OUTSIDE:
-        return f"resumed runs end elsewhere: {about}"
+        return f"resumed runs end elsewhere: {difference}"
     if final.verdict != TOO_FEW:
         return ""
     if not final.seeds:
@@ -277,11 +288,11 @@ def _words(final: Equivalence) -> str:
     if final.noise_seeds < statistics.LEAST_NOISE_SEEDS:
         return (
             f"not enough seeds to tell: a noise floor takes {statistics.LEAST_NOISE_SEEDS} unkilled"
-            f" ones, not {final.noise_seeds}; {about}"
+            f" ones, not {final.noise_seeds}; {difference}"
         )
-    wanted = (
+    advice = (
         f", about {final.needed} would"
         if final.needed is not None and final.needed > final.seeds
         else ""
     )
-    return f"not enough seeds to tell: {about}; {final.seeds} killed ones do not tell{wanted}"
+    return f"not enough seeds to tell: {difference}; {final.seeds} killed ones do not tell{advice}"

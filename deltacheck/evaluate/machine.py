@@ -1,6 +1,4 @@
-"""Where and when something was measured, as far as it matters for the figures; nothing that names a
-host or a path.
-"""
+"""A description of the machine that measures, without host names and paths."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ _PACKAGES = (
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The machine, what runs on it, and the file system that ``folder`` lies on."""
+    """Describe the machine, its software, and the file system of ``folder``."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "file_system": _file_system(folder),
-        "load_average": os.getloadavg()[0],  # at the start: how much others use the machine
+        "load_average": os.getloadavg()[0],  # at the start: how busy others keep the machine
         "kernel": platform.release(),
         "codec": codec(),
         "versions": {
@@ -40,8 +38,9 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def codec() -> str:
-    """The encoder in use and, if it is the native one, its kernels. ``reference`` is NumPy: its
-    times say nothing.
+    """Name the encoder in use and, if it is the native one, its kernels.
+
+    ``reference`` is NumPy; its times have no meaning.
     """
     name = default_codec().name
     if name != "native":
@@ -58,20 +57,22 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Its type, for example ``ext4``; ``tmpfs`` means that fsync costs nothing and that no time to
-    durable has a meaning.
+    """Return the type of a folder's file system, for example ``ext4``.
+
+    On ``tmpfs``, fsync costs nothing and no time to durable has a meaning.
     """
-    mounts = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
-    found = [(Path(line.split()[1]), line.split()[2]) for line in mounts]
-    holding = [(len(at.parts), kind) for at, kind in found if folder.resolve().is_relative_to(at)]
-    return max(holding)[1] if holding else "unknown"
+    lines = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
+    mounts = [(Path(line.split()[1]), line.split()[2]) for line in lines]
+    # The deepest mount point above the folder is the one that holds it.
+    depths = [(len(p.parts), kind) for p, kind in mounts if folder.resolve().is_relative_to(p)]
+    return max(depths)[1] if depths else "unknown"
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

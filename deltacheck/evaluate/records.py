@@ -1,24 +1,40 @@
-"""What an evaluation found, as frozen records: the processes bring them back, the judges read them,
-the report shows them.
+"""The plan of an evaluation and its results, as frozen records.
+
+Worker processes report the results, the judges read them, and the report shows them. The names of
+the fields of ``Plan``, ``Kill``, ``Saved``, ``Group``, ``LeafCheck``, ``Ending`` and ``Recovery``
+are keys of the JSON that `deltacheck eval` prints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 POLICIES = ("exact", "model_exact", "post_training")
+
+# Names in the folder of an evaluation
+PLAN, PROFILE, ROOTS, OBSERVED = "plan.json", "profile.json", "roots", "observed"
+FINAL_STATE = "final_state"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. ``factory``: of workloads, as ``workload.find`` takes it. ``steps``: of every
-    run,
-    a checkpoint after every ``every``-th.
+    """The runs of an evaluation.
 
-    ``seeds`` runs are killed ``kills`` times each, one kill a process; ``noise_seeds`` (at least as
-    many) run unkilled, and how far apart they end is the noise floor. ``policy``: of ``POLICIES``.
-    ``profile``: a file for ``post_training``; empty: of the first unkilled run.
+    Args:
+        factory: Of workloads, as ``workload.load_factory`` reads it.
+        policy: One of ``POLICIES``.
+        steps: Training steps of every run.
+        every: Steps between two checkpoints.
+        kills: How often each killed seed is killed, each time in a process of its own.
+        seeds: The number of seeds that are killed.
+        noise_seeds: The number of seeds that run unkilled, at least ``seeds``. How far apart they
+            end is the noise floor.
+        first_seed: The others follow it.
+        profile: A file for ``post_training``; empty for the profile of the first unkilled run.
+        save_last: Also save the last step, for a run whose end is compared. Without it, a restored
+            step always has training steps left.
     """
 
     factory: str
@@ -30,25 +46,28 @@ class Plan:
     noise_seeds: int
     first_seed: int = 1
     profile: str = ""
+    save_last: bool = False
 
     def checkpoints(self) -> tuple[int, ...]:
-        """The steps that are saved. Not the last one: what is restored must have something left to
-        do.
-        """
-        return tuple(range(self.every, self.steps, self.every))
+        """Return the steps that are saved."""
+        regular = range(self.every, self.steps, self.every)
+        return (*regular, self.steps) if self.save_last else tuple(regular)
 
     def killed_seeds(self) -> tuple[int, ...]:
+        """Return the seeds that are killed."""
         return tuple(range(self.first_seed, self.first_seed + self.seeds))
 
     def unkilled_seeds(self) -> tuple[int, ...]:
+        """Return the seeds that also run without a kill."""
         return tuple(range(self.first_seed, self.first_seed + max(self.seeds, self.noise_seeds)))
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When a process is to die: at the save of ``saving_step``, within ``share`` of the time that
-    this
-    save takes (``mid_save``), or of the time until the next one.
+    """The moment at which a process is killed.
+
+    It is killed at the save of ``saving_step``, after a ``share`` of the time that this save takes
+    (``mid_save``), or of the time until the next save.
     """
 
     seed: int
@@ -59,21 +78,38 @@ class Kill:
 
     @property
     def name(self) -> str:
+        """A description of the kill."""
         return f"seed {self.seed}, kill {self.number + 1}"
 
 
-# --- what saves cost ------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The task of one worker process: the name of a function of ``worker.py`` and its arguments.
+
+    ``kill``: for ``save_until_killed`` and ``resume``. ``root``: for ``save``, relative to the
+    folder of the evaluation.
+    """
+
+    name: str
+    kill: Kill | None = None
+    root: str = ""
+
+
+def folder_of(folder: Path, kill: Kill) -> Path:
+    """Return the folder of one killed run, which holds its root and its live states."""
+    return folder / ROOTS / f"{kill.seed}-{kill.number}"
+
+
+# --- cost of saves --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One save and its peer's, of the same state, in the same process, on the same disk, one after
-    the
-    other.
+    """One save and its peer's: of the same state, in the same process, on the same disk.
 
-    ``stored_bytes``: of all files that the save added. ``blocking_seconds``: that training waits,
-    the wait for the save before included. ``durable_seconds``: from the call until it survives a
-    power cut. ``peer_seconds``: the peer's file written and synced; it blocks as long.
+    ``stored_bytes``: of all files that the save added. ``blocking_seconds``: of training, including
+    the wait for the save before. ``durable_seconds``: from the call until the save survives a power
+    cut. ``peer_seconds``: to write and sync the peer's file, which blocks training as long.
     """
 
     step: int
@@ -87,8 +123,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Leaves that differ in numbers alone. ``key_bytes``: of their newest keyframes as stored;
-    ``save_bytes``: mean of a save after the first.
+    """Leaves whose paths differ in numbers alone.
+
+    ``key_bytes``: of their newest keyframes as stored. ``save_bytes``: mean of a save after the
+    first.
     """
 
     name: str
@@ -98,16 +136,15 @@ class Group:
     save_bytes: float
 
 
-# --- whether a run comes back ---------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LeafCheck:
-    """One leaf (or Python value) after a restore, against what was live when it was saved.
-    ``problem``: empty where what was promised holds.
+    """The comparison of a restored leaf (or Python value) with the one that was saved.
 
-    ``contract``: ``exact``, ``bounded`` or ``reused``. ``measured`` of ``limit``: in the contract's
-    norm, ``None`` where bits are compared.
+    ``contract``: ``exact``, ``bounded`` or ``reused``. ``problem``: empty if the contract holds.
+    ``measured`` and ``limit``: in the contract's norm; ``None`` if bits are compared.
     """
 
     path: str
@@ -119,9 +156,10 @@ class LeafCheck:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one run ended. ``losses``: step -> loss of each step that it trained. ``evaluation``: at
-    the
-    end. ``digests``: of its last state, by leaf, places of a tie and Python values included.
+    """The end of one run.
+
+    ``losses``: of each trained step, by step. ``evaluation``: of the final model. ``digests``: of
+    the last state, by path, with every path of a tie and every Python value.
     """
 
     seed: int
@@ -132,15 +170,15 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One killed run and what became of it in a fresh process.
+    """One killed run, and its continuation in a fresh process.
 
-    ``last_step``: the last one it told of before it died. ``acknowledged_step``: the newest save
-    that was reported durable by then, 0: none. ``restored_step``: where the fresh process went on.
-    ``leaves``: how many were compared; ``failed``: those that do not hold; ``inexact``: those whose
-    contract is not exact, whether they hold or not. ``not_put_back``: what the run's own ``load``
-    left otherwise than the restore gave it. ``stage``: of the policy at the restored step, empty
-    under the exact one. ``error``: why the run did not come back at all; then there is no
-    ``ending``, and what follows the acknowledged step means nothing.
+    ``last_step``: the last step reported before the kill. ``acknowledged_step``: the newest save
+    that was reported durable by then; 0: none. ``restored_step``: from which the fresh process
+    continued. ``leaves``: the number of compared leaves. ``failed``: leaves that break their
+    contract. ``inexact``: leaves whose contract is not exact, whether it holds or not.
+    ``not_put_back``: paths that the workload's own ``load`` did not restore. ``stage``: of the
+    policy at the restored step, empty for the exact one. ``error``: why the run did not recover;
+    then there is no ``ending``, and the fields after ``acknowledged_step`` have no meaning.
     """
 
     kill: Kill
@@ -158,15 +196,17 @@ class Recovery:
 
     @property
     def lost_steps(self) -> int:
+        """Training steps that the kill undid."""
         return self.last_step - self.restored_step
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that was measured. ``unkilled``: one run a seed. ``repeat``: the first seed once more.
-    ``saving``: once more, with checkpoints and peers.
+    """All results of an evaluation.
 
-    ``framework``: that the state comes from. ``peer``: what our saves are compared with.
+    ``framework``: of the state's arrays. ``peer``: the way of saving that ours is compared with.
+    ``unkilled``: one run per seed. ``repeat``: the first seed once more. ``saving``: the first seed
+    once more, with checkpoints and the peer's files.
     """
 
     plan: Plan

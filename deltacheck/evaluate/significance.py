@@ -1,5 +1,6 @@
-"""The statistics of an evaluation: spreads, bounds on rates, and a test of equivalence that may say
-that it cannot tell.
+"""The statistics of an evaluation: spreads, bounds on rates, and a test of equivalence.
+
+The test may also answer that there is too little data.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 ALPHA = 0.05
-# The margin of equivalence: what is smaller than both is no difference that anybody could see in a
-# model.
+# The margin of equivalence is the smaller of the two. No one could see such a difference.
 MARGIN_SD, MARGIN_SHARE = 0.5, 0.001  # of the sd between seeds, of the loss
-# Of a noise floor that can be judged by: the sd of fewer is known to within a factor of three at
-# best
+# The sd of fewer seeds is known to within a factor of three at best.
 LEAST_NOISE_SEEDS = 5
 SPIKE_SD = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of some measurements, and the smallest and the largest of them."""
+    """The median, the smallest and the largest of some measurements."""
 
     median: float
     least: float
@@ -30,43 +29,44 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """REQUIRES: at least one value."""
+    """Summarize at least one value."""
     return Spread(median(values), min(values), max(values), len(values))
 
 
 def least_rate(held: int, trials: int, alpha: float = ALPHA) -> float:
-    """The lower end of Clopper and Pearson's interval (1934), one-sided: the rate is at least this
-    with a confidence of ``1 - alpha``.
+    """Return the lower end of Clopper and Pearson's one-sided interval (1934).
 
-    300 of 300 gives 0.990; 4 of 4 gives 0.47. 0 where nothing held.
+    The true rate is at least this with a confidence of ``1 - alpha``. 300 of 300 gives 0.990, 4 of
+    4 gives 0.47, 0 of any number gives 0.
     """
     if not 0 <= held <= trials:
         raise ValueError(f"{held} of {trials} is no rate")
     if held == 0:
         return 0.0
 
-    def as_many(rate: float) -> float:  # chance of so many or more
+    def tail(rate: float) -> float:  # probability of ``held`` or more
         return sum(
             math.comb(trials, n) * rate**n * (1 - rate) ** (trials - n)
             for n in range(held, trials + 1)
         )
 
-    return _root(lambda rate: as_many(rate) - alpha, 0.0, 1.0)
+    return _root(lambda rate: tail(rate) - alpha, 0.0, 1.0)
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """The value that Student's t with ``freedom`` degrees of freedom (at least 1) stays below with
-    this probability, at least one half.
+    """Return a quantile of Student's t distribution.
+
+    Args:
+        confidence: The probability of a smaller value, at least one half.
+        freedom: Degrees of freedom, at least 1.
     """
     if freedom < 1 or not 0.5 <= confidence < 1:
         raise ValueError(f"no quantile of {confidence} with {freedom} degrees of freedom")
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 
-    def inside(
-        angle: float,
-    ) -> (
-        float
-    ):  # t = sqrt(freedom) tan(angle) makes the density a power of a cosine; Simpson's rule
+    def distribution(angle: float) -> float:
+        # t = sqrt(freedom) tan(angle) makes the density a power of a cosine, which Simpson's rule
+        # integrates without trouble at infinity.
         width = angle / 400
         weights = (1 if n in (0, 400) else 4 if n % 2 else 2 for n in range(401))
         return 0.5 + scale * width / 3 * sum(
@@ -74,11 +74,12 @@ def student_quantile(confidence: float, freedom: int) -> float:
         )
 
     return math.sqrt(freedom) * math.tan(
-        _root(lambda angle: inside(angle) - confidence, 0.0, math.pi / 2)
+        _root(lambda angle: distribution(angle) - confidence, 0.0, math.pi / 2)
     )
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Bisect until the interval is as small as float64 allows."""
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)
@@ -92,16 +93,16 @@ EQUAL, WITHIN, OUTSIDE, TOO_FEW = "equal", "within", "outside", "too few"  # per
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """Whether resumed runs end where unkilled ones do, by two one-sided t-tests (Schuirmann, 1987)
-    on
-    differences paired by seed.
+    """The result of two one-sided t-tests (Schuirmann, 1987) on differences paired by seed.
 
-    ``verdict``: ``equal``: every difference is 0. ``within``: the 90 % interval of the mean lies
-    within the margin: equivalent at the 5 % level. ``outside``: it lies outside altogether. ``too
-    few``: neither, or no noise floor to judge by; then ``needed`` seeds would tell with a power of
-    0.9, if the mean is 0 (``None`` where that cannot be estimated). ``mean``: resumed minus
-    unkilled, above 0 is worse. ``low``, ``high``: the interval, infinite where one seed is all
-    there is. ``noise_sd``: over ``noise_seeds`` unkilled seeds.
+    The verdict is ``equal`` if every difference is 0. It is ``within`` if the 90 % interval of the
+    mean lies within the margin: the runs are equivalent at the 5 % level. It is ``outside`` if the
+    interval lies outside altogether. Otherwise, or without a noise floor, it is ``too few``; then
+    ``needed`` seeds would decide with a power of 0.9 if the mean is 0 (``None`` if that cannot be
+    estimated).
+
+    ``mean``: resumed minus unkilled, above 0 is worse. ``low``, ``high``: the interval, infinite
+    for a single seed. ``noise_sd``: over ``noise_seeds`` unkilled seeds.
     """
 
     verdict: str
@@ -118,30 +119,30 @@ class Equivalence:
 def equivalence(
     differences: Mapping[int, Sequence[float]], unkilled: Sequence[float]
 ) -> Equivalence:
-    """Judge final losses.
+    """Compare final losses.
 
-    ``differences``: seed -> resumed minus unkilled of each of its kills; the kills of a seed share
-    its run, so their mean is one observation. ``unkilled``: final losses of unkilled runs, one a
-    seed, at least one.
+    Args:
+        differences: Of each seed, resumed minus unkilled for each of its kills. The kills of a seed
+            share its run, so their mean is one observation.
+        unkilled: Final losses of unkilled runs, one per seed, at least one.
     """
     if not differences:
         return Equivalence(TOO_FEW, math.nan, -math.inf, math.inf, 0.0, 0.0, len(unkilled), 0, None)
-    means = [fmean(found) for found in differences.values()]
+    means = [fmean(values) for values in differences.values()]
     mean, count = fmean(means), len(means)
-    known = all(map(math.isfinite, [*means, *unkilled]))
-    noise_sd = stdev(unkilled) if len(unkilled) > 1 and known else 0.0
-    margin = min(MARGIN_SD * noise_sd, MARGIN_SHARE * abs(fmean(unkilled))) if known else 0.0
-    reach, needed = math.inf, None
-    if count > 1 and known:
+    finite = all(map(math.isfinite, [*means, *unkilled]))
+    noise_sd = stdev(unkilled) if len(unkilled) > 1 and finite else 0.0
+    margin = min(MARGIN_SD * noise_sd, MARGIN_SHARE * abs(fmean(unkilled))) if finite else 0.0
+    half_width, needed = math.inf, None
+    if count > 1 and finite:
         error = stdev(means) / math.sqrt(count)
-        reach = student_quantile(1 - ALPHA, count - 1) * error
+        half_width = student_quantile(1 - ALPHA, count - 1) * error
         needed = _needed(stdev(means), margin)
-    low, high = mean - reach, mean + reach
-    if all(value == 0 for found in differences.values() for value in found):
+    low, high = mean - half_width, mean + half_width
+    if all(value == 0 for values in differences.values() for value in values):
         verdict, low, high = EQUAL, 0.0, 0.0
-    elif not known:
-        # NaN or infinite is not where an unkilled run ends; where that does too, nothing can be
-        # shown
+    elif not finite:
+        # An unkilled run does not end with NaN or infinity; if it does, nothing can be shown.
         verdict = OUTSIDE
     elif low > margin or high < -margin:
         verdict = OUTSIDE if len(unkilled) >= LEAST_NOISE_SEEDS else TOO_FEW
@@ -153,8 +154,9 @@ def equivalence(
 
 
 def _needed(sd: float, margin: float) -> int | None:
-    """Seeds for a power of 0.9 at a true difference of 0: 10.8 (sd / margin)^2, from the normal
-    quantiles 1.645 and 1.645; at least 3.
+    """Return the number of seeds for a power of 0.9 at a true difference of 0, at least 3.
+
+    It is 10.8 (sd / margin)^2, from the normal quantiles 1.645 and 1.645.
     """
     return max(3, math.ceil(10.8 * (sd / margin) ** 2)) if margin else None
 
@@ -164,13 +166,11 @@ def _needed(sd: float, margin: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The losses of a resumed run beside those of the unkilled run of its seed. ``equal``: steps
-    whose
-    losses have the same bits, of ``steps``.
+    """The comparison of a resumed run's losses with those of the unkilled run of its seed.
 
-    ``first_gap``: the first step that differs, ``None`` where none does. ``largest_gap``,
-    ``mean_gap``: of the absolute differences; ``spikes``: steps whose difference is above
-    ``SPIKE_SD`` standard deviations of the losses between seeds at that step.
+    ``equal`` of ``steps`` losses have the same bits. ``first_gap``: the first step that differs, or
+    ``None``. ``largest_gap``, ``mean_gap``: of the absolute differences. ``spikes``: steps whose
+    difference exceeds ``SPIKE_SD`` standard deviations of the losses between seeds at that step.
     """
 
     steps: int
@@ -186,15 +186,22 @@ def curve(
     unkilled: Mapping[int, float],
     others: Sequence[Mapping[int, float]],
 ) -> Curve:
-    """Compare step by step. ``others``: losses of all unkilled seeds. Raises ``KeyError`` for a
-    step that the unkilled run has not.
+    """Compare losses step by step.
+
+    Args:
+        resumed: Losses by step.
+        unkilled: Losses by step of the same seed.
+        others: Losses of all unkilled seeds.
+
+    Raises:
+        KeyError: The unkilled run lacks a step of the resumed one.
     """
     differing = [step for step, loss in resumed.items() if not _same(loss, unkilled[step])]
     gaps = [abs(loss - unkilled[step]) for step, loss in resumed.items()]
     spikes = 0
     for step in differing:
-        seen = [losses[step] for losses in others]
-        limit = SPIKE_SD * stdev(seen) if len(seen) > 1 else math.inf
+        values = [losses[step] for losses in others]
+        limit = SPIKE_SD * stdev(values) if len(values) > 1 else math.inf
         spikes += not abs(resumed[step] - unkilled[step]) <= limit
     largest = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
     return Curve(
@@ -207,5 +214,5 @@ def curve(
     )
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))

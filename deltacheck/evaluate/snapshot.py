@@ -1,5 +1,6 @@
-"""A state as bytes that outlive the process which trains it: what was live when a checkpoint was
-taken, to compare a restore with.
+"""A copy of the live state at a save, to compare a restored state with.
+
+Written to a file, it outlives the process that trains.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A flattened state in host memory. ``arrays``: path -> values, 1-D, of the leaf's own type;
-    ties
-    once. ``values``: its Python values by path.
+    """A flattened state in host memory.
 
-    ``ties``: every array place -> the path that holds its bytes. ``numbers``: the Python values
-    themselves, and leaves of one number. ``told_rate``: the learning rate as the run itself tells
-    it, ``None`` where it does not.
+    ``arrays``: values by path, 1-D, of the leaf's own type, tied leaves once. ``values``: its
+    Python values by path, as text. ``ties``: for every path of an array, the path that holds its
+    bytes. ``numbers``: the Python values themselves, and leaves of one number. ``run_rate``: the
+    learning rate that the run itself reports, or ``None``.
     """
 
     specs: Mapping[str, LeafSpec]
@@ -38,64 +38,72 @@ class Snapshot:
     values: Mapping[str, str]
     ties: Mapping[str, str]
     numbers: Mapping[str, object]
-    told_rate: float | None = None
+    run_rate: float | None = None
 
 
-def taken(
-    flat: Flat, bytes_of: Callable[[Any], NDArray[np.uint8]], told_rate: float | None = None
+def take(
+    flat: Flat, bytes_of: Callable[[Any], NDArray[np.uint8]], run_rate: float | None = None
 ) -> Snapshot:
-    """A copy of a state that training can no longer touch. ``bytes_of``: of the framework whose
-    arrays they are.
+    """Copy a state, so that training cannot change it.
+
+    Args:
+        flat: The flattened state.
+        bytes_of: Returns the bytes of one of the framework's arrays.
+        run_rate: The learning rate that the run reports.
     """
     specs = {path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()}
     raw = {path: np.array(bytes_of(array), copy=True) for path, array in flat.arrays.items()}
-    return _snapshot(specs, raw, flat.skeleton, told_rate)
+    return _snapshot(specs, raw, flat.skeleton, run_rate)
 
 
-def written(
-    flat: Flat, bytes_of: Callable[[Any], NDArray[np.uint8]], told_rate: float | None, file: Path
+def write(
+    flat: Flat, bytes_of: Callable[[Any], NDArray[np.uint8]], run_rate: float | None, file: Path
 ) -> None:
-    """Write a state down for ``read``: whole or not at all, so that a killed process leaves no half
-    of one.
+    """Write a state for ``read``.
+
+    The file is renamed into place, so that a killed process leaves no incomplete one.
     """
     leaves = {path: [leaf.dtype, list(leaf.shape)] for path, leaf in flat.leaves.items()}
-    about = json.dumps(
-        {"leaves": leaves, "skeleton": flat.skeleton, "told_rate": told_rate}
-    ).encode()
+    header = {"leaves": leaves, "skeleton": flat.skeleton, "run_rate": run_rate}
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     parts = {str(number): bytes_of(flat.arrays[path]) for number, path in enumerate(leaves)}
-    fresh = file.with_name(file.name + ".tmp")
-    with fresh.open("wb") as out:
-        np.savez(out, about=np.frombuffer(about, np.uint8), **parts)  # type: ignore[arg-type]
-    os.replace(fresh, file)
+    incomplete = file.with_name(file.name + ".tmp")
+    with incomplete.open("wb") as out:
+        np.savez(out, header=text, **parts)  # type: ignore[arg-type]
+    os.replace(incomplete, file)
 
 
 def read(file: Path) -> Snapshot:
-    """Raises ``OSError`` where it is not there."""
+    """Read what ``write`` has written.
+
+    Raises:
+        OSError: There is no such file.
+    """
     with np.load(file, allow_pickle=False) as parts:
-        about = json.loads(parts["about"].tobytes())
+        header = json.loads(parts["header"].tobytes())
         specs = {
             path: LeafSpec.of(path, tuple(shape), dtype)
-            for path, (dtype, shape) in about["leaves"].items()
+            for path, (dtype, shape) in header["leaves"].items()
         }
         raw = {path: parts[str(number)] for number, path in enumerate(specs)}
-    return _snapshot(specs, raw, about["skeleton"], about["told_rate"])
+    return _snapshot(specs, raw, header["skeleton"], header["run_rate"])
 
 
 def digests(snapshot: Snapshot) -> dict[str, str]:
-    """A digest of every leaf, at every place of a tie, and of every Python value, by path."""
-    found = {
+    """Return a digest of every array, at every path of a tie, and of every Python value."""
+    by_owner = {
         owner: xxhash.xxh3_128_hexdigest(snapshot.arrays[owner].tobytes())
         for owner in snapshot.specs
     }
-    placed = {path: found[owner] for path, owner in snapshot.ties.items()}
-    return placed | {path: f"value {value}" for path, value in snapshot.values.items()}
+    by_path = {path: by_owner[owner] for path, owner in snapshot.ties.items()}
+    return by_path | {path: f"value {value}" for path, value in snapshot.values.items()}
 
 
 def _snapshot(
     specs: Mapping[str, LeafSpec],
     raw: Mapping[str, NDArray[np.uint8]],
     skeleton: tree.Node,
-    told_rate: float | None,
+    run_rate: float | None,
 ) -> Snapshot:
     arrays: dict[str, Array] = {
         path: raw[path].view(spec.element.numpy) for path, spec in specs.items()
@@ -104,11 +112,10 @@ def _snapshot(
     single = {p: float(a[0]) for p, a in arrays.items() if a.size == 1 and a.dtype.kind in "iuf"}
     shown = {path: f"{type(value).__name__} {_text(value)}" for path, value in values.items()}
     return Snapshot(
-        specs, arrays, shown, tree.array_paths(skeleton), {**values, **single}, told_rate
+        specs, arrays, shown, tree.array_paths(skeleton), {**values, **single}, run_rate
     )
 
 
 def _text(value: object) -> str:
-    return (
-        value.hex() if isinstance(value, float) else repr(value)
-    )  # all bits of a float, and the same for every NaN
+    # hex() shows all bits of a float, but is the same for every NaN.
+    return value.hex() if isinstance(value, float) else repr(value)

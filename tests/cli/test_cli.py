@@ -857,7 +857,7 @@ def test_gc_of_a_manager_root_spares_what_a_save_under_way_may_need(
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the demo was asked for, in place of playing it: it fails its comparison."""
-    from deltacheck.evaluate.demo import run
+    from deltacheck.evaluate.demo import demonstration
 
     calls: list[dict[str, Any]] = []
 
@@ -868,7 +868,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             json_file.write_text('{"figure": NaN}')
         return 1
 
-    monkeypatch.setattr(run, "main", play)
+    monkeypatch.setattr(demonstration, "main", play)
     return calls
 
 

@@ -1,5 +1,6 @@
-"""The parts that the demo's claim rests on: data that can be resumed, an optimizer that owns its
-masters, comparisons that see one bit.
+"""The parts that the demo rests on.
+
+Data that can be resumed, an optimizer that owns its masters, and comparisons that see one bit.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import numpy as np
 import pytest
 
 from deltacheck.backends.torch import Engine
-from deltacheck.evaluate.demo import checks
-from deltacheck.evaluate.demo.classes import leaf_class
+from deltacheck.evaluate import equality
+from deltacheck.evaluate.demo.demonstration import Demonstration
 from deltacheck.evaluate.workloads import text
-from deltacheck.evaluate.workloads.plan import Plan, tiny
+from deltacheck.evaluate.workloads.leaf_classes import leaf_class
+from deltacheck.evaluate.workloads.recipe import Recipe, demo, tiny_demo
 
 torch = pytest.importorskip("torch")
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.train import Training, be_deterministic, finetuning, pretraining
+from deltacheck.evaluate.workloads.torch_workloads import Workload, be_deterministic, pretraining
 
 SOURCE = '''
 def documented(x, *, y=1):
@@ -44,8 +46,9 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return replace(tiny(seed=3), width=32, layers=1, context=128, batch=2)
+def recipe() -> Recipe:
+    sizes = {"width": 32, "layers": 1, "context": 128, "batch": 2, "pretrain_batch": 2}
+    return tiny_demo(seed=3, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +57,13 @@ def library() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def rows(library: list[str], plan: Plan) -> text.Rows:
-    return text.finetuning_rows(library, plan.context)
+def rows(library: list[str], recipe: Recipe) -> text.Rows:
+    return text.finetuning_rows(library, recipe.context)
 
 
 @pytest.fixture(autouse=True)
 def _one_process_among_others():
-    """Be deterministic as a child process of the demo is, and leave no trace of it to other
-    tests.
-    """
+    """Be deterministic as a worker of the demo is, and restore the settings for other tests."""
     threads = torch.get_num_threads()
     be_deterministic(threads)
     with torch.random.fork_rng(devices=[]):
@@ -108,9 +109,9 @@ def test_a_function_that_does_not_fit_is_left_out() -> None:
 
 
 def test_rows_are_the_same_each_time_and_survive_the_disk(
-    library: list[str], rows: text.Rows, plan: Plan, tmp_path
+    library: list[str], rows: text.Rows, recipe: Recipe, tmp_path
 ) -> None:
-    again = text.finetuning_rows(library, plan.context)
+    again = text.finetuning_rows(library, recipe.context)
     rows.write(tmp_path / "rows.npz")
     for other in (again, text.Rows.read(tmp_path / "rows.npz")):
         np.testing.assert_array_equal(rows.tokens, other.tokens)
@@ -162,8 +163,8 @@ def test_too_little_text_is_refused() -> None:
 # --- optimizer ------------------------------------------------------------------------------------
 
 
-def test_weights_are_the_masters_rounded(plan: Plan, rows: text.Rows) -> None:
-    training = pretraining(plan, rows)
+def test_weights_are_the_masters_rounded(recipe: Recipe, rows: text.Rows) -> None:
+    training = pretraining(recipe, rows)
     for _ in range(3):
         training.train_step()
     for parameter, state in training.optimizer.state.items():
@@ -202,9 +203,9 @@ def test_agrees_with_torch_adamw_on_the_masters() -> None:
 
 
 def test_global_pre_step_hook_fires_once_a_step_before_anything_moves(
-    plan: Plan, rows: text.Rows
+    recipe: Recipe, rows: text.Rows
 ) -> None:
-    training = pretraining(plan, rows)
+    training = pretraining(recipe, rows)
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     seen = []
 
@@ -225,13 +226,13 @@ def test_global_pre_step_hook_fires_once_a_step_before_anything_moves(
         registered.remove()
 
 
-def test_loading_a_state_keeps_float32(plan: Plan, rows: text.Rows) -> None:
-    training = pretraining(plan, rows)
+def test_loading_a_state_keeps_float32(recipe: Recipe, rows: text.Rows) -> None:
+    training = pretraining(recipe, rows)
     training.train_step()
     saved = copy.deepcopy(training.optimizer.state_dict())
-    other = pretraining(plan, rows)
+    other = pretraining(recipe, rows)
     other.optimizer.load_state_dict(saved)
-    assert checks.compare("optimizer", saved, other.optimizer.state_dict()).holds
+    assert equality.compare("optimizer", saved, other.optimizer.state_dict()).holds
     master = next(iter(other.optimizer.state.values()))["master"]
     assert master.dtype == torch.float32
     assert master.data_ptr() != saved["state"][0]["master"].data_ptr()
@@ -240,41 +241,41 @@ def test_loading_a_state_keeps_float32(plan: Plan, rows: text.Rows) -> None:
 # --- the whole state ------------------------------------------------------------------------------
 
 
-def _finetuning(plan: Plan, rows: text.Rows) -> Training:
-    return finetuning(plan, rows, pretraining(plan, rows).model.state_dict())
+def _finetuning(recipe: Recipe, rows: text.Rows) -> Workload:
+    return Workload(recipe, pretraining(recipe, rows).model.state_dict(), rows)
 
 
-def test_training_repeats_bit_for_bit(plan: Plan, rows: text.Rows) -> None:
+def test_training_repeats_bit_for_bit(recipe: Recipe, rows: text.Rows) -> None:
     def losses() -> list[float]:
-        training = _finetuning(plan, rows)
+        training = _finetuning(recipe, rows)
         return [training.train_step() for _ in range(4)]
 
     assert losses() == losses()
 
 
-def test_a_restored_state_goes_on_bit_for_bit(plan: Plan, rows: text.Rows) -> None:
-    assert plan.dropout > 0  # so that a lost generator state would show
-    training = _finetuning(plan, rows)
+def test_a_restored_state_goes_on_bit_for_bit(recipe: Recipe, rows: text.Rows) -> None:
+    assert recipe.dropout > 0  # so that a lost generator state would show
+    training = _finetuning(recipe, rows)
     for _ in range(3):
         training.train_step()
     saved = copy.deepcopy(training.state())
     expected = [training.train_step() for _ in range(4)]
     final = copy.deepcopy(training.state())
 
-    resumed = _finetuning(replace(plan, seed=77), rows)
+    resumed = _finetuning(replace(recipe, seed=77), rows)
     resumed.load(saved)
     assert [resumed.train_step() for _ in range(4)] == expected
-    assert checks.compare("final state", final, resumed.state()).holds
-    assert checks.compare(
+    assert equality.compare("final state", final, resumed.state()).holds
+    assert equality.compare(
         "tied", final["model"]["embed.weight"], resumed.state()["model"]["head.weight"]
     ).holds
 
 
 @pytest.mark.parametrize("lost", ["data", "rng", "optimizer", "scheduler"])
-def test_a_state_that_lacks_a_part_does_not(plan: Plan, rows: text.Rows, lost: str) -> None:
+def test_a_state_that_lacks_a_part_does_not(recipe: Recipe, rows: text.Rows, lost: str) -> None:
     """The control: the comparison sees each part of the state, so that equality means something."""
-    plan = replace(plan, rate=1e-2)
-    training = _finetuning(plan, rows)
+    recipe = replace(recipe, rate=1e-2)
+    training = _finetuning(recipe, rows)
     for _ in range(3):
         training.train_step()
     saved = copy.deepcopy(training.state())
@@ -282,11 +283,11 @@ def test_a_state_that_lacks_a_part_does_not(plan: Plan, rows: text.Rows, lost: s
         training.train_step()
     final = copy.deepcopy(training.state())
 
-    resumed = _finetuning(replace(plan, seed=77), rows)
+    resumed = _finetuning(replace(recipe, seed=77), rows)
     resumed.load({**saved, lost: copy.deepcopy(resumed.state()[lost])})
     for _ in range(4):
         resumed.train_step()
-    assert not checks.compare("final state", final, resumed.state()).holds
+    assert not equality.compare("final state", final, resumed.state()).holds
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -308,28 +309,28 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_comparison_sees(case: str) -> None:
     left, right = DIFFERENT[case]
-    assert checks.compare(case, left, copy.deepcopy(left)).holds
-    assert not checks.compare(case, left, right).holds
-    assert not checks.compare(case, right, left).holds
+    assert equality.compare(case, left, copy.deepcopy(left)).holds
+    assert not equality.compare(case, left, right).holds
+    assert not equality.compare(case, right, left).holds
 
 
 def test_comparison_takes_torch_numpy_and_jax_for_the_same(tmp_path: Path) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     tensor = torch.arange(6).reshape(2, 3).bfloat16()
     array = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
-    assert checks.compare("numpy", {"w": tensor.t()}, {"w": array.T}).holds
+    assert equality.compare("numpy", {"w": tensor.t()}, {"w": array.T}).holds
     pytest.importorskip("orbax")
     state = {"w": tensor, "n": torch.tensor(1 << 40)}
     with Engine(tmp_path) as engine:
         engine.save(0, state)
-    assert checks.in_jax("jax", state, tmp_path, 0).holds
-    assert not checks.in_jax("jax", {**state, "n": torch.tensor(1)}, tmp_path, 0).holds
+    assert equality.in_jax("jax", state, tmp_path, 0).holds
+    assert not equality.in_jax("jax", {**state, "n": torch.tensor(1)}, tmp_path, 0).holds
 
 
 def test_losses_are_compared_step_by_step() -> None:
-    assert checks.compare_losses("same", {1: 0.5, 2: 0.25, 3: 0.125}, {2: 0.25, 3: 0.125}).holds
-    assert not checks.compare_losses("other", {1: 0.5, 2: 0.25}, {2: 0.25 + 1e-16}).holds
-    assert not checks.compare_losses("none", {1: 0.5}, {}).holds
+    assert equality.compare_losses("same", {1: 0.5, 2: 0.25, 3: 0.125}, {2: 0.25, 3: 0.125}).holds
+    assert not equality.compare_losses("other", {1: 0.5, 2: 0.25}, {2: 0.25 + 1e-16}).holds
+    assert not equality.compare_losses("none", {1: 0.5}, {}).holds
 
 
 def test_every_leaf_has_a_class() -> None:
@@ -339,11 +340,15 @@ def test_every_leaf_has_a_class() -> None:
     assert leaf_class("rng/torch") == "other"
 
 
-# --- plan -----------------------------------------------------------------------------------------
+# --- recipe ---------------------------------------------------------------------------------------
 
 
-def test_plan_survives_the_disk_and_always_saves_the_last_step(tmp_path) -> None:
-    plan = Plan(seed=1, steps=10, every=4)
-    assert plan.checkpoints() == [4, 8, 10]
-    plan.write(tmp_path)
-    assert Plan.read(tmp_path) == plan
+def test_recipe_survives_the_disk(tmp_path: Path) -> None:
+    recipe = demo(seed=1, steps=10)
+    recipe.write(tmp_path / "recipe.json")
+    assert Recipe.read(tmp_path / "recipe.json") == recipe
+
+
+def test_the_demo_always_saves_the_last_step() -> None:
+    assert Demonstration.create(seed=1, steps=10).plan.checkpoints() == (4, 8, 10)
+    assert Demonstration.create(seed=1, steps=8).plan.checkpoints() == (4, 8)

@@ -22,7 +22,8 @@ from deltacheck.evaluate import contract, snapshot, workload
 from deltacheck.evaluate import significance as stats
 from deltacheck.evaluate.judge import judge
 from deltacheck.evaluate.records import Ending, Evidence, Kill, LeafCheck, Plan, Recovery, Saved
-from deltacheck.evaluate.run import EvaluationFailed, evaluate, kills
+from deltacheck.evaluate.run import evaluate
+from deltacheck.evaluate.session import EvaluationFailed, kills
 from deltacheck.evaluate.snapshot import Snapshot
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.tree import flatten
@@ -136,8 +137,8 @@ def test_a_loss_curve_tells_its_first_gap_and_its_spikes() -> None:
 # --- contracts ------------------------------------------------------------------------------------
 
 
-def _taken(tree: Any, told_rate: float | None = None) -> Snapshot:
-    return snapshot.taken(flatten(tree, describe_numpy), numpy_bytes, told_rate)
+def _taken(tree: Any, run_rate: float | None = None) -> Snapshot:
+    return snapshot.take(flatten(tree, describe_numpy), numpy_bytes, run_rate)
 
 
 def _adam(master: float = 1.0, first: float = 1e-3, second: float = 1e-6, lr: float = 1e-5) -> Any:
@@ -235,8 +236,8 @@ def test_a_learning_rate_that_nobody_tells_is_a_problem_and_one_that_the_run_tel
         return state
 
     assert "tells the rate" in _problems(without(1.0), without(1.0), promise)[path]
-    assert _problems(without(1.0), without(1.0 + 1e-4), promise, told_rate=1e-5) == {}
-    assert path in _problems(without(1.0), without(1.0 + 1e-4), promise, told_rate=1e-6)
+    assert _problems(without(1.0), without(1.0 + 1e-4), promise, run_rate=1e-5) == {}
+    assert path in _problems(without(1.0), without(1.0 + 1e-4), promise, run_rate=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -302,10 +303,10 @@ def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Pa
         "n": None,
         "x": math.inf,
     }
-    snapshot.written(flatten(tree, describe_numpy), numpy_bytes, 0.5, tmp_path / "live.npz")
-    found, taken = snapshot.read(tmp_path / "live.npz"), _taken(tree, told_rate=0.5)
+    snapshot.write(flatten(tree, describe_numpy), numpy_bytes, 0.5, tmp_path / "live.npz")
+    found, taken = snapshot.read(tmp_path / "live.npz"), _taken(tree, run_rate=0.5)
     assert snapshot.digests(found) == snapshot.digests(taken)
-    assert (found.specs, found.values, found.ties, found.told_rate) == (
+    assert (found.specs, found.values, found.ties, found.run_rate) == (
         taken.specs,
         taken.values,
         taken.ties,
@@ -369,7 +370,7 @@ def test_what_comes_back_bit_for_bit_holds() -> None:
         ({"ending": _ending(2, first=5, b="3")}, "the last state differs in b"),
         (
             {"ending": replace(_ending(2, first=5), evaluation=2.6)},
-            "something that decides how the run goes on is not in its state()",
+            "something that decides how the run continues is not in its state()",
         ),
     ],
 )
@@ -464,7 +465,7 @@ def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> No
 )
 def test_a_factory_that_is_not_there_is_refused_by_name(named: str, says: str) -> None:
     with pytest.raises(workload.NoWorkload, match=says):
-        workload.find(named)
+        workload.load_factory(named)
 
 
 def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) -> None:
@@ -473,10 +474,10 @@ def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) 
         " return Half()"
     )
     assert (
-        workload.find(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"
+        workload.load_factory(f"{tmp_path / 'json.py'}:answer")([1]) == "[1]"
     )  # its name is not taken for that of what it imports
     with pytest.raises(workload.NoWorkload, match="a Half without state, load, evaluate"):
-        workload.made(workload.find(f"{tmp_path / 'json.py'}:make"), 1)
+        workload.create_workload(workload.load_factory(f"{tmp_path / 'json.py'}:make"), 1)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -511,7 +512,7 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
     saver.close()
     assert found == 3
     one, other = (
-        snapshot.digests(snapshot.taken(door.flat(tree), door.bytes_of))
+        snapshot.digests(snapshot.take(door.flat(tree), door.bytes_of))
         for tree in (state, restored)
     )
     assert one == other

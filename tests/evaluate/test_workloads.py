@@ -18,7 +18,7 @@ pytest.importorskip("optax")
 
 ROOT = Path(__file__).parents[2]
 
-from deltacheck.evaluate.workloads import data, jax_workloads, torch_workloads
+from deltacheck.evaluate.workloads import jax_workloads, tasks, torch_workloads
 from deltacheck.evaluate.workloads.recipe import TASKS, Recipe, recipe, small, tiny
 
 FRAMEWORKS = {"torch": torch_workloads, "jax": jax_workloads}
@@ -134,9 +134,9 @@ def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(
 
 def test_rewards_count_right_digits_and_advantages_compare_within_a_prompt() -> None:
     right = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    told = data.reward(np.array([[1, 2, 3], [0, 2, 3], [0, 0, 0], [9, 9, 9]]), right)
+    told = tasks.reward(np.array([[1, 2, 3], [0, 2, 3], [0, 0, 0], [9, 9, 9]]), right)
     assert told.tolist() == pytest.approx([1, 2 / 3, 0, 0])
-    found = data.advantages(told, group=2)
+    found = tasks.advantages(told, group=2)
     assert found[0] > 0 > found[1]
     assert found[2] == found[3] == 0
     assert found[:2].sum() == pytest.approx(0, abs=1e-6)
@@ -144,12 +144,12 @@ def test_rewards_count_right_digits_and_advantages_compare_within_a_prompt() -> 
 
 def test_the_answers_of_sums_are_right_in_training_and_held_out_of_it() -> None:
     chosen = tiny("rl")
-    held_out = data.evaluation_rows(chosen)
-    prompts, right = data.prompts_of(held_out)
+    held_out = tasks.evaluation_rows(chosen)
+    prompts, right = tasks.prompts_of(held_out)
     for prompt, answer in zip(prompts, right, strict=True):
         left, _, other = bytes(prompt[1:-2].tolist()).decode().partition("+")
         assert int(left) + int(other) == int(bytes(answer.tolist()))
-    batches = data.training_batches(chosen)
+    batches = tasks.training_batches(chosen)
     seen = {tuple(row) for _ in range(200) for row in next(batches).tokens.tolist()}
     assert seen.isdisjoint(map(tuple, held_out.tokens.tolist()))
 

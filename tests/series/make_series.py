@@ -14,7 +14,6 @@ import gzip
 import json
 import math
 import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ from deltacheck import Profiler
 from deltacheck.evaluate.workloads import text
 from deltacheck.evaluate.workloads.model import LanguageModel
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.plan import tiny
+from deltacheck.evaluate.workloads.recipe import tiny_demo
 from deltacheck.evaluate.workloads.text import Batches
 from deltacheck.profile.analyse import History
 
 HERE = Path(__file__).parent
-PLAN = replace(tiny(seed=3), width=64, context=64, batch=8)
+RECIPE = tiny_demo(seed=3, width=64, context=64, batch=8)
 PRETRAIN_STEPS, STEPS, CHANGE, EVERYTHING = 500, 300, 160, 1 << 30
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -57,17 +56,17 @@ def record(
     """One run. ``jump``, ``shift``, ``restart``: what happens at step ``CHANGE``; a restart goes
     back by 25 steps, to a checkpoint.
     """
-    model = LanguageModel(PLAN)
+    model = LanguageModel(RECIPE)
     model.load_state_dict(pretrained())
     optimizer = MixedPrecisionAdamW(model.parameters(), lr=2e-5, betas=betas)
     schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, jump))
     sources = text.standard_library()
-    home = Batches(text.pretraining_rows(sources[::7], PLAN.context, 2048), PLAN.batch, seed=1)
+    home = Batches(text.pretraining_rows(sources[::7], RECIPE.context, 2048), RECIPE.batch, seed=1)
     away = Batches(
         text.pretraining_rows(
-            [f"{7919 * i % 99999989:08d}\n" for i in range(20000)], PLAN.context, 2048
+            [f"{7919 * i % 99999989:08d}\n" for i in range(20000)], RECIPE.context, 2048
         ),
-        PLAN.batch,
+        RECIPE.batch,
         seed=1,
     )
     profilers = Profiler(), Profiler(sample=EVERYTHING)
@@ -109,11 +108,13 @@ def record(
 @cache
 def pretrained() -> dict[str, torch.Tensor]:
     """Weights past the first descent, where the gradients of a fresh model settle."""
-    torch.manual_seed(PLAN.seed)
-    model = LanguageModel(PLAN)
+    torch.manual_seed(RECIPE.seed)
+    model = LanguageModel(RECIPE)
     optimizer = MixedPrecisionAdamW(model.parameters(), lr=3e-3)
     batches = Batches(
-        text.pretraining_rows(text.standard_library()[1::7], PLAN.context, 4096), PLAN.batch, seed=2
+        text.pretraining_rows(text.standard_library()[1::7], RECIPE.context, 4096),
+        RECIPE.batch,
+        seed=2,
     )
     for step in range(PRETRAIN_STEPS):
         optimizer.param_groups[0]["lr"] = (

@@ -1,9 +1,6 @@
-"""`deltacheck demo`: a fine-tuning run that is killed, resumes, and is compared bit for bit with
-one
-that was not.
+"""`deltacheck demo`: a fine-tuning run that is killed, resumes, and is compared bit for bit.
 
-Read `run.py` first: it is the story. Each child process (`child.py`) plays one part of it;
-`text.py`, `model.py`, `optimizer.py` and `train.py` are the training recipe, `checks.py` the
-proofs, `report.py` what is printed. `pairs.py` reads data of the user's, for the experiments in
-`examples/`, which use most of this. Nothing here imports torch before it is run.
+The demo is a fixed plan of ``deltacheck.evaluate``: ``demonstration.py`` lists its tasks, and
+``summary.py`` prints the result. The training is in ``deltacheck.evaluate.workloads``. Nothing here
+imports torch before the demo runs.
 """

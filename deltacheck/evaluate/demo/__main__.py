@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltacheck.evaluate.demo import run
+from deltacheck.evaluate.demo import demonstration
 
 
 def demo(
@@ -17,9 +17,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Steps of fine-tuning.")] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="A tiny model: the story in seconds, figures without meaning."
-        ),
+        typer.Option("--quick", help="Use a tiny model: seconds, figures without meaning."),
     ] = False,
     keep: Annotated[
         Path | None, typer.Option(help="Leave checkpoints and logs in this new folder.")
@@ -29,7 +27,8 @@ def demo(
     ] = None,
 ) -> None:
     """Train, kill, resume, compare bit for bit, read back in JAX and zarr."""
-    raise typer.Exit(run.main(seed=seed, steps=steps, quick=quick, keep=keep, json_file=json_file))
+    code = demonstration.main(seed=seed, steps=steps, quick=quick, keep=keep, json_file=json_file)
+    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

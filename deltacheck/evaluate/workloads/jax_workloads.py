@@ -1,7 +1,6 @@
-"""The runs in JAX: the same transformer in plain JAX, trained with Optax, its state a pytree for
-Orbax.
+"""Post-training runs in JAX: the same transformer, trained with Optax, its state a pytree.
 
-Optax updates the float32 master; the bfloat16 weight is the master, rounded.
+Optax updates the float32 master. The bfloat16 weight is the rounded master.
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from deltacheck.evaluate.workloads.text import VOCABULARY, Rows
-
-from . import data
-from .recipe import Recipe
+from deltacheck.evaluate.workloads import tasks
+from deltacheck.evaluate.workloads.recipe import Recipe
+from deltacheck.evaluate.workloads.text import VOCABULARY, Batches, Rows
 
 Tree = Any  # nested dicts of arrays
 State = dict[str, Any]
 
 
 def pretrained(recipe: Recipe) -> Tree:
-    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of
-    plain training.
-    """
+    """Return the weights that post-training starts from."""
     params = _initial(recipe, jax.random.key(recipe.seed))
     training = {
         "params": _rounded(params),
         "master": params,
         "optimizer": _pretraining_optimizer(recipe).init(params),
     }
-    batches = data.pretraining_batches(recipe)
+    batches = Batches(tasks.pretraining_rows(recipe), recipe.pretrain_batch, recipe.seed)
     for _ in range(recipe.pretrain_steps):
         rows = next(batches)
         training = _pretraining_step(recipe, training, rows.tokens.astype(np.int32), rows.graded)
@@ -42,13 +38,14 @@ def pretrained(recipe: Recipe) -> Tree:
 
 
 class Workload:
-    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts
-    it
-    back.
+    """One post-training run.
 
-    The state is a pytree: ``training`` (``params`` bfloat16, ``master`` float32, ``optimizer`` of
-    Optax), ``base`` (frozen weights, under "lora"), ``data``, ``key`` and ``step``. ``weights``: as
-    in the PyTorch runs.
+    Its state is a pytree: ``training`` (``params`` bfloat16, ``master`` float32, ``optimizer`` of
+    Optax), ``base`` (frozen weights, under "lora"), ``data``, ``key`` and ``step``.
+
+    Args:
+        recipe: Sizes and rates.
+        weights: The model's weights, as ``pretrained`` returns them; ``None`` for new ones.
     """
 
     def __init__(self, recipe: Recipe, weights: Tree | None = None) -> None:
@@ -66,22 +63,23 @@ class Workload:
             "optimizer": self.optimizer.init(master),
         }
         self.key = key
-        self.batches = data.training_batches(recipe)
-        held_out = data.evaluation_rows(recipe)
+        self.batches = tasks.training_batches(recipe)
+        held_out = tasks.evaluation_rows(recipe)
         self.held_out = held_out.tokens.astype(np.int32), held_out.graded
         self.step = 0
 
     def train_step(self, rows: Rows | None = None) -> float:
-        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean
-        reward).
+        """Train one step on ``rows``, by default on the next batch, and return its loss.
+
+        Under "rl", the loss is 1 - mean reward.
         """
         rows = next(self.batches) if rows is None else rows
         self.key, drawn = jax.random.split(self.key)
         if self.recipe.task == "rl":
-            told, tokens, weight = self._completed(rows, drawn)
+            loss, tokens, weight = self._completed(rows, drawn)
             self.training, _ = _policy_step(self.recipe, self.training, tokens, weight)
         else:
-            self.training, loss = _supervised_step(
+            self.training, loss_array = _supervised_step(
                 self.recipe,
                 self.training,
                 self.base,
@@ -89,26 +87,28 @@ class Workload:
                 rows.graded,
                 drawn,
             )
-            told = float(loss)
+            loss = float(loss_array)
         self.step += 1
-        return told
+        return loss
 
     def evaluate(self) -> float:
-        """The loss of right answers on held-out rows, always the same."""
+        """Return the loss of the right answers on fixed, held-out rows."""
         return float(_evaluated(self.recipe, self._weights(), *self.held_out))
 
     def logits(self) -> jax.Array:
-        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits
-        mean equal weights.
+        """Return the logits of the held-out rows, (rows, tokens, vocabulary) float32.
+
+        Equal bits mean equal weights.
         """
         return _logits(self.recipe, self._weights(), self.held_out[0][:, :-1])
 
     def reorder(self, seed: int) -> None:
-        """Go on with other batches, and other draws of dropout and sampling."""
-        self.batches = data.training_batches(replace(self.recipe, seed=seed))
+        """Continue with other batches, and with other draws of dropout and sampling."""
+        self.batches = tasks.training_batches(replace(self.recipe, seed=seed))
         self.key = jax.random.key(seed)
 
     def state(self) -> State:
+        """Return everything that decides how the run continues."""
         return {
             "base": self.base,
             "training": self.training,
@@ -118,6 +118,7 @@ class Workload:
         }
 
     def load(self, state: State) -> None:
+        """Continue from a state that ``state`` has returned."""
         self.base, self.training = state["base"], state["training"]
         self.batches.load_state_dict(state["data"])
         self.key, self.step = state["key"], state["step"]
@@ -126,16 +127,16 @@ class Workload:
         return _merged(self.base, self.training["params"])
 
     def _completed(self, rows: Rows, key: jax.Array) -> tuple[float, jax.Array, jax.Array]:
-        """Prompts with sampled answers, and the advantage of each row."""
-        asked, right = (
-            np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows)
+        """Sample answers; return 1 - mean reward, the completed rows, and their advantages."""
+        prompts, answers = (
+            np.repeat(part, self.recipe.group, axis=0) for part in tasks.prompts_of(rows)
         )
-        tokens = _sampled(self.recipe, self._weights(), asked.astype(np.int32), key)
-        rewards = data.reward(np.asarray(tokens[:, asked.shape[1] :]), right)
+        tokens = _sampled(self.recipe, self._weights(), prompts.astype(np.int32), key)
+        rewards = tasks.reward(np.asarray(tokens[:, prompts.shape[1] :]), answers)
         return (
             1.0 - float(rewards.mean()),
             tokens,
-            jnp.asarray(data.advantages(rewards, self.recipe.group)),
+            jnp.asarray(tasks.advantages(rewards, self.recipe.group)),
         )
 
 
@@ -143,9 +144,7 @@ class Workload:
 
 
 def _initial(recipe: Recipe, key: jax.Array) -> Tree:
-    """New weights, float32: each matrix has the scale of its inputs. Matrices are (inputs,
-    outputs).
-    """
+    """Draw new weights, float32, each matrix (inputs, outputs) at the scale of its inputs."""
     width, hidden = recipe.width, recipe.hidden
     shapes = {
         "qkv": (width, 3 * width),
@@ -171,8 +170,9 @@ def _initial(recipe: Recipe, key: jax.Array) -> Tree:
 
 
 def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
-    """LoRA (Hu et al., 2021) on the input of each attention: a trained correction of low rank,
-    which begins at zero.
+    """Create LoRA adapters (Hu et al., 2021) on the input of each attention.
+
+    An adapter is a trained correction of low rank, which begins at zero.
     """
     layers = {}
     for number, drawn in enumerate(jax.random.split(key, recipe.layers)):
@@ -185,8 +185,9 @@ def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
 
 
 def _merged(base: Tree, params: Tree) -> Tree:
-    """The frozen weights with the adapters beside the matrices that they correct; without a base,
-    the weights themselves.
+    """Put the adapters beside the frozen matrices that they correct.
+
+    Without a base, ``params`` are the weights themselves.
     """
     if not base:
         return params
@@ -196,7 +197,14 @@ def _merged(base: Tree, params: Tree) -> Tree:
 
 
 def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = None) -> jax.Array:
-    """Tokens (batch, length) to logits (batch, length, VOCABULARY) float32. With a key, dropout."""
+    """Map tokens (batch, length) to logits (batch, length, VOCABULARY) float32.
+
+    Args:
+        recipe: Sizes of the model.
+        weights: Its weights, adapters included.
+        tokens: Integers below ``VOCABULARY``.
+        key: Random key of dropout; ``None``: no dropout.
+    """
     weights = jax.tree.map(lambda weight: weight.astype(jnp.float32), weights)
     length, head_width = tokens.shape[1], recipe.width // recipe.heads
     angles = jnp.outer(jnp.arange(length), 10_000.0 ** -(jnp.arange(0, head_width, 2) / head_width))
@@ -210,8 +218,8 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
     def dropped(x: jax.Array, place: int) -> jax.Array:
         if key is None or recipe.dropout == 0:
             return x
-        kept = jax.random.bernoulli(jax.random.fold_in(key, place), 1 - recipe.dropout, x.shape)
-        return jnp.where(kept, x / (1 - recipe.dropout), 0.0)
+        mask = jax.random.bernoulli(jax.random.fold_in(key, place), 1 - recipe.dropout, x.shape)
+        return jnp.where(mask, x / (1 - recipe.dropout), 0.0)
 
     x = weights["embed"][tokens]
     for number in range(recipe.layers):
@@ -242,7 +250,7 @@ def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:
 def _loss(
     recipe: Recipe, weights: Tree, tokens: Any, graded: Any, key: jax.Array | None = None
 ) -> jax.Array:
-    """Mean cross-entropy of the graded tokens, each predicted from those before it."""
+    """Return the mean cross-entropy of the graded tokens, each predicted from its prefix."""
     losses = optax.softmax_cross_entropy_with_integer_labels(
         _logits(recipe, weights, tokens[:, :-1], key), tokens[:, 1:]
     )
@@ -269,7 +277,7 @@ def _post_training_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     schedule = optax.linear_schedule(
         recipe.rate / max(1, recipe.warmup_steps), recipe.rate, max(1, recipe.warmup_steps - 1)
     )
-    # Injected, so that the state tells the rate and the betas, as PyTorch's parameter groups do.
+    # Injected, so that the state contains the rate and the betas, as PyTorch's groups do.
     adamw = optax.inject_hyperparams(optax.adamw)(
         schedule, beta1, beta2, recipe.eps, weight_decay=recipe.weight_decay
     )
@@ -315,13 +323,14 @@ def _supervised_step(
 def _policy_step(
     recipe: Recipe, training: State, tokens: jax.Array, weight: jax.Array
 ) -> tuple[State, jax.Array]:
-    """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio to
-    clip.
+    """Update by REINFORCE (Williams, 1992) with advantages relative to a prompt's group.
+
+    The run is on-policy, so there is no ratio to clip.
     """
 
     def loss_of(params: Tree) -> jax.Array:
-        logits = _logits(recipe, params, tokens[:, :-1])[:, -data.DIGITS :]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -data.DIGITS :])
+        logits = _logits(recipe, params, tokens[:, :-1])[:, -tasks.DIGITS :]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -tasks.DIGITS :])
         return jnp.mean(weight[:, None] * losses)
 
     loss, gradients = jax.value_and_grad(loss_of)(training["params"])
@@ -331,7 +340,7 @@ def _policy_step(
 @functools.partial(jax.jit, static_argnames="recipe")
 def _sampled(recipe: Recipe, weights: Tree, prompts: jax.Array, key: jax.Array) -> jax.Array:
     tokens = prompts
-    for drawn in jax.random.split(key, data.DIGITS):
+    for drawn in jax.random.split(key, tasks.DIGITS):
         fresh = jax.random.categorical(drawn, _logits(recipe, weights, tokens)[:, -1])
         tokens = jnp.concatenate([tokens, fresh[:, None].astype(tokens.dtype)], axis=1)
     return tokens

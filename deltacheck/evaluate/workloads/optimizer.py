@@ -1,8 +1,8 @@
-"""AdamW for bfloat16 weights: master weights and moments in float32, owned by the optimizer.
+"""AdamW for bfloat16 weights, with master weights and moments in float32.
 
-An update of post-training is mostly smaller than the spacing of bfloat16, and would be lost if it
-were added to the weight itself. It is added to the float32 master; the weight is the master,
-rounded.
+An update of post-training is mostly smaller than the spacing of bfloat16 and would be lost if it
+were added to the weight itself. It is added to the float32 master; the weight is the rounded
+master. The optimizer owns both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from torch.optim import Optimizer
 
 
 class MixedPrecisionAdamW(Optimizer):
-    """Decoupled weight decay (Loshchilov & Hutter, 2019); deterministic; one fused pass per
-    operation
-    over all tensors.
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019); deterministic.
 
-    `state[parameter]` holds `master`, `exp_avg` and `exp_avg_sq`, all float32 and of the
-    parameter's shape, from construction on.
+    ``state[parameter]`` holds ``master``, ``exp_avg`` and ``exp_avg_sq`` from construction on, all
+    float32 and of the parameter's shape. Each operation is one fused pass over all tensors.
     """
 
     def __init__(
@@ -46,6 +44,7 @@ class MixedPrecisionAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters, and round them into the weights."""
         loss = closure() if closure else None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -53,27 +52,28 @@ class MixedPrecisionAdamW(Optimizer):
                 continue
             group["step"] += 1
             beta1, beta2 = group["betas"]
-            masters, averages, squares = (
+            masters, means, squares = (
                 [self.state[parameter][name] for parameter in parameters]
                 for name in ("master", "exp_avg", "exp_avg_sq")
             )
             gradients = [parameter.grad.float() for parameter in parameters]
-            torch._foreach_lerp_(averages, gradients, 1 - beta1)
+            torch._foreach_lerp_(means, gradients, 1 - beta1)
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-            spread = torch._foreach_sqrt(squares)
-            torch._foreach_div_(spread, (1 - beta2 ** group["step"]) ** 0.5)
-            torch._foreach_add_(spread, group["eps"])
+            deviations = torch._foreach_sqrt(squares)
+            torch._foreach_div_(deviations, (1 - beta2 ** group["step"]) ** 0.5)
+            torch._foreach_add_(deviations, group["eps"])
             torch._foreach_mul_(masters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_addcdiv_(
-                masters, averages, spread, -group["lr"] / (1 - beta1 ** group["step"])
-            )
+            rate = group["lr"] / (1 - beta1 ** group["step"])
+            torch._foreach_addcdiv_(masters, means, deviations, -rate)
             torch._foreach_copy_(parameters, masters)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class does it, except that float32 state stays float32 (the base class casts
-        it to the parameter's dtype).
+        """Load a state as the base class does, but keep float32.
+
+        The base class casts each tensor to the dtype of its parameter, which would round the
+        masters.
         """
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

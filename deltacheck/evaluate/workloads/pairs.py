@@ -1,6 +1,4 @@
-"""Prompts and their answers, from a file of the user's or from Python's standard library; and rows
-of tokens made of them.
-"""
+"""Prompts and answers, from a user's file or from Python's standard library, and rows of tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +14,19 @@ from deltacheck.evaluate.workloads.text import Rows
 
 
 class Pair(NamedTuple):
-    """A text without a prompt has an empty one: all of it is learned."""
+    """A prompt and its answer.
+
+    A plain text has an empty prompt: all of it is learned.
+    """
 
     prompt: str
     answer: str
 
 
 class Coding(NamedTuple):
-    """How text becomes tokens: ``encode`` adds none of its own, ``begin`` and ``end`` stand around
-    a pair.
+    """An encoding of text as tokens.
+
+    ``encode`` adds no special tokens. ``begin`` and ``end`` surround a pair.
     """
 
     encode: Callable[[str], list[int]]
@@ -36,42 +38,44 @@ BYTES = Coding(lambda characters: list(characters.encode()), text.BEGIN, text.EN
 
 
 def read(path: Path) -> list[Pair]:
-    """The pairs of a file: ``.jsonl``, each line an object with ``prompt`` and ``completion`` or
-    with
-    ``text``; else its paragraphs.
+    """Read the pairs of a file.
 
-    Raises ``OSError``, ``ValueError`` naming the line.
+    Args:
+        path: A ``.jsonl`` file, each line an object with ``prompt`` and ``completion`` or with
+            ``text``; or a plain text, whose paragraphs are read.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A line is not such an object; the message names it.
     """
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return [Pair("", paragraph) for paragraph in content.split("\n\n") if paragraph.strip()]
-    lines = enumerate(
-        content.split("\n"), start=1
-    )  # not splitlines(): JSON may hold other line separators as they are
+    # Not splitlines(): JSON may contain other line separators unescaped.
+    lines = enumerate(content.split("\n"), start=1)
     return [_pair(f"{path}, line {number}", line) for number, line in lines if line.strip()]
 
 
 def standard_library(files: int | None = None) -> list[Pair]:
-    """Functions of Python's standard library: signature and docstring, and the body. ``files``: of
-    how many (default: all).
+    """Return the functions of Python's standard library: signature and docstring, and the body.
+
+    Args:
+        files: Number of source files to read; ``None`` for all.
     """
-    return [
-        Pair(*found) for source in text.standard_library(files) for found in text.functions(source)
-    ]
+    sources = text.standard_library(files)
+    return [Pair(*function) for source in sources for function in text.functions(source)]
 
 
 def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
-    """Rows of ``context`` + 1 tokens: begin, prompt, answer, end, padded with ends; of these the
-    answer and its end are graded.
+    """Return rows of ``context`` + 1 tokens: begin, prompt, answer, end, padded with ends.
 
-    A pair that is longer goes on in the next row; a row without a graded token is left out.
+    The answer and its end are graded. A pair that is longer continues in the next row. A row
+    without a graded token is left out.
     """
     tokens, graded = [], []
     for prompt, answer in pairs:
-        question, reply = (
-            [coding.begin, *coding.encode(prompt)],
-            [*coding.encode(answer), coding.end],
-        )
+        question = [coding.begin, *coding.encode(prompt)]
+        reply = [*coding.encode(answer), coding.end]
         line, counts = question + reply, [False] * len(question) + [True] * len(reply)
         for start in range(0, len(line) - 1, context):
             spare = context + 1 - len(line[start : start + context + 1])
@@ -86,12 +90,12 @@ def rows(pairs: Iterable[Pair], coding: Coding, context: int) -> Rows:
     )
 
 
-def _pair(where: str, line: str) -> Pair:
+def _pair(position: str, line: str) -> Pair:
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
-    fields = found if isinstance(found, dict) else {}
+        raise ValueError(f"{position}: not JSON: {error}") from None
+    fields = content if isinstance(content, dict) else {}
     pair = (
         ("", fields["text"])
         if "text" in fields
@@ -99,7 +103,7 @@ def _pair(where: str, line: str) -> Pair:
     )
     if not all(isinstance(part, str) for part in pair):
         raise ValueError(
-            f"{where}: wanted an object with 'prompt' and 'completion', or with 'text', each a"
-            " string"
+            f"{position}: expected an object with 'prompt' and 'completion', or with 'text', each"
+            " a string"
         )
     return Pair(*pair)

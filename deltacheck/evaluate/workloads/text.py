@@ -1,6 +1,6 @@
 """Training data that is on every machine: the sources of Python's standard library, as bytes.
 
-Pre-training reads the files as they are. Fine-tuning reads functions: the prompt is signature and
+Pre-training reads whole files. Fine-tuning reads functions: the prompt is the signature and the
 docstring, the answer is the body.
 """
 
@@ -38,40 +38,50 @@ _NOT_LIBRARY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Training rows of equal length. `graded` marks the tokens that count in the loss when they are
-    predicted.
+    """Training rows of equal length.
+
+    ``graded`` marks the tokens that count in the loss when they are predicted.
     """
 
     tokens: NDArray[np.int64]  # (rows, context + 1)
     graded: NDArray[np.bool_]  # the same shape
 
+    def first(self, count: int) -> Rows:
+        """Return the first rows, or all if there are fewer."""
+        return Rows(self.tokens[:count], self.graded[:count])
+
     def write(self, path: Path) -> None:
+        """Write the rows to a NumPy archive."""
         np.savez(path, tokens=self.tokens.astype(np.int32), graded=self.graded)
 
     @classmethod
     def read(cls, path: Path) -> Rows:
+        """Read what ``write`` has written."""
         with np.load(path) as arrays:
             return cls(arrays["tokens"].astype(np.int64), arrays["graded"])
 
 
 def standard_library(files: int | None = None) -> list[str]:
-    """The sources of the standard library of the running interpreter, in the order of their paths.
-    ``files``: the first so many alone.
+    """Return the sources of the running interpreter's standard library, ordered by path.
+
+    Args:
+        files: Number of files to read, from the first; ``None`` for all.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - _NOT_LIBRARY  # not walked: site-packages may be huge
+        # Excluded before they are walked: site-packages may be huge.
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY
         paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     paths.sort()
     return [(root / path).read_text(encoding="utf-8", errors="replace") for path in paths[:files]]
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
-    """Prompt and answer of every function that has a docstring and something after it."""
+    """Yield prompt and answer of every function that has a docstring and something after it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler, about code that is not ours
+            warnings.simplefilter("ignore")  # from the compiler, about code that is not ours
             module = ast.parse(source)
     except (SyntaxError, ValueError):
         return
@@ -91,19 +101,21 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def pretraining_rows(sources: Iterable[str], context: int, limit: int = 4096) -> Rows:
-    """The sources laid end to end and cut into rows; every token is graded. At most `limit` rows,
-    spread over all the text.
+    """Cut the concatenated sources into rows whose tokens are all graded.
+
+    At most ``limit`` rows are returned, spread over the whole text.
     """
-    text = np.frombuffer("\n".join(sources).encode(), dtype=np.uint8)
-    starts = np.arange(0, len(text) - context, context)
+    characters = np.frombuffer("\n".join(sources).encode(), dtype=np.uint8)
+    starts = np.arange(0, len(characters) - context, context)
     starts = starts[:: max(1, len(starts) // limit)][:limit]
-    tokens = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
-    return Rows(tokens, np.ones_like(tokens, dtype=np.bool_))
+    tokens = np.stack([characters[start : start + context + 1] for start in starts])
+    return Rows(tokens.astype(np.int64), np.ones_like(tokens, dtype=np.bool_))
 
 
 def finetuning_rows(sources: Iterable[str], context: int) -> Rows:
-    """One row for each function that fits: BEGIN prompt ANSWER answer END PAD...; answer and END
-    are graded.
+    """Return a row for each function that fits: BEGIN prompt ANSWER answer END PAD...
+
+    The answer and END are graded.
     """
     tokens, graded = [], []
     for source in sources:
@@ -122,14 +134,23 @@ def finetuning_rows(sources: Iterable[str], context: int) -> Rows:
 
 
 class Batches:
-    """An endless stream of batches, shuffled anew in each epoch. Its place is a few integers, and
-    the same place gives the same batch.
+    """An endless stream of batches, shuffled anew in each epoch.
+
+    Its position is a few integers, and the same position gives the same batch.
+
+    Args:
+        rows: The rows of one epoch.
+        batch: Rows per batch.
+        seed: Decides the order of each epoch.
+
+    Raises:
+        ValueError: The rows do not fill one batch.
     """
 
     def __init__(self, rows: Rows, batch: int, seed: int) -> None:
         if len(rows.tokens) < batch:
             raise ValueError(
-                f"{len(rows.tokens)} rows do not fill a batch of {batch}: more data is needed (are"
+                f"{len(rows.tokens)} rows do not fill a batch of {batch}: provide more data (are"
                 " the standard library's sources installed?)"
             )
         self._rows, self._batch, self._seed = rows, batch, seed
@@ -145,9 +166,11 @@ class Batches:
         return Rows(self._rows.tokens[chosen], self._rows.graded[chosen])
 
     def state_dict(self) -> dict[str, int]:
+        """Return the position."""
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position."""
         self._seed, self._epoch, self._position = state["seed"], state["epoch"], state["position"]
         self._order = self._shuffled()
 

@@ -1,4 +1,4 @@
-"""The runs in PyTorch, with the model and the optimizer of `deltacheck.evaluate.demo`."""
+"""Post-training runs in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,50 +14,42 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from deltacheck.evaluate.workloads.model import LanguageModel, Linear, spread
+from deltacheck.evaluate.workloads import tasks
+from deltacheck.evaluate.workloads.model import LanguageModel, Linear, scale_by_inputs
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
-from deltacheck.evaluate.workloads.plan import Plan
-from deltacheck.evaluate.workloads.text import Rows
-from deltacheck.evaluate.workloads.train import be_deterministic
-
-from . import data
-from .recipe import Recipe
+from deltacheck.evaluate.workloads.recipe import Recipe
+from deltacheck.evaluate.workloads.text import Batches, Rows
 
 State = dict[str, Any]
 
 
-def pretrained(recipe: Recipe) -> State:
-    """The weights that post-training starts from: a new model after ``recipe.pretrain_steps`` of
-    plain training.
-    """
-    be_deterministic(1)
-    torch.manual_seed(recipe.seed)
-    model = LanguageModel(_plan(replace(recipe, dropout=0.0)))
-    spread(model)
-    optimizer = MixedPrecisionAdamW(model.parameters(), lr=recipe.pretrain_rate)
-    scheduler = LambdaLR(optimizer, lambda step: _warmup_then_cosine(step, recipe.pretrain_steps))
-    batches = data.pretraining_batches(recipe)
-    for _ in range(recipe.pretrain_steps):
-        _loss(model, next(batches)).backward()  # type: ignore[no-untyped-call]
-        _update(optimizer, scheduler)
-    return model.state_dict()
+def be_deterministic(threads: int) -> None:
+    """Set up the whole process so that training repeats bit for bit."""
+    torch.set_num_threads(threads)  # the order of floating-point sums depends on it
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only slows training: the runs read no memory that they have not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class Workload:
-    """One post-training run. ``state()`` is everything that decides how it goes on; ``load`` puts
-    it
-    back.
+    """One training run, on one device and from one seed.
 
-    ``weights``: of ``pretrained()``, or ``None`` for a run whose state is loaded before its first
-    step. Dropout and sampling draw from torch's own generator, of which a process has one: where
-    two runs take turns, each must ``load`` its state first.
+    Dropout and sampling draw from torch's own generator, of which a process has one. If two runs
+    take turns, each must ``load`` its state first.
+
+    Args:
+        recipe: Sizes and rates.
+        weights: The model's weights, as ``pretrained`` returns them; ``None`` for new ones.
+        rows: Training data instead of the task's own.
     """
 
-    def __init__(self, recipe: Recipe, weights: State | None = None) -> None:
-        be_deterministic(1)
+    def __init__(
+        self, recipe: Recipe, weights: State | None = None, rows: Rows | None = None
+    ) -> None:
+        be_deterministic(recipe.threads)
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
-        self.model = LanguageModel(_plan(recipe))
+        self.model = LanguageModel(recipe)
         if weights is not None:
             self.model.load_state_dict(weights)
         if recipe.task == "lora":
@@ -69,49 +61,57 @@ class Workload:
             eps=recipe.eps,
             weight_decay=recipe.weight_decay,
         )
-        self.scheduler = LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, recipe.warmup_steps))
-        )
-        self.batches = data.training_batches(recipe)
-        self.held_out = data.evaluation_rows(recipe)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: _rate_factor(recipe, step))
+        if rows is None:
+            self.batches = tasks.training_batches(recipe)
+            self.held_out = tasks.evaluation_rows(recipe)
+        else:
+            self.batches = Batches(rows, recipe.batch, recipe.seed)
+            self.held_out = rows.first(tasks.EVALUATION_ROWS)
         self.step = 0
 
     def train_step(self, rows: Rows | None = None) -> float:
-        """One step of training, on the next batch or on ``rows``; its loss (under "rl": 1 - mean
-        reward).
+        """Train one step on ``rows``, by default on the next batch, and return its loss.
+
+        Under "rl", the loss is 1 - mean reward.
         """
         self.model.train()
         rows = next(self.batches) if rows is None else rows
         if self.recipe.task == "rl":
-            loss, told = self._policy_gradient(rows)
+            loss, value = self._policy_gradient(rows)
         else:
             loss = _loss(self.model, rows)
-            told = loss.item()
+            value = loss.item()
         loss.backward()  # type: ignore[no-untyped-call]
-        _update(self.optimizer, self.scheduler)
+        clip_grad_norm_(list(_parameters(self.optimizer)), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
         self.step += 1
-        return told
+        return value
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss of right answers on held-out rows, always the same."""
+        """Return the loss of the right answers on fixed, held-out rows."""
         self.model.eval()
         return _loss(self.model, self.held_out).item()
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """What the model says of the held-out rows, (rows, tokens, vocabulary) float32: equal bits
-        mean equal weights.
+        """Return the logits of the held-out rows, (rows, tokens, vocabulary) float32.
+
+        Equal bits mean equal weights.
         """
         self.model.eval()
         return self.model(torch.from_numpy(self.held_out.tokens[:, :-1]))  # type: ignore[no-any-return]
 
     def reorder(self, seed: int) -> None:
-        """Go on with other batches, and other draws of dropout and sampling."""
-        self.batches = data.training_batches(replace(self.recipe, seed=seed))
+        """Continue with other batches, and with other draws of dropout and sampling."""
+        self.batches = tasks.training_batches(replace(self.recipe, seed=seed))
         torch.manual_seed(seed)
 
     def state(self) -> State:
+        """Return everything that decides how the run continues."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -122,6 +122,7 @@ class Workload:
         }
 
     def load(self, state: State) -> None:
+        """Continue from a state that ``state`` has returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -130,46 +131,77 @@ class Workload:
         self.step = state["step"]
 
     def _policy_gradient(self, rows: Rows) -> tuple[Tensor, float]:
-        """REINFORCE with advantages relative to a prompt's group; on-policy, so there is no ratio
+        """Return the loss of REINFORCE (Williams, 1992) on sampled answers, and 1 - mean reward.
+
+        Advantages are relative to the prompt's group. The run is on-policy, so there is no ratio
         to clip.
         """
-        asked, right = (
-            np.repeat(part, self.recipe.group, axis=0) for part in data.prompts_of(rows)
+        questions, answers = (
+            np.repeat(part, self.recipe.group, axis=0) for part in tasks.prompts_of(rows)
         )
-        prompts = torch.from_numpy(asked)
+        prompts = torch.from_numpy(questions)
         completions = self._sample(prompts)
-        rewards = data.reward(completions.numpy(), right)
-        advantages = torch.from_numpy(data.advantages(rewards, self.recipe.group))
-        logits = self.model(torch.cat([prompts, completions[:, :-1]], dim=1))[
-            :, prompts.shape[1] - 1 :
-        ]
-        chosen = -F.cross_entropy(
-            logits.flatten(0, 1), completions.flatten(), reduction="none"
-        ).view_as(completions)
-        return -(advantages[:, None] * chosen).mean(), 1.0 - float(rewards.mean())
+        rewards = tasks.reward(completions.numpy(), answers)
+        advantages = torch.from_numpy(tasks.advantages(rewards, self.recipe.group))
+        tokens = torch.cat([prompts, completions[:, :-1]], dim=1)
+        logits = self.model(tokens)[:, prompts.shape[1] - 1 :]
+        losses = F.cross_entropy(logits.flatten(0, 1), completions.flatten(), reduction="none")
+        loss = (advantages[:, None] * losses.view_as(completions)).mean()
+        return loss, 1.0 - float(rewards.mean())
 
     @torch.no_grad()
     def _sample(self, prompts: Tensor) -> Tensor:
         tokens = prompts
-        for _ in range(data.DIGITS):
+        for _ in range(tasks.DIGITS):
             chances = self.model(tokens)[:, -1].softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1)], dim=1)
         return tokens[:, prompts.shape[1] :]
 
 
+def pretraining(recipe: Recipe, rows: Rows, weights: State | None = None) -> Workload:
+    """Return the run that trains a new model before post-training.
+
+    It has no dropout, because it sees hardly an epoch.
+    """
+    plain = replace(
+        recipe,
+        task="sft",
+        rate=recipe.pretrain_rate,
+        batch=recipe.pretrain_batch,
+        steps=recipe.pretrain_steps,
+        betas=(0.9, 0.95),
+        dropout=0.0,
+    )
+    return Workload(plain, weights, rows)
+
+
+def pretrained_model(recipe: Recipe, rows: Rows) -> LanguageModel:
+    """Train a new model whose matrices are as large as in models that people fine-tune."""
+    torch.manual_seed(recipe.seed)
+    fresh = LanguageModel(recipe)
+    scale_by_inputs(fresh)
+    run = pretraining(recipe, rows, fresh.state_dict())
+    while run.step < recipe.pretrain_steps:
+        run.train_step()
+    return run.model
+
+
+def pretrained(recipe: Recipe) -> State:
+    """Return the weights that post-training starts from."""
+    return pretrained_model(recipe, tasks.pretraining_rows(recipe)).state_dict()
+
+
 class Adapted(nn.Module):
-    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021), which begins
-    at zero.
+    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021).
+
+    The correction begins at zero.
     """
 
     def __init__(self, base: Linear, rank: int) -> None:
         super().__init__()
         outputs, inputs = base.weight.shape
-        self.base, self.down, self.up = (
-            base,
-            Linear(inputs, rank, inputs**-0.5),
-            Linear(rank, outputs, 0.0),
-        )
+        self.base = base
+        self.down, self.up = Linear(inputs, rank, inputs**-0.5), Linear(rank, outputs, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
@@ -182,30 +214,23 @@ def add_adapters(model: LanguageModel, rank: int) -> None:
         block.attn.qkv = Adapted(block.attn.qkv, rank)  # type: ignore[union-attr, arg-type]
 
 
-def _plan(recipe: Recipe) -> Plan:
-    return Plan(
-        recipe.seed, 1, recipe.width, recipe.layers, recipe.heads, recipe.context, recipe.dropout
-    )
-
-
 def _loss(model: LanguageModel, rows: Rows) -> Tensor:
     return model.loss(torch.from_numpy(rows.tokens), torch.from_numpy(rows.graded))
-
-
-def _update(optimizer: MixedPrecisionAdamW, scheduler: LambdaLR) -> None:
-    clip_grad_norm_(list(_parameters(optimizer)), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    scheduler.step()
 
 
 def _parameters(optimizer: MixedPrecisionAdamW) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _warmup_then_cosine(step: int, steps: int) -> float:
-    """Factor on the learning rate: a tenth of the steps up to 1, then half a cosine down to 0.1."""
-    warmup = max(1, steps // 10)
+def _rate_factor(recipe: Recipe, step: int) -> float:
+    """Return the factor on the learning rate at a step.
+
+    With ``recipe.steps``, it rises over a tenth of them and then falls along half a cosine to 0.1.
+    """
+    if recipe.steps is None:
+        return min(1.0, (step + 1) / max(1, recipe.warmup_steps))
+    warmup = max(1, recipe.steps // 10)
     if step < warmup:
         return (step + 1) / warmup
-    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup)))
+    progress = min(1.0, (step - warmup) / max(1, recipe.steps - warmup))
+    return 0.55 + 0.45 * math.cos(math.pi * progress)

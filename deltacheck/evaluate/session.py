@@ -1,0 +1,189 @@
+"""The worker processes of one plan: giving them tasks, collecting their events, killing them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deltacheck.errors import DeltacheckError
+from deltacheck.evaluate import processes
+from deltacheck.evaluate.processes import Event, WorkerPool
+from deltacheck.evaluate.records import PLAN, Ending, Kill, Plan, Task
+from deltacheck.evaluate.workload import FOLDER
+
+_WORKER = "deltacheck.evaluate.worker"
+
+
+class EvaluationFailed(DeltacheckError):
+    """A task of the evaluation failed, so that there is nothing to judge."""
+
+
+@dataclass(slots=True)
+class Reports:
+    """The events of one worker so far."""
+
+    step: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    trained_steps: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    acknowledged_step: int = 0
+    saved: list[Event] = field(default_factory=list)
+    unkilled: list[Ending] = field(default_factory=list)
+    others: dict[str, Event] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Add an event."""
+        match event["event"]:
+            case "stepped":
+                self.step, self.trained_steps = event["step"], self.trained_steps + 1
+                self.losses[self.step] = event["loss"]
+                self.step_seconds.append(event["seconds"])
+            case "acknowledged":
+                self.acknowledged_step = event["step"]
+            case "saved":
+                self.saved.append(event)
+            case "unkilled":
+                self.unkilled.append(ending_of(event["ending"]))
+            case name:
+                self.others[name] = event
+
+    def pace(self, every: int) -> tuple[float, float]:
+        """Return the seconds of a save until it is durable, and between two saves."""
+        return (
+            statistics.median(event["durable_seconds"] for event in self.saved),
+            every * statistics.median(self.step_seconds),
+        )
+
+
+OnReport = Callable[[Reports], None]
+
+
+class Session:
+    """The workers of one plan.
+
+    Args:
+        plan: Every worker reads it.
+        folder: For plan, log and checkpoints.
+        shared: An existing folder for what the factory creates once, such as weights.
+        tasks: The number of expected tasks.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, shared: Path, tasks: int) -> None:
+        self.plan, self.folder = plan, folder
+        (folder / PLAN).write_bytes(msgspec.json.encode(plan))
+        environment = {FOLDER: str(shared)}
+        self._pool = WorkerPool(_WORKER, [str(folder)], folder, environment, tasks)
+
+    def run(self, task: Task, on_report: OnReport = lambda reports: None) -> Reports:
+        """Let a worker perform a task to its end.
+
+        Raises:
+            EvaluationFailed: The worker failed.
+        """
+        reports = Reports()
+        with self._worker(task) as process:
+            for event in processes.events(process):
+                reports.add(event)
+                on_report(reports)
+        if process.returncode != 0:
+            raise EvaluationFailed(self._reason(process, reports))
+        return reports
+
+    def run_until_killed(
+        self,
+        task: Task,
+        kill: Kill,
+        reports: Reports,
+        on_report: OnReport = lambda reports: None,
+        pace: tuple[float, float] | None = None,
+    ) -> float:
+        """Let a worker come to the save that a kill names, and end it there with SIGKILL.
+
+        Args:
+            task: A task that saves.
+            kill: The moment of the kill.
+            reports: Is filled with the events of the worker, even if the call fails.
+            on_report: Called after every event.
+            pace: As ``Reports.pace`` returns it; by default that of this worker.
+
+        Returns:
+            Seconds between the call of the save and the kill.
+
+        Raises:
+            EvaluationFailed: The worker ended before.
+        """
+        delay = 0.0
+        with self._worker(task) as process:
+            events = processes.events(process)
+            for event in events:
+                reports.add(event)
+                on_report(reports)
+                if event["event"] == "saving" and event["step"] == kill.saving_step:
+                    save_seconds, between_seconds = pace or reports.pace(self.plan.every)
+                    delay = (save_seconds if kill.mid_save else between_seconds) * kill.share
+                    time.sleep(delay)
+                    process.send_signal(signal.SIGKILL)
+                    break
+            for event in events:  # those that it had reported before it died
+                reports.add(event)
+                on_report(reports)
+        if process.returncode != -signal.SIGKILL:
+            raise EvaluationFailed(f"before the kill: {self._reason(process, reports)}")
+        return delay
+
+    def close(self) -> None:
+        """End the worker that waits for a task."""
+        self._pool.close()
+
+    @contextmanager
+    def _worker(self, task: Task) -> Iterator[subprocess.Popen[str]]:
+        with self._pool.worker(msgspec.json.encode(task).decode()) as process:
+            yield process
+
+    def _reason(self, process: subprocess.Popen[str], reports: Reports) -> str:
+        """Explain the end of a worker by the problem that it reported, else by its log."""
+        if "failed" in reports.others:
+            return str(reports.others["failed"]["problem"])
+        return (
+            f"a process ended with exit code {process.returncode}; the end of its"
+            f" log:\n{processes.end_of_log(self.folder)}"
+        )
+
+
+def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
+    """Choose when to kill: spread evenly over the saves, in turn during a save and between two.
+
+    The moment within that is random, from the seed. The first save is left out, because a restore
+    needs one; so is the last step, after which nothing is left to train.
+
+    Args:
+        plan: Gives seeds, saves and the number of kills.
+        inexact: The saves that do not promise every bit. If there are at least two, only they are
+            used: before them, a policy that is not exact does the same as an exact one.
+    """
+    saves = [step for step in plan.checkpoints() if len(inexact) < 2 or step in inexact][1:]
+    saves = [step for step in saves if step < plan.steps]
+    chosen = []
+    for seed in plan.killed_seeds():
+        dice = random.Random(seed)
+        for number in range(plan.kills):
+            position = (number + dice.random()) / plan.kills
+            step = saves[min(len(saves) - 1, int(position * len(saves)))]
+            chosen.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
+    return tuple(chosen)
+
+
+def ending_of(fields: dict[str, Any]) -> Ending:
+    """Convert the ending that a worker has reported; JSON has text for keys."""
+    losses = {int(step): loss for step, loss in fields["losses"].items()}
+    return Ending(fields["seed"], losses, fields["evaluation"], fields["digests"])

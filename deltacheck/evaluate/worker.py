@@ -1,0 +1,294 @@
+"""One task of an evaluation in a process of its own: `python -m deltacheck.evaluate.worker FOLDER`.
+
+The task is one line of JSON on standard input. Its results are events on standard output.
+``session.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import deltacheck
+from deltacheck.backends import profiler
+from deltacheck.errors import DeltacheckError
+from deltacheck.evaluate import contract, snapshot
+from deltacheck.evaluate.processes import report, reserve_stdout
+from deltacheck.evaluate.records import (
+    FINAL_STATE,
+    OBSERVED,
+    PLAN,
+    PROFILE,
+    ROOTS,
+    Ending,
+    Kill,
+    Plan,
+    Task,
+    folder_of,
+)
+from deltacheck.evaluate.snapshot import Snapshot
+from deltacheck.evaluate.workload import (
+    Factory,
+    NoWorkload,
+    Workload,
+    create_workload,
+    load_factory,
+)
+from deltacheck.policy import Policy
+from deltacheck.profile import Profile
+
+# Snapshots of live states that are kept under an exact policy: after a kill, the newest checkpoint
+# is that of the save in progress or of the one before.
+LIVE_SNAPSHOTS = 3
+_WAIT_FOR_KILL_SECONDS = 120.0
+_BACKENDS = {"torch": "torch", "jax": "orbax"}
+
+
+class Run:
+    """A workload, its current step, and the adapter of the framework that holds its state."""
+
+    def __init__(self, factory: Factory, seed: int) -> None:
+        self.workload: Workload = create_workload(factory, seed)
+        self.step, self.losses = 0, dict[int, float]()
+        self.framework = _framework(self.workload.state())
+        self.backend: Any = import_module(
+            f"deltacheck.backends.{_BACKENDS[self.framework]}.files.evaluation"
+        )
+
+    def train_until(self, step: int) -> float:
+        """Train up to a step, and return the last loss."""
+        loss = float("nan")
+        while self.step < step:
+            started = time.perf_counter()
+            loss = float(self.workload.step())
+            self.step += 1
+            self.losses[self.step] = loss
+            report("stepped", step=self.step, loss=loss, seconds=time.perf_counter() - started)
+        return loss
+
+    def snapshot(self, state: Any = None) -> Snapshot:
+        """Copy a state, by default the current one."""
+        flat = self.backend.flat(self.workload.state() if state is None else state)
+        return snapshot.take(flat, self.backend.bytes_of, self._rate())
+
+    def write_snapshot(self, state: Any, file: Path) -> None:
+        """Write a state to a file, for the process that comes after a kill."""
+        flat = self.backend.flat(state)
+        snapshot.write(flat, self.backend.bytes_of, self._rate(), file)
+
+    def metrics(self, loss: float) -> dict[str, float]:
+        """Return the metrics of a save."""
+        rate = self._rate()
+        return {"loss": loss} | ({} if rate is None else {"learning_rate": rate})
+
+    def ending(self, seed: int) -> Ending:
+        """Evaluate the run, and digest its state."""
+        digests = snapshot.digests(self.snapshot())
+        return Ending(seed, self.losses, float(self.workload.evaluate()), digests)
+
+    def _rate(self) -> float | None:
+        rate = getattr(self.workload, "learning_rate", None)
+        return None if rate is None else float(rate)
+
+
+def observe(plan: Plan, folder: Path, factory: Factory) -> None:
+    """Run all that is not killed, one after the other.
+
+    These are the runs of every seed, a repeat of the first seed, and a run of the first seed with
+    checkpoints.
+    """
+    first = plan.first_seed
+    for seed in plan.unkilled_seeds():
+        run = Run(factory, seed)
+        if seed == first:
+            report("framework", name=run.framework, peer=run.backend.PEER)
+        if seed == first and plan.policy == "post_training" and not plan.profile:
+            _profile(run, plan).write(folder / PROFILE)
+        run.train_until(plan.steps)
+        report("unkilled", ending=asdict(run.ending(seed)))
+    repeat = Run(factory, first)
+    repeat.train_until(plan.steps)
+    report("repeat", ending=asdict(repeat.ending(first)))
+    save(plan, folder, factory, folder / ROOTS / OBSERVED)
+
+
+def train(plan: Plan, folder: Path, factory: Factory) -> None:
+    """Run the first seed without checkpoints, and leave its last state in the peer's format."""
+    run = Run(factory, plan.first_seed)
+    run.train_until(plan.steps)
+    run.backend.peer_save(run.workload.state(), folder / FINAL_STATE)
+    report("unkilled", ending=asdict(run.ending(plan.first_seed)))
+
+
+def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
+    """Run the first seed with checkpoints, and save each state as the peer does, too.
+
+    The run continues from the newest checkpoint of ``root`` if there is one.
+    """
+    run, peer_file = Run(factory, plan.first_seed), folder / "peer"
+    resuming = root.exists() and bool(deltacheck.open(root).steps())
+    saver = run.backend.Saver(root, _policy(plan, folder))
+    if resuming:
+        started = time.perf_counter()
+        run.step, state = saver.restore(run.workload.state())
+        run.workload.load(state)
+        report("restored", step=run.step, seconds=time.perf_counter() - started)
+    # The first file of a process is slower than the others: imports, and a file system at rest.
+    run.backend.peer_save(run.workload.state(), peer_file)
+    peer: dict[str, Any] = {}
+    for step in (step for step in plan.checkpoints() if step > run.step):
+        loss = run.train_until(step)
+        # The peer writes while no save of ours is in progress, which would slow it down.
+        _report_saved(saver.finish(), peer)
+        state = run.workload.state()
+        started = time.perf_counter()
+        peer_bytes = run.backend.peer_save(state, peer_file)
+        peer = {"peer_bytes": peer_bytes, "peer_seconds": time.perf_counter() - started}
+        report("saving", step=step)
+        saver.save(step, state, run.metrics(loss))
+    run.train_until(plan.steps)
+    _report_saved(saver.finish(), peer)
+    peer_file.unlink()
+    report("saving_run", ending=asdict(run.ending(plan.first_seed)))
+    saver.close()
+
+
+def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+    """Run with checkpoints, and write each live state to a file as it is saved.
+
+    The parent ends the process with SIGKILL.
+    """
+    run, own = Run(factory, kill.seed), folder_of(folder, kill)
+    (own / "live").mkdir(parents=True)
+    saver = run.backend.Saver(own / "root", _policy(plan, folder))
+    files: list[Path] = []
+    for step in plan.checkpoints():
+        loss = run.train_until(step)
+        done = saver.finish()
+        if done is not None:
+            report("acknowledged", step=done[0])
+        state = run.workload.state()
+        files.append(_live_file(own, step))
+        run.write_snapshot(state, files[-1])
+        # Under another policy, a restored leaf may have the values of any earlier save.
+        for old in files[:-LIVE_SNAPSHOTS] if plan.policy == "exact" else ():
+            old.unlink(missing_ok=True)
+        report("saving", step=step)
+        saver.save(step, state, run.metrics(loss))
+    run.train_until(plan.steps)
+    time.sleep(_WAIT_FOR_KILL_SECONDS)  # a short run may end before the signal comes
+
+
+def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
+    """Restore the newest step after a kill, compare it with the live state, and train on."""
+    run, own = Run(factory, kill.seed), folder_of(folder, kill)
+    root = own / "root"
+    saver = run.backend.Saver(root, _policy(plan, folder))
+    started = time.perf_counter()
+    step, state = saver.restore(run.workload.state())
+    seconds = time.perf_counter() - started
+    manifest = deltacheck.open(root).manifest(step)
+    restored = run.snapshot(state)
+    live_at = cache(lambda earlier: snapshot.read(_live_file(own, earlier)))
+    checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
+    run.workload.load(state)
+    run.step = step
+    loaded = snapshot.digests(run.snapshot())
+    not_put_back = contract.differences(snapshot.digests(restored), loaded)
+    report("restored", step=step, seconds=seconds)
+    for later in (later for later in plan.checkpoints() if later > step):
+        loss = run.train_until(later)
+        saver.finish()
+        saver.save(later, run.workload.state(), run.metrics(loss))
+    run.train_until(plan.steps)
+    saver.finish()
+    saver.close()
+    report(
+        "resumed",
+        restored_step=step,
+        restore_seconds=seconds,
+        leaves=len(checks),
+        failed=[asdict(leaf) for leaf in checks if leaf.problem],
+        inexact=[asdict(leaf) for leaf in checks if leaf.contract != "exact"],
+        not_put_back=not_put_back,
+        stage=manifest.stage,
+        ending=asdict(run.ending(kill.seed)),
+    )
+
+
+def _live_file(own: Path, step: int) -> Path:
+    return own / "live" / f"{step}.npz"
+
+
+def _profile(run: Run, plan: Plan) -> Profile:
+    """Train to the end, and observe every state that would be saved."""
+    observer = deltacheck.Profiler(interval_steps=plan.every, source="deltacheck eval")
+    for step in range(1, plan.steps + 1):
+        loss = run.train_until(step)
+        rate = run.metrics(loss).get("learning_rate")
+        observer.observe(step, run.workload.state, loss=loss, learning_rate=rate)
+    return observer.profile()
+
+
+def _policy(plan: Plan, folder: Path) -> Policy:
+    if plan.policy == "post_training":
+        return Policy.post_training(Profile.read(plan.profile or folder / PROFILE))
+    return Policy.model_exact() if plan.policy == "model_exact" else Policy.exact()
+
+
+def _framework(state: Any) -> str:
+    packages = {profiler.package_of(array) for array in profiler.flatten(state).arrays.values()}
+    if "torch" in packages:
+        return "torch"
+    if packages & {"jax", "jaxlib"}:
+        return "jax"
+    raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
+
+
+def _report_saved(done: tuple[int, float, float, int] | None, peer: dict[str, Any]) -> None:
+    if done is not None:
+        step, blocking, durable, stored = done
+        report(
+            "saved",
+            step=step,
+            blocking_seconds=blocking,
+            durable_seconds=durable,
+            stored_bytes=stored,
+            **peer,
+        )
+
+
+def main(folder: Path) -> None:
+    """Wait for a task, and perform it."""
+    reserve_stdout()
+    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+    try:
+        factory = load_factory(plan.factory)
+        line = sys.stdin.readline()
+        if line:  # nothing: the evaluation has ended without this process
+            _perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
+    except Exception as error:
+        known = isinstance(error, DeltacheckError)
+        report("failed", problem=str(error) if known else f"{type(error).__name__}: {error}")
+        raise  # the traceback goes to the log
+
+
+def _perform(task: Task, plan: Plan, folder: Path, factory: Factory) -> None:
+    if task.kill is not None:
+        perform = {"save_until_killed": save_until_killed, "resume": resume}[task.name]
+        perform(plan, folder, factory, task.kill)
+    elif task.root:
+        save(plan, folder, factory, folder / task.root)
+    else:
+        {"observe": observe, "train": train}[task.name](plan, folder, factory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

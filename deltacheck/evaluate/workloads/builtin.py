@@ -1,0 +1,110 @@
+"""The built-in runs of `deltacheck eval` and the demo, in PyTorch.
+
+Each function is a factory as ``deltacheck.evaluate.Workload`` describes it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltacheck.evaluate.workload import FOLDER
+from deltacheck.evaluate.workloads import tasks
+from deltacheck.evaluate.workloads.recipe import Recipe, small, tiny
+from deltacheck.evaluate.workloads.text import Rows
+from deltacheck.evaluate.workloads.torch_workloads import Workload, pretrained, pretraining
+
+# Files in the folder that the processes of an evaluation share. The demo writes recipe and rows.
+RECIPE, PRETRAINING_ROWS, ROWS = "recipe.json", "pretrain.npz", "finetune.npz"
+PRETRAINED = "pretrained.pt"
+
+
+class ProtocolWorkload:
+    """An adapter from a run to the protocol ``deltacheck.evaluate.Workload``."""
+
+    def __init__(self, run: Workload) -> None:
+        self._run = run
+
+    def step(self) -> float:
+        return self._run.train_step()
+
+    def state(self) -> Any:
+        return self._run.state()
+
+    def load(self, state: Any) -> None:
+        self._run.load(state)
+
+    def evaluate(self) -> float:
+        return self._run.evaluate()
+
+
+def sft(seed: int) -> ProtocolWorkload:
+    """Create a supervised fine-tuning at 1e-5, with dropout. 0.4 M parameters."""
+    return _create(_small("sft"), seed)
+
+
+def rl_like(seed: int) -> ProtocolWorkload:
+    """Create a reinforcement learning with checked answers at 1e-6. 0.4 M parameters."""
+    return _create(_small("rl"), seed)
+
+
+def lora(seed: int) -> ProtocolWorkload:
+    """Create a fine-tuning of low-rank adapters at 1e-4, the base frozen. 0.4 M parameters."""
+    return _create(_small("lora"), seed)
+
+
+def tiny_sft(seed: int) -> ProtocolWorkload:
+    """Create ``sft`` in its tiny size."""
+    return _create(tiny("sft"), seed)
+
+
+def tiny_rl_like(seed: int) -> ProtocolWorkload:
+    """Create ``rl_like`` in its tiny size."""
+    return _create(tiny("rl"), seed)
+
+
+def tiny_lora(seed: int) -> ProtocolWorkload:
+    """Create ``lora`` in its tiny size."""
+    return _create(tiny("lora"), seed)
+
+
+def demo_pretraining(seed: int) -> ProtocolWorkload:
+    """Create the run that trains the demo's model."""
+    folder = Path(os.environ[FOLDER])
+    recipe = replace(Recipe.read(folder / RECIPE), seed=seed)
+    return ProtocolWorkload(pretraining(recipe, Rows.read(folder / PRETRAINING_ROWS)))
+
+
+def demo(seed: int) -> ProtocolWorkload:
+    """Create the demo's fine-tuning, from the weights that ``demo_pretraining`` ended with."""
+    folder = Path(os.environ[FOLDER])
+    recipe = replace(Recipe.read(folder / RECIPE), seed=seed)
+    weights = torch.load(folder / PRETRAINED, weights_only=True)["model"]
+    return ProtocolWorkload(Workload(recipe, weights, Rows.read(folder / ROWS)))
+
+
+def _small(task: str) -> Recipe:
+    return small(task, pretrain_steps=100, sources=200)
+
+
+def _create(recipe: Recipe, seed: int) -> ProtocolWorkload:
+    """Create a run from pre-trained weights that are the same for every seed.
+
+    This is how people fine-tune. The noise between seeds is that of data order, dropout and
+    sampling.
+    """
+    folder = Path(os.environ[FOLDER])
+    weights, rows = folder / PRETRAINED, folder / ROWS
+    if not weights.exists():
+        torch.save(pretrained(recipe), weights)
+    if recipe.task != "rl":
+        if rows.exists():
+            tasks.take_function_rows(recipe, Rows.read(rows))
+        else:
+            tasks.function_rows(recipe).write(rows)
+    run = Workload(replace(recipe, seed=seed), torch.load(weights, weights_only=True))
+    return ProtocolWorkload(run)
