@@ -1,24 +1,23 @@
-"""LoRA in PyTorch: whole checkpoints that cost what the adapters cost; killed, resumed, and
-compared
-with a run that nobody stopped.
+"""LoRA in PyTorch: whole checkpoints that cost as much as the adapters.
 
-python examples/lora/train.py                                   # a small model, trained on the spot
-python examples/lora/train.py --model PATH --data FILE.jsonl    # a local transformers checkpoint,
-your data
+The run is killed, resumed, and compared with an uninterrupted one. A small model, trained on the
+spot:
+
+    python examples/lora/train.py
+
+A local transformers checkpoint and your data:
+
+    python examples/lora/train.py --model PATH --data FILE.jsonl
 
 The base is bfloat16 and frozen; the adapters are float32, trained by torch's own AdamW. A
-checkpoint holds all of it: a resume needs nothing else.
+checkpoint contains all of it: a resume needs nothing else. The course of the experiment is in
+`deltacheck/evaluate/workloads/experiment.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,71 +26,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-import deltacheck
-from deltacheck import LeafSpec, Policy, Profile, Profiler
-from deltacheck.backends.torch import Engine, load
-from deltacheck.evaluate.demo import checks
-from deltacheck.evaluate.workloads import pairs, text
-from deltacheck.evaluate.workloads.model import LanguageModel
-from deltacheck.evaluate.workloads.plan import Plan
+from deltacheck import LeafSpec, Profile
+from deltacheck.backends.torch import Engine
+from deltacheck.evaluate.workloads import experiment
 from deltacheck.evaluate.workloads.text import Batches, Rows
-from deltacheck.evaluate.workloads.train import be_deterministic, small_model
+from deltacheck.evaluate.workloads.torch_experiment import (
+    TorchExperiment,
+    argument_parser,
+    loss_of,
+    torch_saved_bytes,
+)
+from deltacheck.evaluate.workloads.torch_workloads import be_deterministic
 
-arguments = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-arguments.add_argument(
-    "folder",
-    type=Path,
-    nargs="?",
-    help="an empty one for all that is written (default: a temporary one)",
-)
-arguments.add_argument(
-    "--model",
-    type=Path,
-    help="a local transformers checkpoint (default: a small model trained on the spot)",
-)
-arguments.add_argument(
-    "--data",
-    type=Path,
-    help="text, or .jsonl with text or prompt and completion (default: Python functions)",
-)
+arguments = argument_parser(__doc__, lr=1e-4)
+experiment.add_row_arguments(arguments)
 arguments.add_argument(
     "--adapt",
     nargs="+",
     default=["qkv", "q_proj", "v_proj"],
     help="names of the matrices with adapters",
 )
-arguments.add_argument("--rank", type=int, default=4, help="higher: more to train, and to store")
-arguments.add_argument(
-    "--policy", nargs="+", choices=("exact", "post_training"), default=["exact", "post_training"]
-)
-arguments.add_argument("--steps", type=int, default=240)
-arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-arguments.add_argument(
-    "--kill-in", type=int, help="the step that the run is killed in (default: in the last fifth)"
-)
-arguments.add_argument("--lr", type=float, default=1e-4)
-arguments.add_argument("--batch", type=int, default=4, help="rows a step")
-arguments.add_argument("--context", type=int, default=128, help="tokens a row")
-arguments.add_argument("--seed", type=int, default=1)
-arguments.add_argument(
-    "--threads",
-    type=int,
-    default=2,
-    help="a number, as the sums that a resume must repeat depend on it",
-)
-arguments.add_argument(
-    "--quick", action="store_true", help="a model too small to say anything about sizes, in seconds"
-)
+arguments.add_argument("--rank", type=int, default=4, help="higher: more to train and to store")
 
 
-# --- What is trained, and on what -----------------------------------------------------------------
+# --- Adapters -------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021), which begins
-    at zero.
+    """A frozen matrix with a trained correction of low rank (LoRA; Hu et al., 2021).
+
+    The correction begins at zero.
     """
 
     def __init__(self, base: nn.Module, rank: int) -> None:
@@ -109,101 +73,30 @@ class Adapted(nn.Module):
 def add_adapters(model: nn.Module, names: list[str], rank: int) -> None:
     """Freeze the model, and put an adapter on every matrix with one of these names."""
     model.requires_grad_(False)
-    found = [
+    matrices = [
         (parent, name)
         for parent in model.modules()
         for name, _ in parent.named_children()
         if name in names
     ]
-    if not found:
+    if not matrices:
         sys.exit(f"the model has no matrices called {', '.join(names)}: name its own with --adapt")
-    for parent, name in found:
+    for parent, name in matrices:
         setattr(parent, name, Adapted(getattr(parent, name), rank))
-
-
-def plan_of(options: argparse.Namespace) -> Plan:
-    """The sizes of the small model. With dropout, so that the generator's state is a part of a
-    correct resume.
-    """
-    sizes = (
-        {"width": 64, "layers": 1, "heads": 2, "pretrain_steps": 20}
-        if options.quick
-        else {"pretrain_steps": 300}
-    )
-    return Plan(
-        options.seed, options.threads, context=options.context, batch=4, pretrain_rate=3e-3, **sizes
-    )
-
-
-def prepare(options: argparse.Namespace, folder: Path) -> None:
-    """What all runs begin with: rows of tokens, some held out, and where no weights are given,
-    those of a small model.
-    """
-    coding, files = pairs.BYTES, 30 if options.quick else None
-    if options.model:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        coding = pairs.Coding(
-            lambda line: tokenizer.encode(line, add_special_tokens=False),
-            begin,
-            tokenizer.eos_token_id,
-        )
-    found = pairs.read(options.data) if options.data else pairs.standard_library(files)
-    pairs.rows(found[::8][:32], coding, options.context).write(folder / "held_out.npz")
-    pairs.rows((pair for at, pair in enumerate(found) if at % 8), coding, options.context).write(
-        folder / "train.npz"
-    )
-    if not options.model:
-        sources = text.standard_library(files)
-        model = small_model(plan_of(options), text.pretraining_rows(sources, options.context))
-        torch.save(model.state_dict(), folder / "model.pt")
-
-
-def load_model(options: argparse.Namespace, folder: Path) -> nn.Module:
-    if options.model:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=torch.bfloat16, local_files_only=True
-        )
-    else:
-        model = LanguageModel(plan_of(options))
-        model.load_state_dict(torch.load(folder / "model.pt"))
-    torch.manual_seed(options.seed)
-    add_adapters(model, options.adapt, options.rank)
-    return model
-
-
-def loss_of(model: nn.Module, rows: Rows) -> Tensor:
-    """Mean cross-entropy of the graded tokens, each predicted from those before it."""
-    tokens, graded = torch.from_numpy(rows.tokens), torch.from_numpy(rows.graded)
-    output = model(tokens[:, :-1])
-    logits = getattr(output, "logits", output)  # transformers wrap them
-    return F.cross_entropy(logits[graded[:, 1:]].float(), tokens[:, 1:][graded[:, 1:]])
-
-
-@torch.no_grad()
-def held_out_loss(model: nn.Module, folder: Path) -> float:
-    model.eval()
-    return loss_of(model, Rows.read(folder / "held_out.npz")).item()
 
 
 # --- The run --------------------------------------------------------------------------------------
 
 
 class Run:
-    """A training. ``state()`` is everything that decides how it goes on."""
+    """A training run. ``state()`` is everything that decides how it continues."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        be_deterministic(options.threads)
-        self.model = load_model(options, folder)
-        self.adapters = [
-            parameter for parameter in self.model.parameters() if parameter.requires_grad
-        ]
+    def __init__(self, model: nn.Module, options: argparse.Namespace, folder: Path) -> None:
+        self.model = model
+        self.adapters = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.adapters, lr=options.lr)
-        self.batches = Batches(Rows.read(folder / "train.npz"), options.batch, options.seed)
+        rows = Rows.read(folder / experiment.TRAINING_ROWS)
+        self.batches = Batches(rows, options.batch, options.seed)
         self.step = 0
 
     def train_step(self) -> dict[str, float]:
@@ -233,155 +126,60 @@ class Run:
         self.step = state["step"]
 
 
-def checkpointed(options: argparse.Namespace, folder: Path, name: str, kill_in: int | None) -> None:
-    """The run with checkpoints, from the newest if there is one. It may be killed, as a machine
-    that fails would do it.
-    """
-    policy = (
-        Policy.exact()
-        if name == "exact"
-        else Policy.post_training(Profile.read(folder / "profile.json"))
-    )
-    run, under_way = Run(options, folder), None
-    with Engine(folder / name, policy=policy) as engine:
-        if engine.steps():
-            run.load(engine.restore())
-            print(f"  resumed from step {run.step}")
-        engine.guard(
-            run.model
-        )  # its frozen weights are read behind the training, as what the optimizer owns
-        while run.step < options.steps:
-            told = run.train_step()
-            if run.step == kill_in:
-                os.kill(
-                    os.getpid(), signal.SIGKILL
-                )  # nothing is flushed, no handler runs, a save under way is lost
-            if run.step % options.every == 0 or run.step == options.steps:
-                tell(under_way)  # of the save before, for which this one would wait in any case
-                under_way = engine.save(run.step, run.state(), metrics=told)
-        tell(under_way)
+class LoRA(TorchExperiment):
+    """The fine-tuning of adapters."""
 
+    name = "lora"
 
-def tell(handle: deltacheck.SaveHandle | None) -> None:
-    if handle is not None:
-        report = handle.result()
-        share = report.stored_bytes / report.raw_bytes
-        print(
-            f"  step {report.step}: loss {report.metrics['loss']:.4f}, {share:.2%} of the state"
-            " written",
-            flush=True,
-        )
+    def create_run(self) -> Run:
+        be_deterministic(self.options.threads)
+        model = self.load_model()
+        torch.manual_seed(self.options.seed)
+        add_adapters(model, self.options.adapt, self.options.rank)
+        return Run(model, self.options, self.folder)
 
+    def train_with_checkpoints(self, policy: str, kill_in: int | None) -> None:
+        run, printer = self.create_run(), experiment.SavePrinter()
+        chosen = experiment.policy_of(policy, self.folder)
+        with Engine(self.folder / policy, policy=chosen) as engine:
+            if engine.steps():
+                run.load(engine.restore())
+                experiment.say(f"  resumed from step {run.step}")
+            # The optimizer does not own the frozen weights. Guarded, they too are read while
+            # training continues.
+            engine.guard(run.model)
+            for metrics in experiment.train_to_checkpoints(run, self.options, kill_in):
+                printer.add(engine.save(run.step, run.state(), metrics=metrics))
+            printer.finish()
 
-# --- The story ------------------------------------------------------------------------------------
+    # --- What is printed ---
 
+    def parameters(self, run: Run) -> str:
+        frozen = sum(w.numel() for w in run.model.parameters() if not w.requires_grad)
+        trained = sum(weight.numel() for weight in run.adapters)
+        return f"{frozen / 1e6:.2f} M frozen parameters, {trained / 1e6:.3f} M in adapters"
 
-def in_child(*told: Any) -> int:
-    """Call ``checkpointed`` in a new process; its exit status, which is -9 after a SIGKILL."""
-    child = multiprocessing.get_context("spawn").Process(target=checkpointed, args=told)
-    child.start()
-    child.join()
-    return child.exitcode
+    def describe_profile(self, profile: Profile) -> list[str]:
+        sizes = {
+            path: LeafSpec.of(path, leaf.shape, leaf.dtype).raw_bytes
+            for path, leaf in profile.leaves.items()
+        }
+        lines = []
+        for kind in dict.fromkeys(leaf.kind for leaf in profile.leaves.values()):
+            paths = [path for path, leaf in profile.leaves.items() if leaf.kind == kind]
+            share = sum(sizes[path] for path in paths) / sum(sizes.values())
+            lines.append(f"{kind}: {len(paths)} of {len(sizes)} leaves, {share:.1%} of the bytes")
+        return lines
 
+    def save_plain(self, run: Run) -> int:
+        trained = {name: w for name, w in run.model.named_parameters() if w.requires_grad}
+        state = {**run.state(), "model": trained}
+        self.adapter_bytes = torch_saved_bytes(state, self.folder / "adapters.pt")
+        return super().save_plain(run)
 
-def torch_saved(state: dict[str, Any], path: Path) -> int:
-    torch.save(state, path)
-    return path.stat().st_size
-
-
-def main() -> None:
-    options = arguments.parse_args()
-    if options.quick:
-        arguments.set_defaults(steps=120, context=96, batch=2, threads=1)
-        options = arguments.parse_args()  # what is given counts all the same
-    kill_in = options.kill_in or options.steps * 5 // 6 + options.every // 2 + 1
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="deltacheck-lora-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        sys.exit(f"{folder} is not empty")
-
-    be_deterministic(options.threads)
-    began = time.perf_counter()
-    prepare(options, folder)
-    print(f"prepared in {time.perf_counter() - began:.0f} s in {folder}")
-
-    print("1. A run that nobody stops, watched by a profiler")
-    began = time.perf_counter()
-    run, profiler = Run(options, folder), Profiler(interval_steps=options.every)
-    before = held_out_loss(run.model, folder)
-    while run.step < options.steps:
-        told = run.train_step()
-        profiler.observe(run.step, run.state, **told)
-    whole = torch_saved(run.state(), folder / "uninterrupted.pt")
-    trained = {
-        name: parameter
-        for name, parameter in run.model.named_parameters()
-        if parameter.requires_grad
-    }
-    alone = torch_saved({**run.state(), "model": trained}, folder / "adapters.pt")
-    after = held_out_loss(run.model, folder)
-    frozen = sum(
-        parameter.numel() for parameter in run.model.parameters() if not parameter.requires_grad
-    )
-    print(
-        f"  {frozen / 1e6:.2f} M frozen parameters,"
-        f" {sum(p.numel() for p in run.adapters) / 1e6:.3f} M in adapters",
-        end="",
-    )
-    print(f", {options.steps} steps in {time.perf_counter() - began:.0f} s")
-    print(f"  held-out loss {before:.4f} before, {after:.4f} after")
-
-    print("2. Its profile")
-    profile = profiler.write(folder / "profile.json")
-    sizes = {
-        path: LeafSpec.of(path, leaf.shape, leaf.dtype).raw_bytes
-        for path, leaf in profile.leaves.items()
-    }
-    for kind in dict.fromkeys(leaf.kind for leaf in profile.leaves.values()):
-        paths = [path for path, leaf in profile.leaves.items() if leaf.kind == kind]
-        share = sum(sizes[path] for path in paths) / sum(sizes.values())
-        print(f"  {kind}: {len(paths)} of {len(sizes)} leaves, {share:.1%} of the bytes")
-    print(
-        "  stable from"
-        f" {'no step on' if profile.stable_start is None else f'step {profile.stable_start} on'}"
-    )
-
-    for name in options.policy:
-        print(f"3. The same run under Policy.{name}, killed in step {kill_in}")
-        status = in_child(options, folder, name, kill_in)
-        if status != -signal.SIGKILL:
-            sys.exit(f"the run was to be killed, but ended with status {status}")
-        print("  killed by SIGKILL")
-        if in_child(options, folder, name, None) != 0:
-            sys.exit("the resumed run failed")
-
-        print("4. The resumed run against the uninterrupted one")
-        end = load(folder / name)
-        run.model.load_state_dict(end["model"])
-        resumed = held_out_loss(run.model, folder)
-        print(
-            f"  held-out loss {resumed:.6f}, uninterrupted {after:.6f}: difference"
-            f" {resumed - after:+.1e}"
-        )
-        verdict = checks.compare("", torch.load(folder / "uninterrupted.pt"), end)
-        if verdict.holds:
-            print(f"  every bit equal: {verdict.detail.removesuffix(', equal')}")
-        elif name == "exact":
-            sys.exit(f"every bit must be equal under Policy.exact, but {verdict.detail}")
-        else:
-            print(
-                "  not every bit, which this policy does not promise:"
-                f" {verdict.detail.partition(',')[0]}"
-            )
-        count = len(deltacheck.open(folder / name).steps())
-        stored = sum(file.stat().st_size for file in (folder / name).rglob("*") if file.is_file())
-        print(
-            f"  {count} checkpoints: {stored / 1e6:.2f} MB, as torch.save files"
-            f" {count * whole / 1e6:.2f} MB",
-            end="",
-        )
-        print(f" ({stored / count / whole:.1%}), or without the base {count * alone / 1e6:.2f} MB")
+    def size_note(self, checkpoints: int) -> str:
+        return f", or without the base {checkpoints * self.adapter_bytes / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":
-    main()
+    experiment.main(arguments, LoRA, steps=120, context=96, batch=2, threads=1)

@@ -1,13 +1,12 @@
-"""An inference worker beside `train.py`: it keeps its own copy of the weights, and brings it in
-place
-to each step that the trainer commits.
+"""An inference worker beside `train.py` that keeps its own copy of the weights up to date.
 
-python examples/rl_like/follower.py FOLDER exact    # the folder of a running train.py, and the
-policy whose run is to be followed
+Give it the folder of a running train.py, and the policy whose run it follows:
 
-It reads changed weights alone, takes no lock and tells the trainer nothing. After each update it
-compares a digest of its own copy with the digest that the trainer took of its weights, and answers
-some prompts with them.
+    python examples/rl_like/follower.py FOLDER exact
+
+It reads changed weights only, takes no lock and tells the trainer nothing. After each update it
+compares a digest of its copy with the digest that the trainer took of its weights, and answers some
+prompts with them.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from train import asked_and_right, coding_of, load_model, logits_of, weights_sha256
+from train import encode, weights_sha256
 
 import deltacheck
 from deltacheck.backends.torch import apply
-from deltacheck.evaluate.workloads import pairs
+from deltacheck.evaluate.workloads import experiment, pairs
+from deltacheck.evaluate.workloads.torch_experiment import load_model, logits_of
 
 arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -44,14 +44,12 @@ arguments.add_argument("--timeout", type=float, default=120, help="seconds to wa
 
 
 def is_followed(path: str) -> bool:
-    """Of the leaves of the trainer's state: the weights and their digest, nothing of the
-    optimizer.
-    """
+    """Select the weights and their digest from the trainer's state."""
     return path.startswith("model/") or path == "weights_sha256"
 
 
-def begin_to_follow(root: Path, timeout: float) -> deltacheck.Follower:
-    """The trainer may not have begun yet."""
+def wait_for_root(root: Path, timeout: float) -> deltacheck.Follower:
+    """Follow a root that the trainer may not have created yet."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -63,38 +61,29 @@ def begin_to_follow(root: Path, timeout: float) -> deltacheck.Follower:
 
 
 @torch.no_grad()
-def answered(model: nn.Module, asked: Tensor, length: int) -> Tensor:
-    """The likeliest token, one after the other."""
+def answer(model: nn.Module, prompt: Tensor, length: int) -> Tensor:
+    """Generate the likeliest tokens, one after the other."""
+    tokens = prompt
     for _ in range(length):
-        asked = torch.cat([asked, logits_of(model, asked[None])[0, -1].argmax()[None]])
-    return asked[-length:]
-
-
-def say(what: str) -> None:
-    """In one write: the trainer speaks, too."""
-    print(f"    follower: {what}\n", end="", flush=True)
+        tokens = torch.cat([tokens, logits_of(model, tokens[None])[0, -1].argmax()[None]])
+    return tokens[-length:]
 
 
 def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    coding = coding_of(options.model)
-    prompts = [
-        asked_and_right(pair, coding) for pair in pairs.read(options.folder / "held_out.jsonl")[:16]
-    ]
+    coding = experiment.coding_of(options.model)
+    questions = pairs.read(options.folder / "held_out.jsonl")[:16]
+    prompts = [encode(pair, coding) for pair in questions]
     model = load_model(options.model, options.folder).eval()
-    copy = {
-        "model": model.state_dict(),
-        "weights_sha256": torch.zeros(32, dtype=torch.uint8),
-    }  # the model's own tensors
+    # The model's own tensors, so that an update changes them in place.
+    copy = {"model": model.state_dict(), "weights_sha256": torch.zeros(32, dtype=torch.uint8)}
 
     size = sum(parameter.numel() for parameter in model.parameters())
-    for count, update in enumerate(
-        begin_to_follow(options.folder / options.policy, options.timeout), start=1
-    ):
-        apply(
-            update, copy, check=True
-        )  # in place; each changed leaf is compared with the digest of its step
+    updates = wait_for_root(options.folder / options.policy, options.timeout)
+    for count, update in enumerate(updates, start=1):
+        # ``check`` compares each changed leaf with the digest of its step.
+        apply(update, copy, check=True)
         if not torch.equal(weights_sha256(model), copy["weights_sha256"]):
             sys.exit(f"follower: at step {update.step} this copy is not what the trainer had")
         changed = sum(
@@ -102,13 +91,15 @@ def main() -> None:
             for path, change in update.changes.items()
             if path.startswith("model/")
         )
-        right = sum(
-            torch.equal(answered(model, asked, len(right)), right) for asked, right in prompts
+        correct = sum(
+            torch.equal(answer(model, prompt, len(right)), right) for prompt, right in prompts
         )
-        taken = f"{changed / size:.2%} of the weights taken over, digest equal to the trainer's"
-        say(f"step {update.step}, {taken}, {right} of {len(prompts)} prompts answered right")
+        share = f"{changed / size:.2%} of the weights taken over, digest equal to the trainer's"
+        answers = f"{correct} of {len(prompts)} prompts answered right"
+        experiment.say(f"    follower: step {update.step}, {share}, {answers}")
         if options.until is not None and update.step >= options.until:
-            say(f"{count} updates, each with the digest of the trainer's weights")
+            digests = "each with the digest of the trainer's weights"
+            experiment.say(f"    follower: {count} updates, {digests}")
             return
     if options.until is not None:
         sys.exit(
