@@ -63,6 +63,7 @@ class RootWriter:
         self.lease = lease
         self.retention = retention or Retention()
         self._grace_seconds = grace_seconds
+        self.after_commit: Callable[[Manifest], None] | None = None
         self._protected: list[Callable[[], Collection[str]]] = []
 
     def protect(self, segments: Callable[[], Collection[str]]) -> None:
@@ -77,6 +78,7 @@ class RootWriter:
     def commit(self, manifest: Manifest) -> Written:
         """Make a step exist, then delete the checkpoints that the retention does not keep.
 
+        ``after_commit(manifest)`` is called last, on the thread of the commit.
         The caller has made every segment of the step durable. A failure of the deletion is logged:
         the step exists, and the next commit deletes again.
 
@@ -93,6 +95,8 @@ class RootWriter:
                     manifest.step,
                     exc_info=True,
                 )
+        if self.after_commit is not None:
+            self.after_commit(manifest)
         return written
 
     def retain(self) -> None:

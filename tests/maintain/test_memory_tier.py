@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 import deltacheck
 from deltacheck import MemoryTier, Mirror, Policy, errors
 from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.cli.app import app
 from deltacheck.maintain import memory_tier as tier
 from deltacheck.maintain.memory_tier import Bond, kept, next_due, stale
@@ -57,8 +58,14 @@ def save(engine: Engine, *steps: int) -> None:
 
 def idle(engine: Engine) -> None:
     """Let the drain finish what it has to do by itself."""
-    assert engine._tier is not None
-    until(lambda: engine._tier._is_idle)
+    until(lambda: tier_of(engine)._is_idle)
+
+
+def tier_of(engine: Engine) -> tier.Tier:
+    """Return the tier of an engine that has one."""
+    session = engine._session
+    assert isinstance(session, MemoryFirstSession)
+    return session._tier
 
 
 def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -357,15 +364,14 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
     with places.engine() as engine:
         save(engine, 0)
         engine.persist(30)
-        assert engine._tier is not None
-        engine._tier.memory_bytes = engine._tier._used() + 1000
+        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1000
         drain.go.clear()
         set_on_busy(engine, "skip")
         assert engine.save(1, state_at(1)).state == "skipped"
         set_on_busy(engine, "wait")
-        engine._tier.memory_bytes = engine._tier._used() + 1_500_000
+        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1_500_000
         save(engine, 2)
-        engine._tier.memory_bytes = engine._tier._used() + 1_300_000
+        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1_300_000
         threading.Timer(0.2, drain.go.set).start()
         handle = engine.save(3, state_at(3))
         assert handle.blocking_seconds > 0.15
@@ -391,8 +397,7 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
         engine.persist(0.05)
     with pytest.raises(errors.StorageTimeout, match="may hang"):
         engine.persist()
-    assert engine._tier is not None
-    engine._tier.memory_bytes = 1
+    tier_of(engine).memory_bytes = 1
     with pytest.raises(errors.StorageTimeout, match="a save waits for memory"):
         engine.save(2, state_at(2))
     with pytest.raises(errors.StorageTimeout):
@@ -400,7 +405,7 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
     with pytest.raises(errors.RootBusy):  # it may still write
         places.engine()
     drain.go.set()
-    until(lambda: engine._tier._ended)
+    until(lambda: tier_of(engine)._ended)
     with places.engine() as again:
         assert again.steps() == [0, 1]
     assert on_disk(places.disk) == [0, 1]

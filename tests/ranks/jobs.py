@@ -374,7 +374,7 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
     with world(rank, size) as group, Engine(root, process_group=group) as engine:
         state = {"w": torch.arange(1000.0)}
         engine.save(0, state).wait("committed")
-        joint = engine._together.joint  # type: ignore[union-attr]
+        joint = engine._session.group.joint  # type: ignore[attr-defined]
         spent: dict[str, list[float]] = {"begin": [], "commit": [], "make": []}
 
         def clock(owner: Any, name: str, into: str) -> None:

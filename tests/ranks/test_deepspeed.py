@@ -534,6 +534,7 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     from deltacheck.backends.torch.deepspeed.configuration import engine_options
     from deltacheck.backends.torch.deepspeed.reading import Reading
     from deltacheck.save.job import save_job
+    from deltacheck.save.root_writer import RootWriter
 
     found: dict[str, Any] = {}
     engine = made((3, False), datastates_ckpt={"host_cache_size": 3}, deltacheck={"keep_last": 7})
@@ -541,17 +542,14 @@ def troubles(rank: int, folder: Path) -> dict[str, Any]:
     found["wrong option"] = message_of(lambda: engine_options({"deltacheck": {"keep_lots": 1}}, {}))
     train(engine, False, 1)
     run = folder / "troubles"
-    gate, real = threading.Event(), publishing.PublishingEngine._commit
-    publishing.PublishingEngine._commit = lambda self, manifest: (
-        gate.wait(60),
-        real(self, manifest),
-    )[1]
+    gate, real = threading.Event(), RootWriter.commit
+    RootWriter.commit = lambda self, manifest: (gate.wait(60), real(self, manifest))[1]
     engine.save_checkpoint(str(run), "slow")
     found["latest before the commit"] = text_of(run / "latest")
     found["pointers before the commit"] = [path.name for path in (run / "slow").iterdir()]
     gate.set()
     engine.checkpoint_engine.wait()
-    publishing.PublishingEngine._commit = real
+    RootWriter.commit = real
     torch.distributed.barrier()
     found["latest after the commit"] = text_of(run / "latest")
 

@@ -142,7 +142,7 @@ def failing(folder: Path) -> Any:
     def broken(manifest: object) -> int:
         raise OSError(28, "No space left on device")
 
-    io._engine._commit = broken  # type: ignore[method-assign, assignment]
+    io._engine._writer.commit = broken  # type: ignore[method-assign, assignment]
     io.save_checkpoint({"global_step": 2, "w": torch.zeros(4)}, folder / "a.ckpt")
     concurrent.futures.wait(io._under_way)
     raised = ""

@@ -7,112 +7,108 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from deltacheck.backends.matching import match_targets
 from deltacheck.backends.torch.capture.capture import Capture
 from deltacheck.backends.torch.capture.guard import Guard, Guarded
-from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
-from deltacheck.backends.torch.state import leaves, replica
-from deltacheck.errors import Damaged, DeltacheckError, StepNotFound
+from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
+from deltacheck.backends.torch.group.single_process import RestoreRequest, SingleProcessSession
+from deltacheck.errors import DeltacheckError
 from deltacheck.leaf import tree
-from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
+from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
-from deltacheck.restore import damage
-from deltacheck.restore.resolve import require_contract, resolve_leaves, stored_chains
-from deltacheck.restore.values import Loaded, as_array, load_leaves
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
 from deltacheck.save.options import SaveOptions, retention_of
-from deltacheck.save.root_writer import RootWriter
-from deltacheck.save.saver import LeafSource, Saver
-from deltacheck.store import layout, tags
-from deltacheck.store.deadline import Deadline
-from deltacheck.store.documents import Written
+from deltacheck.save.saver import LeafSource
+from deltacheck.store import tags
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, ObjectStore
-from deltacheck.store.manifest import Manifest, Replay
-from deltacheck.store.opened import open_alone
-from deltacheck.store.root import Root
-
-if TYPE_CHECKING:
-    from deltacheck.backends.torch.group.collective import Together
+from deltacheck.store.files.storage import ObjectPath, ObjectStore, Place
+from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")
 
 
 class Engine:
-    """Checkpoints of one training process in one directory, or under one prefix of an object store
-    (``s3://``, ``gs://``).
+    """The checkpoints of one training run, in a directory or under a prefix of an object store.
 
-    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``).
-    ``host_cache_bytes``: most encoded bytes between the training loop and the disk; larger: a slow
-    disk blocks training later, smaller: less memory. Beside it the engine holds one *shadow*, a
-    copy of the state, to compare with. ``max_pending``: saves under way at most; larger: more
-    overlap with a slow disk, more work lost where one fails. ``on_busy``: when that many are under
-    way, ``"wait"`` for one or ``"skip"`` this save. ``capture``: ``"auto"`` reads what known
-    optimizers own, and frozen weights of known modules (``guard``), behind the training loop and
-    copies the rest at once; ``"eager"`` copies everything at once: safe whatever the code does
-    between saves, blocks longer (host tensors) or takes as much device memory as the state until it
-    is captured (CUDA tensors). ``shadow``: where the copies to compare with lie. ``"device"``:
-    beside the tensors; only changes cross to the host, and capture runs at the speed of device
-    memory, but it takes as much of that as the state, and 1 GiB while a save is captured.
-    ``"host"``: takes no device memory, but the whole state crosses at each save, and the next
-    optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``: no copies,
-    least memory; what changed is written whole, largest files. ``"auto"``: ``"device"`` for CUDA
-    tensors where enough memory is free at the first save, else ``"host"``; shadows of host tensors
-    are always on the host. ``effort``: of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or
-    ``"auto"``. Higher: smaller files, more processor time beside training; ``"auto"`` goes by
-    whether saves wait for the storage or for the processor. ``durability``: what an acknowledged
-    save survives. ``"power"``: a power cut; every file and directory entry is synced first, which
-    costs a flush of the disk's cache for each. ``"process"``: only the end of this process, however
-    it comes; nothing is synced and saves end sooner, but a power cut or a crash of the operating
-    system may take the last saves, or leave steps that are listed and raise ``Damaged``.
-    ``verify``: whether each save is read back from disk and compared with the state as it was
-    captured. ``"none"``: no; a restore checks what was written. ``"commit"``: what the save wrote,
-    before its step exists, so that a fault on the way to the disk is a failed save; it commits
-    later by the time that reading takes. ``"receipt"``: the whole step, after the commit and behind
-    everything else: ``handle.receipt``, a failure is logged and raised by the next call. Both read
-    about as much as a restore at each save, and hash the whole state at the capture. ``keep_last``,
-    ``keep_every``, ``keep_best``: after each save, delete the checkpoints that none of them keeps
-    (default: keep all): so many of the newest, steps that a number divides, those with the best
-    metrics (a ``deltacheck.KeepBest``, or several). The newest step and tagged ones stay in any
-    case. Larger: more to go back to, more disk space. ``compact_after``: once a leaf's chain has
-    this many deltas, write it whole from what is on the disk, behind the training; later saves go
-    on from there. Smaller than half of the policy's ``max_chain_depth``, it spares saves their
-    keyframes. Smaller: faster restores, more reading and writing beside training (default: saves
-    write keyframes themselves). ``grace_seconds``: how long unneeded segments stay for readers that
-    are about to open them; what a reader has open stays as long as it reads.
-    ``io_timeout_seconds``: longest wait for the storage before a save is given up.
-    ``exit_timeout_seconds``: longest wait for pending saves at interpreter exit; where one fails
-    then, or takes longer, that is said on stderr, and the exit status is 120. Longer: a slow
-    storage gets the last save through; shorter: a dead one lets the process end.
-    ``engine.restored_step``: the training step that the last ``restore`` gave. ``storage``: how an
-    object store is reached (default: by the environment alone). ``memory``: a directory in memory,
-    or a ``deltacheck.MemoryTier``: each step is committed there first, and copied to ``root``
-    behind the training. Saves end sooner, also at every step, and a process that died goes on from
-    the newest; a power cut takes the steps that are not copied yet (``persist`` waits until they
-    are), and memory is used beside the shadow. ``durability`` and ``keep_*`` then speak of
-    ``root``. ``process_group``: the ranks that save together (``torch.distributed.group.WORLD``);
-    every one of them opens the root and makes the same calls. A state may then hold DTensors
-    (FSDP2, tensor parallel) and ``Shard``; each rank writes its own parts, what several ranks have
-    alike is written once, and rank 0 commits one step for all once every part is durable. A failure
-    of one rank is raised on all. The keys of the state's dicts may differ between ranks; a leaf or
-    a number of the same path must not. Needs an exact policy and ``max_pending=1``; a save begins
-    with an exchange of a few bytes between the ranks.
+    ``engine.restored_step`` is the training step of the last ``restore``, or ``None``. The guide
+    ``docs/how-to/pytorch.md`` explains when the state is read, ``docs/how-to/memory-tier.md`` the
+    memory tier and ``docs/how-to/several-ranks.md`` process groups.
 
-    Raises ``RootBusy`` (naming the holder) where another process writes to ``root``,
-    ``ForeignMemory`` where ``memory`` holds what is not this run's newest, ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``OSError`` where it cannot be written, ``StorageFailed`` where an object
-    store does not answer or honours no conditional writes.
+    Args:
+        root: A directory, or an address (``s3://``, ``gs://``). It is made if it does not exist.
+        policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
+            shorter: faster restores. Default: ``Policy.exact()``.
+        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
+            slow disk blocks training later; smaller: less memory. The engine also holds one
+            *shadow*, a copy of the state to compare with.
+        max_pending: The most saves under way. Larger: more overlap with a slow disk; smaller: less
+            work is lost when a save fails.
+        on_busy: The action when ``max_pending`` saves are under way. ``"wait"``: wait for one, so
+            that every step is saved; ``"skip"``: skip this save, so that training does not wait.
+        capture: ``"auto"``: tensors of known optimizers and frozen weights (``guard``) are read
+            behind the training loop, the rest is copied at once. ``"eager"``: all is copied at
+            once. This is safe whatever the code does between saves, but blocks longer (host
+            tensors) or takes device memory of the size of the state until the capture ends.
+        shadow: The place of the shadow. ``"device"``: beside the tensors. Only changes cross to the
+            host, but it takes device memory of the size of the state, and 1 GiB during a capture.
+            ``"host"``: no device memory, but the whole state crosses at each save, and the next
+            optimizer step waits until all but ``host_cache_bytes`` of it is encoded. ``"none"``:
+            no shadow. Least memory, but a changed leaf is written whole. ``"auto"``: ``"device"``
+            for CUDA tensors if enough memory is free at the first save, else ``"host"``.
+        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
+            Higher: smaller files; lower: less processor time beside training. ``"auto"`` follows
+            the bottleneck of the last save, storage or processor.
+        durability: The event that an acknowledged save survives. ``"power"``: a power cut, at the
+            cost of a flush of the disk's cache for every file and directory entry. ``"process"``:
+            only the end of this process. Saves end sooner, but a power cut may take the last ones,
+            or leave steps that are listed and raise ``Damaged``.
+        verify: The check of each save against the captured state. ``"none"``: no check; a restore
+            checks what was written. ``"commit"``: the files of the save are read back before its
+            step exists. A fault on the way to the disk becomes a failed save, but it commits later.
+            ``"receipt"``: the whole step is read back after the commit (``handle.receipt``); the
+            next call raises a failure. Both read about as much as a restore and hash the state at
+            the capture.
+        keep_last: Keep this number of newest steps after each save. Larger: more to go back to;
+            smaller: less disk space. Default of all three rules: keep all. The newest step and
+            tagged steps always stay.
+        keep_every: Keep the steps that this number divides. Larger: fewer steps, less disk space.
+        keep_best: Keep the steps with the best metrics: one ``KeepBest``, or several.
+        compact_after: The number of deltas after which a leaf is written whole from what is stored,
+            behind the training. Smaller: faster restores; larger: less reading and writing beside
+            training. Below half of the policy's ``max_chain_depth`` it replaces the keyframes of
+            saves. Default: saves write keyframes themselves.
+        grace_seconds: The time that unneeded segments stay for readers that are about to open them.
+            Longer: safer for slow readers; shorter: disk space sooner. An open segment stays.
+        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
+            slow storage gets its saves through; shorter: a dead one is reported sooner.
+        exit_timeout_seconds: The longest wait for pending saves at interpreter exit. A failure is
+            then reported on stderr, with exit status 120. Longer: a slow storage gets the last
+            save through; shorter: a dead one lets the process end.
+        storage: The access to an object store. Default: from the environment.
+        memory: A directory in memory, or a ``MemoryTier``. Steps are committed there and copied to
+            ``root`` behind the training. Saves end sooner and survive a killed process, but a
+            power cut takes the steps that are not copied yet (``persist``), and memory is used.
+            ``durability`` and ``keep_*`` then apply to ``root``.
+        process_group: The ranks that save together (``torch.distributed.group.WORLD``). The state
+            may then hold DTensors and ``Shard``; each rank writes its own parts, and rank 0 commits
+            one step for all. Every rank makes the same calls, and a failure of one rank is raised
+            on all. Needs an exact policy and ``max_pending=1``. Default: this process alone.
+
+    Raises:
+        RootBusy: Another process, which the message names, writes to ``root``.
+        ForeignMemory: ``memory`` holds steps that are not the newest of this run.
+        NotACheckpointRoot: ``root`` holds something else.
+        UnsupportedFormat: A newer version wrote ``root``.
+        OSError: ``root`` cannot be written.
+        StorageFailed: The object store does not answer or has no conditional writes.
+        ValueError: An option has a value that it cannot have.
     """
 
     def __init__(
@@ -157,47 +153,11 @@ class Engine:
             exit_timeout_seconds=exit_timeout_seconds,
         )
         path = place.of(root, storage).absolute()
-        self._together: Together | None = None
-        if process_group is not None:
-            if memory is not None:
-                raise ValueError(
-                    "a memory tier is of one process: process_group and memory cannot be given"
-                    " together yet"
-                )
-            if not options.policy.is_exact or max_pending != 1 or compact_after is not None:
-                raise ValueError(
-                    "ranks that save together need an exact policy, max_pending=1 and no"
-                    " compact_after"
-                )
-            from deltacheck.backends.torch.group.collective import Together
-
-            self._together = Together(process_group, io_timeout_seconds)
-        opener = open_alone if self._together is None else self._together.open
-        store, lease, next_seq = opener(path, options.durability)
-        self._root = Root(path, store)
-        self._writer = RootWriter(self._root, lease, options.retention, grace_seconds)
+        self._is_eager = capture == "eager"
         self._capture = Capture(shadow, host_cache_bytes, in_order=options.policy.is_exact)
-        self._eager = capture == "eager"
-        self._tier: Tier | None = None
-        try:
-            if memory is not None:
-                self._tier = Tier(MemoryTier.of(memory), self._writer, options)
-            # Where saves are written, and the next one's chains hang from.
-            self._live = self._root if self._tier is None else self._tier.root
-            self._saver = Saver(
-                self._live.store,
-                TorchCodec(),
-                options,
-                next_seq=max(next_seq, self._live.next_seq()),
-            )
-        except BaseException:
-            self._release()
-            raise
-        self._writer.protect(self._saver.protected_segments)
-        if self._together is not None:
-            self._writer.protect(self._together.protected_segments)
-        if self._tier is not None:
-            self._tier.start(self._saver.protected_segments)
+        self._session = _session(path, options, self.before_update, memory, process_group)
+        self._saver = self._session.saver
+        self._root, self._writer = self._session.root, self._session.writer
         self.restored_step: int | None = None
         self._guard = Guard(self.before_update)
         self._ending = _Ending(self)
@@ -205,28 +165,33 @@ class Engine:
 
     @property
     def root(self) -> Path | ObjectPath:
-        """Where the checkpoints are: a directory, or a prefix of an object store."""
+        """The place of the checkpoints: a directory, or a prefix of an object store."""
         return self._root.path
 
     def save(
         self, step: int, state: object, *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle:
-        """Save ``state`` as of this call as checkpoint ``step``, and return while it is written.
+        """Begin to save a state as a checkpoint, and return while it is written.
 
-        ``state``: nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text,
-        bytes and ``None``; state dicts of modules, optimizers and schedulers are such. Tied tensors
-        are stored once and tied again on restore. ``metrics``: numbers kept with the step.
+        Args:
+            step: The training step, 0 or more.
+            state: Nested dicts, lists, tuples and deques of tensors, NumPy arrays, numbers, text,
+                bytes and ``None``, as state dicts are. Tied tensors are stored once and tied again
+                by a restore.
+            metrics: Numbers kept with the step.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly,
-        ``SaveFailed`` for an earlier save's failure that nobody has seen yet (this step is then not
-        saved). A failure of this save is on the handle, in the log, and raised by the next call.
+        Returns:
+            The handle of the save. A failure of this save is on the handle and in the log, and the
+            next call raises it.
+
+        Raises:
+            UnsupportedLeaf: A leaf cannot be kept exactly.
+            DuplicatePath: Two leaves have the same path.
+            SaveFailed: An earlier save failed and no call has raised it. This step is not saved.
+            ValueError: ``step`` is not an integer of at least 0.
         """
         begin = time.perf_counter()
-        flat = (
-            tree.flatten(state, leaves.describe)
-            if self._together is None
-            else self._together.flatten(state)
-        )
+        flat = self._session.flatten(state)
         flattened = time.perf_counter() - begin
         handle = self._save(step, flat, metrics)
         progress_of(handle).add_blocking(flattened)
@@ -242,165 +207,151 @@ class Engine:
         replay: Replay | None = None,
         note: str = "",
     ) -> SaveHandle:
-        """Save a flattened state. ``more``: leaves beside those of ``flat``; ``replay``: how the
-        tree's leaves come from all these.
+        """Save a flattened state.
+
+        ``more``: leaves beside those of ``flat``. ``replay``: the computation of the tree's leaves
+        from all of these.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         begin = time.perf_counter()
-        commit: Callable[[Manifest], Written] = self._commit
-        abandon: Callable[[BaseException], None] | None = None
-        if self._together is not None:
-            if more or replay is not None:
-                raise ValueError(
-                    "a gradient log is of one process; it cannot be kept by a process group"
-                )
-            mine = self._together.begin(self._saver, step, flat)
-            if mine is None:
-                return skipped(step)
-            flat = mine
-            commit, abandon = self._together.attempt(self._commit)
+        attempt = self._session.begin(step, flat, is_whole=not more and replay is None)
+        if attempt is None:
+            return skipped(step)
         try:
-            sources = self._capture.sources(
-                flat, Guarded() if self._eager else self._guard.guarded()
-            ) | dict(more or {})
-            if not self._has_room(step, sources.values()):
+            guarded = Guarded() if self._is_eager else self._guard.guarded()
+            sources = self._capture.sources(attempt.flat, guarded) | dict(more or {})
+            if not self._session.make_room(step, sources.values()):
                 return skipped(step)
             planned = time.perf_counter() - begin
             handle = self._saver.save(
                 step,
-                flat.skeleton,
+                attempt.flat.skeleton,
                 {path: sources[path] for path in sorted(sources)},
-                commit,
+                attempt.commit,
                 metrics={name: float(value) for name, value in (metrics or {}).items()},
                 replay=replay,
                 note=note,
-                abandon=abandon,
+                abandon=attempt.abandon,
             )
         except BaseException as error:
-            if abandon is not None:
-                abandon(error)
+            # The other ranks have begun the save, and wait for what this one reports.
+            if attempt.abandon is not None:
+                attempt.abandon(error)
             raise
         progress_of(handle).add_blocking(planned)
         return handle
 
-    def _has_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
-        """Wait until the memory tier, where there is one, has room for one more save; ``False``
-        where it is to be skipped instead.
-        """
-        if self._tier is None:
-            return True
-        self._saver.check_usable()
-        self._tier.raise_unseen()
-        sizes = [source.spec.raw_bytes for source in sources]
-        most = most_bytes(sum(sizes), len(sizes))
-        under_way = lambda: len(self._saver.pending())  # noqa: E731 - shorter than a def
-        return self._tier.make_room(
-            step,
-            most,
-            under_way,
-            self._saver.start_over,
-            wait=self._saver.options.on_busy == "wait",
-        )
-
     def before_update(self) -> None:
-        """Wait until the saves under way have read the state. Called before every torch optimizer
-        step; call it yourself before any other write.
+        """Wait until the saves under way have read the state.
+
+        The engine calls it before every torch optimizer step. Call it before any other write.
         """
         self._saver.settle_reads()
         self._capture.hold()
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Update the state inside ``with engine.lock():`` and no save under way sees it."""
+        """Return a context for updates of the state that no save under way sees."""
         self.before_update()
         yield
 
     def guard(self, owner: torch.optim.Optimizer | torch.nn.Module) -> None:
-        """Tell the engine of an optimizer before its first step, so that already the first save
-        reads
-        its tensors behind the training loop; or of a module, so that its frozen parameters are read
-        there too: at each save those that need no gradient and that no torch operation has written
-        to since the save before. Its buffers, and what is written between saves, as moving averages
-        are, are still read at once.
+        """Let saves read the tensors of an optimizer or a module behind the training loop.
 
-        Saves of frozen weights then return sooner, and do not copy them on a GPU. In return, what
-        writes to them must wait for the capture: ``before_update()`` first. A torch operation that
-        does not wait fails the save with ``SnapshotTorn`` (on a GPU one that comes before the reads
-        are enqueued). A write through ``.data``, NumPy or DLPack, as adapters are merged, leaves no
-        trace: between ``save`` and the end of the capture it may reach the checkpoint. After that,
-        the next save stores it: every byte is compared.
+        Of a module, these are the parameters that need no gradient and that no torch operation has
+        written to since the last save. Saves then return sooner and do not copy frozen weights on a
+        GPU. In return, a write to them must wait for the capture (``before_update``). The section
+        "When is the state read?" of ``docs/how-to/pytorch.md`` says what happens if it does not.
 
-        The engine keeps neither optimizers nor modules alive.
+        Args:
+            owner: An optimizer before its first step, or a module. The engine does not keep it
+                alive.
         """
         self._guard.add(owner)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every save under way is committed (with ``memory``: there; see ``persist``).
-        Raises the first failure nobody has seen yet; ``TimeoutError`` after ``timeout`` seconds;
-        without one, ``StorageTimeout`` where nothing at all has happened for twice
-        ``io_timeout_seconds``.
+        """Wait until every save under way is committed; with ``memory``, in memory.
+
+        Args:
+            timeout: The longest wait, in seconds. Default: as long as the saves get on.
+
+        Raises:
+            SaveFailed: A save failed and no call has raised it.
+            TimeoutError: The time ran out.
+            StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        self._saver.wait(timeout)
-        if self._tier is not None:
-            self._tier.raise_unseen()
+        self._session.wait(timeout)
 
     def persist(self, timeout: float | None = None) -> None:
-        """Wait until the newest step is in ``root``, as durable as ``durability`` says, also where
-        ``memory`` holds it so far. Raises what ``wait`` raises, and ``SaveFailed`` where it cannot
-        be copied there.
+        """Wait until the newest step is in ``root``, as durable as ``durability`` says.
+
+        Args:
+            timeout: The longest wait, in seconds. Default: as long as the saves get on.
+
+        Raises:
+            SaveFailed: A save failed, or its step cannot be copied from memory.
+            TimeoutError: The time ran out.
+            StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
-        deadline = Deadline.after(timeout)
-        self._saver.wait(timeout)
-        if self._tier is not None:
-            self._tier.persist(None, deadline.left)
+        self._session.persist(timeout)
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending; with ``memory``, those in memory and those in ``root``
-        (``deltacheck.open(root).steps()``).
+        """Return the committed steps, ascending; with ``memory``, those in memory too.
+
+        Returns:
+            The training steps.
         """
-        return (
-            self._root.steps()
-            if self._tier is None
-            else sorted({*self._root.steps(), *self._live.steps()})
-        )
+        return self._session.steps()
 
     def tag(self, step: int | str | None, name: str, *, move: bool = False) -> None:
-        """Call a committed step (by number, by another tag; ``None``: the newest) ``name``: it
-        stays
-        until the tag is taken away.
+        """Name a committed step, which then stays until the tag is removed.
 
-        The tag means this save, also where a resumed run saves the step's number again. ``move``:
-        also where the name has another step. A step that is only in memory is copied to ``root``
-        first. Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy``
-        where the name is taken.
+        The tag means this save, even if a resumed run saves the number of the step again. A step
+        that is only in memory is copied to ``root`` first.
+
+        Args:
+            step: The number of the step or another tag of it. ``None``: the newest step.
+            name: The tag.
+            move: Take the tag from the step that has it. Default: raise ``RootBusy``.
+
+        Raises:
+            ValueError: ``name`` cannot be a tag.
+            StepNotFound: There is no such step.
+            RootBusy: Another step has the tag.
         """
-        if self._tier is None:
-            self._once(lambda: tags.put(self._root, step, name, move=move))
-            return
-        with self._tier.retention:  # between the copy and the tag
-            root, manifest = self._find(step)
-            if root is self._live and self._twin(manifest) is None:
-                self._tier.persist(manifest, None)
-            tags.put(self._root, step, name, move=move)
+        self._session.tag(step, name, move=move)
 
     def untag(self, name: str) -> None:
-        """Take a tag away. Raises ``StepNotFound`` where there is none."""
-        self._once(lambda: tags.remove(self._root, name))
+        """Remove a tag.
+
+        Args:
+            name: The tag.
+
+        Raises:
+            StepNotFound: There is no such tag.
+        """
+        self._session.untag(name)
 
     def tags(self) -> dict[str, int]:
-        """The tags and their training steps."""
+        """Return the tags and their training steps.
+
+        Returns:
+            The training step of each tag.
+        """
         return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
 
     def delete(self, step: int) -> None:
-        """Delete a committed step; other steps stay whole, whatever they share with it.
+        """Delete a committed step. Other steps stay whole, whatever they share with it.
 
-        Raises ``StepNotFound``, ``StepTagged`` where it has a tag.
+        Args:
+            step: The training step.
+
+        Raises:
+            StepNotFound: There is no such step.
+            StepTagged: The step has a tag.
         """
-        if self._tier is None:
-            self._once(lambda: self._writer.delete(step))
-        else:
-            self._tier.delete(step)
+        self._session.delete(step)
 
     def restore(
         self,
@@ -413,180 +364,62 @@ class Engine:
         fallback: bool = False,
         expected_digest: str | None = None,
     ) -> Any:
-        """Restore a committed step (a number, or a tag; by default the newest), every byte
-        verified;
-        the next save continues its chain.
+        """Restore a committed step, every byte verified. The next save continues its chains.
 
-        Without ``into``: the nested state as it was saved, tensors on the host. With ``into``, a
-        state of the same structure: its tensors are filled in place, wherever they live, and the
-        state is returned with them and the restored numbers; nothing of it changes before
-        everything that the step has a digest of was verified. ``contract``: refuse a step with a
-        leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each
-        comes as it was saved. ``optimizer``: what a step that a ``GradientLog`` stored is replayed
-        with; made as at the save, its own tensors are neither read nor changed. ``max_bytes``:
-        refuse before allocating more than this (a replay takes twice the state beside it).
-        ``fallback``: where the step is damaged, take the newest before it that is whole: training
-        goes on, with older values, and saves those steps again; ``engine.restored_step`` and a
-        warning in the log say which. ``expected_digest``: refuse a step whose manifest has another
-        digest than this, which the save's report and ``deltacheck show`` give.
+        Args:
+            step: The number of the step, or a tag. Default: the newest step.
+            into: A state of the same structure, whose tensors are filled in place on whatever
+                device. Nothing is written before all that has a digest is verified. Default: new
+                tensors on the host.
+            contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``.
+                Default: any.
+            optimizer: The optimizer that replays a step of a ``GradientLog``, made as at the save.
+                Its own tensors are neither read nor changed.
+            max_bytes: The most bytes to allocate. A replay takes twice the state beside it.
+                Default: no limit.
+            fallback: If the step is damaged, restore the newest whole step before it. Training goes
+                on with older values; ``restored_step`` and a warning name the step. Default: raise.
+            expected_digest: The digest that the manifest of the step must have, from the report of
+                the save or ``deltacheck show``. Default: any.
 
-        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``ReplayNeeded`` for such a
-        step without an optimizer, ``ReplayDiffers`` (naming leaf, both digests and way out) where
-        the replay does not give what was saved, ``TreeMismatch`` (naming leaf and both values),
-        ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore).
+        Returns:
+            The state: ``into`` with restored numbers and text, or nested new containers.
+
+        Raises:
+            StepNotFound: There is no such step.
+            ContractNotMet: A leaf has a weaker contract; the message names the leaves.
+            ReplayNeeded: The step holds gradients and there is no ``optimizer``.
+            ReplayDiffers: The replay does not give the saved state.
+            TreeMismatch: A leaf of ``into`` differs from the step.
+            Damaged: The step is damaged. The message names leaf, file and whole steps.
+            ChainBroken: A segment that the step needs is missing.
+            BudgetExceeded: The restore would allocate more than ``max_bytes``.
         """
-        with contextlib.nullcontext() if self._together is None else self._together.telling():
-            self._saver.check_usable()
-            self._saver.wait()
-
-        if self._together is not None:
-            if fallback or optimizer is not None:
-                raise ValueError("a process group restores without fallback= and optimizer=")
-            if into is not None:
-                self.before_update()
-            target = None if into is None else self._together.flatten(into, target=True)
-            manifest, state = self._together.restore(
-                self._root, self._saver, step, target, contract, max_bytes, expected_digest
-            )
-            self.restored_step = manifest.step
-            return state if into is None else self._together.given(into, state)
-
-        def give(root: Root, manifest: Manifest) -> Any:
-            own = (
-                None
-                if root is self._root or expected_digest is None
-                else durable_digest(self._root, manifest)
-            )
-            root.require_digest(manifest, expected_digest, own)
-            with damage.named(root, manifest):
-                return self._give(root, manifest, into, contract, optimizer, max_bytes)
-
-        with (
-            contextlib.nullcontext() if self._tier is None else self._tier.lock
-        ):  # what is read, the next save stands on
-            if fallback:
-                roots = (
-                    [self._root]
-                    if isinstance(step, str) or self._tier is None
-                    else [self._live, self._root]
-                )
-                manifest, state = damage.newest_whole_of(roots, step, give)
-            else:
-                root, manifest = self._find(step)
-                state = self._give_or_twin(root, manifest, give)
+        request = RestoreRequest(
+            step, into, contract, optimizer, max_bytes, fallback, expected_digest
+        )
+        manifest, state = self._session.restore(request)
         self.restored_step = manifest.step
         return state
 
-    def _find(self, step: int | str | None) -> tuple[Root, Manifest]:
-        """The step that is meant, and where: the newest save of it; in memory where it is in both.
-        Tags are those of the durable root.
-        """
-        if self._tier is None or isinstance(step, str):
-            return self._root, self._root.manifest(step)
-        found: list[tuple[Root, Manifest]] = []
-        for root in (self._live, self._root):
-            with contextlib.suppress(StepNotFound):
-                found.append((root, root.manifest(step)))
-        if not found:
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise StepNotFound(
-                f"neither {self._live.path} nor {self._root.path} has"
-                f" {'any step' if step is None else f'step {step}'}; steps: {there}"
-            )
-        return max(found, key=lambda one: one[1].seq)
-
-    def _twin(self, manifest: Manifest) -> Manifest | None:
-        """The durable form of a step that is in memory; ``None`` where there is none that can be
-        read.
-        """
-        path = (
-            self._root.path / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq) / "zarr.json"
-        )
-        try:
-            twin = self._root.read(path)
-        except (FileNotFoundError, Damaged):
-            return None
-        return twin if twin.nonce == manifest.nonce else None
-
-    def _give_or_twin(
-        self, root: Root, manifest: Manifest, give: Callable[[Root, Manifest], Any]
-    ) -> Any:
-        """A step from where it was found; where that is memory, and damaged, from the disk."""
-        try:
-            return give(root, manifest)
-        except Damaged as error:
-            twin = None if root is self._root else self._twin(manifest)
-            if twin is None:
-                raise
-            log.warning("%s. It is read from %s instead", error, self._root.path)
-            return give(self._root, twin)
-
-    def _give(
-        self,
-        root: Root,
-        manifest: Manifest,
-        into: object,
-        contract: str | None,
-        optimizer: torch.optim.Optimizer | None,
-        max_bytes: int | None,
-    ) -> Any:
-        require_contract(manifest, contract)
-        target = None if into is None else tree.flatten(into, leaves.describe)
-        chosen = None if target is None else match_targets(manifest, target)
-        found = resolve_leaves(root, manifest, stored=optimizer is not None, max_bytes=max_bytes)
-        stored: dict[str, NDArray[np.uint8]] = {}
-        into_memory: dict[str, NDArray[np.uint8]] = {}
-        if target is not None and chosen is not None:
-            self.before_update()
-            if manifest.replay is None:  # which has an order of its own
-                memory = {
-                    chosen[path]: leaves.memory_of(value) for path, value in target.arrays.items()
-                }
-                into_memory = {path: of for path, of in memory.items() if of is not None}
-        loaded = load_leaves(
-            found, max_bytes=max_bytes, codec=self._saver.codec, stored=stored, into=into_memory
-        )
-        inputs: set[str] = set()
-        if manifest.replay is not None and optimizer is not None:
-            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, optimizer)
-            inputs = manifest.replay.inputs
-        if target is None or chosen is None:
-            state = leaves.tree_of(manifest.tree, loaded, stored=stored)
-        else:
-            filled = {
-                path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()
-            }
-            owners = tree.array_paths(target.skeleton)
-            state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
-        chains = stored_chains(leaf for path, leaf in found.items() if path not in inputs)
-        if (
-            root is not self._live
-        ):  # what is only on the disk is no base for what is written to memory, where chains begin anew
-            chains, stored = {}, {}
-        self._saver.adopt(chains, stored, manifest)
-        return state
-
     def close(self, timeout: float | None = None) -> None:
-        """Finish the saves under way and give the root back. Raises what ``wait`` raises. More than
-        once does nothing.
+        """Finish the saves under way and give the root back. A second call does nothing.
 
-        Where time ran out, the saves go on as long as the process lives, and the root is given back
-        after them. In a forked child: does nothing to its parent's saves.
+        If the time runs out, the saves go on as long as the process lives, and the root is given
+        back after them. In a forked child the saves of the parent are not touched.
+
+        Args:
+            timeout: The longest wait, in seconds. Default: as long as the saves get on.
+
+        Raises:
+            SaveFailed: A save failed and no call has raised it.
+            TimeoutError: The time ran out.
+            StorageTimeout: Nothing has happened for twice ``io_timeout_seconds``.
         """
         self._guard.close()
         exits.forget(self._ending)
-        if not self._saver.is_ours():
-            return
-        deadline = Deadline.after(timeout)
-        try:
-            self._saver.close(timeout)
-            self._live.store.close()
-        finally:
-            self._saver.when_stopped(
-                self._release if self._tier is None else partial(self._tier.stop, self._release)
-            )
-            if self._tier is not None and not self._saver.pending():
-                self._tier.await_end(deadline.left)
+        if self._saver.is_ours():
+            self._session.close(timeout)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -610,45 +443,31 @@ class Engine:
                 raise
             log.exception("a save failed while another error ended the training")
 
-    def _commit(self, manifest: Manifest) -> Written:
-        if self._tier is not None:
-            return self._tier.commit(manifest)
-        return self._writer.commit(manifest)
-
-    def _once(self, action: Callable[[], object]) -> None:
-        """Do what is done once, however many ranks there are."""
-        if self._together is None:
-            action()
-        else:
-            self._together.first(action)
-
-    def _release(self) -> None:
-        """Give the root back; both, where there are two."""
-        if self._together is not None:
-            self._together.close()
-        if self._tier is not None:
-            self._tier.release()
-        self._writer.release()
-
 
 class _Ending:
-    """An engine as what finishes at the end of the process: in memory is not enough then."""
+    """The end of an engine at interpreter exit: steps that are only in memory are copied too."""
 
     def __init__(self, engine: Engine) -> None:
         self.wait, self.close = engine.persist, engine.close
 
 
-def _fill(value: object, item: Loaded) -> object:
-    """A leaf of a restore target with the restored content: filled in place, but for NumPy scalars,
-    which cannot be.
-    """
-    if isinstance(value, torch.Tensor):
-        given = leaves.tensor_of(item)
-        if given.data_ptr() != value.data_ptr():  # else it was computed there
-            with torch.no_grad():
-                value.copy_(given)
-        return value
-    if isinstance(value, np.ndarray):
-        np.copyto(value, as_array(item))
-        return value
-    return as_array(item)[()]
+def _session(
+    path: Place,
+    options: SaveOptions,
+    settle_reads: Callable[[], None],
+    memory: MemoryTier | str | os.PathLike[str] | None,
+    process_group: torch.distributed.ProcessGroup | None,
+) -> SingleProcessSession:
+    """Open the session of an engine: with other ranks, with a memory tier, or alone."""
+    if process_group is None:
+        if memory is None:
+            return SingleProcessSession(path, options, settle_reads)
+        return MemoryFirstSession(path, options, settle_reads, MemoryTier.of(memory))
+    if memory is not None:
+        raise ValueError(
+            "a memory tier is of one process: process_group and memory cannot be given together yet"
+        )
+    # torch.distributed.tensor takes long to import, and most processes save alone.
+    from deltacheck.backends.torch.group.process_group import ProcessGroupSession
+
+    return ProcessGroupSession(path, options, settle_reads, process_group)

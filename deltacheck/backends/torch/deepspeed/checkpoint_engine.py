@@ -30,7 +30,6 @@ from deltacheck.backends.torch.deepspeed.loading import add_pointers, full_weigh
 from deltacheck.backends.torch.deepspeed.publishing import PublishingEngine
 from deltacheck.backends.torch.deepspeed.reading import Reading
 from deltacheck.backends.torch.deepspeed.saved_state import PendingSave, own_elements, state_of
-from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files.load import MapLocation
 from deltacheck.restore.fill import StepReader
 
@@ -249,9 +248,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _begin_save(self, save: PendingSave) -> None:
         engine = self._opened(self._root_of(save.folder))
-        together = engine._together
-        assert together is not None
-        with together.telling():
+        with engine.group.telling():
             engine.raise_unpublished()
             if hasattr(self._deepspeed.optimizer, "optimizer"):
                 engine.guard(self._deepspeed.optimizer.optimizer)
@@ -283,10 +280,9 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._must_agree = True
         return self._engine
 
-    def _continue_chains(self, engine: Engine, state: Any) -> None:
+    def _continue_chains(self, engine: PublishingEngine, state: Any) -> None:
         """Continue the chains of the loaded step if every rank has loaded it from this root."""
-        together, read = engine._together, self._read
-        assert together is not None
+        together, read = engine.group, self._read
         self._must_agree, self._read = False, None
         digest = (
             None

@@ -11,9 +11,10 @@ from deltacheck.backends.torch.deepspeed.reading import child, keys_of
 from deltacheck.backends.torch.deepspeed.saved_state import ABOUT, FILES
 from deltacheck.backends.torch.engine import Engine
 from deltacheck.backends.torch.files import pointer
+from deltacheck.backends.torch.group.collective import Together
+from deltacheck.backends.torch.group.process_group import ProcessGroupSession
 from deltacheck.leaf import tree
 from deltacheck.restore.export import new_file
-from deltacheck.store.documents import Written
 from deltacheck.store.manifest import Manifest
 
 log = logging.getLogger("deltacheck")
@@ -26,16 +27,23 @@ class PublishingEngine(Engine):
     step that does not exist.
     """
 
-    _unpublished: Exception | None = None
+    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(root, **options)
+        self._unpublished: Exception | None = None
+        self._writer.after_commit = self._publish
 
-    def _commit(self, manifest: Manifest) -> Written:
-        written = super()._commit(manifest)
+    def _publish(self, manifest: Manifest) -> None:
         try:
             publish(self.folder, manifest)
         except Exception as error:  # the step exists, and later steps may depend on it
             log.exception("step %d is committed, but DeepSpeed cannot find it", manifest.step)
             self._unpublished = error
-        return written
+
+    @property
+    def group(self) -> Together:
+        """Return the ranks that save together."""
+        assert isinstance(self._session, ProcessGroupSession)
+        return self._session.group
 
     @property
     def folder(self) -> Path:

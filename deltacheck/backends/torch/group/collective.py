@@ -72,10 +72,6 @@ class Together:
             raise
         return mine
 
-    def protected_segments(self) -> frozenset[str]:
-        """Return the segments of the newest step of all ranks; on rank 0."""
-        return self.segments
-
     def flatten(self, state: object, *, target: bool = False) -> Flat:
         """Take a state with sharded leaves apart. ``target``: of a restore."""
         with self.telling():

@@ -1,0 +1,188 @@
+"""The session of an engine with a memory tier: steps are committed in memory, then copied."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacheck.backends.torch.group.single_process import Attempt, SingleProcessSession
+from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.leaf.tree import Flat
+from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
+from deltacheck.restore.chain import Chain
+from deltacheck.save.options import SaveOptions
+from deltacheck.save.saver import LeafSource
+from deltacheck.store import layout, tags
+from deltacheck.store.deadline import Deadline
+from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.root import Root
+
+log = logging.getLogger("deltacheck")
+
+
+class MemoryFirstSession(SingleProcessSession):
+    """The session of an engine whose newest steps are in memory.
+
+    Args:
+        path: The durable root.
+        options: The options of all saves.
+        settle_reads: Waits until no save under way reads the state any more.
+        memory: The memory tier.
+    """
+
+    def __init__(
+        self,
+        path: Place,
+        options: SaveOptions,
+        settle_reads: Callable[[], None],
+        memory: MemoryTier,
+    ) -> None:
+        self._memory = memory
+        self.tier: Tier | None = None
+        super().__init__(path, options, settle_reads)
+        self._tier.start(self.saver.protected_segments)
+
+    @property
+    def _tier(self) -> Tier:
+        assert self.tier is not None, "the session has no live root yet"
+        return self.tier
+
+    def _live_root(self, options: SaveOptions) -> Root:
+        self.tier = Tier(self._memory, self.writer, options)
+        return self.tier.root
+
+    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+        """Begin a save that is committed in memory."""
+        return Attempt(flat, self._tier.commit)
+
+    def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+        """Wait until the memory has room for one more save, or return ``False`` to skip it."""
+        self.saver.check_usable()
+        self._tier.raise_unseen()
+        sizes = [source.spec.raw_bytes for source in sources]
+        return self._tier.make_room(
+            step,
+            most_bytes(sum(sizes), len(sizes)),
+            lambda: len(self.saver.pending()),
+            self.saver.start_over,
+            wait=self.saver.options.on_busy == "wait",
+        )
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until every save under way is committed in memory; raise what failed a copy."""
+        self.saver.wait(timeout)
+        self._tier.raise_unseen()
+
+    def persist(self, timeout: float | None) -> None:
+        """Wait until the newest step is copied to the durable root."""
+        deadline = Deadline.after(timeout)
+        self.saver.wait(timeout)
+        self._tier.persist(None, deadline.left)
+
+    def steps(self) -> list[int]:
+        """Return the steps in memory and in the durable root, ascending."""
+        return sorted({*self.root.steps(), *self.live.steps()})
+
+    def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
+        """Name a step of the durable root; a step that is only in memory is copied there first."""
+        with self._tier.retention:  # so that nothing deletes the copy before it has its tag
+            root, manifest = self.find(step)
+            if root is self.live and self._durable_form(manifest) is None:
+                self._tier.persist(manifest, None)
+            tags.put(self.root, step, name, move=move)
+
+    def delete(self, step: int) -> None:
+        """Delete every checkpoint of a training step, in memory and in the durable root."""
+        self._tier.delete(step)
+
+    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """Return the newest save of a step and its root: the memory, if both have it.
+
+        Tags are those of the durable root.
+        """
+        if isinstance(step, str):
+            return super().find(step)
+        candidates: list[tuple[Root, Manifest]] = []
+        for root in (self.live, self.root):
+            with contextlib.suppress(StepNotFound):
+                candidates.append((root, root.manifest(step)))
+        if not candidates:
+            steps = ", ".join(map(str, self.steps())) or "none"
+            raise StepNotFound(
+                f"neither {self.live.path} nor {self.root.path} has"
+                f" {'any step' if step is None else f'step {step}'}; steps: {steps}"
+            )
+        return max(candidates, key=lambda candidate: candidate[1].seq)
+
+    def _no_deletion(self) -> AbstractContextManager[object]:
+        # The next save builds on the segments that are read, and the drain may trim the memory.
+        return self._tier.lock
+
+    def _roots_of(self, step: int | str | None) -> list[Root]:
+        return [self.root] if isinstance(step, str) else [self.live, self.root]
+
+    def _require_digest(self, root: Root, manifest: Manifest, expected: str | None) -> None:
+        # The digest that a save reports is that of the durable manifest, also while the step is
+        # only in memory, where its manifest differs.
+        is_live = root is self.live and expected is not None
+        durable = durable_digest(self.root, manifest) if is_live else None
+        root.require_digest(manifest, expected, durable)
+
+    def _load_or_durable(
+        self, root: Root, manifest: Manifest, load: Callable[[Root, Manifest], Any]
+    ) -> Any:
+        """Load a step; if it is damaged in memory, load its copy in the durable root."""
+        try:
+            return load(root, manifest)
+        except Damaged as error:
+            durable = None if root is self.root else self._durable_form(manifest)
+            if durable is None:
+                raise
+            log.warning("%s. It is read from %s instead", error, self.root.path)
+            return load(self.root, durable)
+
+    def _durable_form(self, manifest: Manifest) -> Manifest | None:
+        """Return the copy of a step in the durable root, or ``None`` if none can be read."""
+        name = layout.checkpoint_id(manifest.seq)
+        try:
+            durable = self.root.read(self.root.path / layout.CHECKPOINTS / name / "zarr.json")
+        except (FileNotFoundError, Damaged):
+            return None
+        return durable if durable.nonce == manifest.nonce else None
+
+    def _adopt(
+        self,
+        root: Root,
+        manifest: Manifest,
+        chains: Mapping[str, Chain],
+        stored: Mapping[str, NDArray[np.uint8]],
+    ) -> None:
+        # Segments of the durable root are no base for saves in memory: chains begin anew there.
+        if root is not self.live:
+            chains, stored = {}, {}
+        self.saver.adopt(chains, stored, manifest)
+
+    def close(self, timeout: float | None) -> None:
+        """Finish the saves under way, copy the newest step and give both roots back."""
+        deadline = Deadline.after(timeout)
+        try:
+            self.saver.close(timeout)
+            self.live.store.close()
+        finally:
+            self.saver.when_stopped(partial(self._tier.stop, self.release))
+            if not self.saver.pending():
+                self._tier.await_end(deadline.left)
+
+    def release(self) -> None:
+        """Give both roots back."""
+        if self.tier is not None:
+            self.tier.release()
+        super().release()

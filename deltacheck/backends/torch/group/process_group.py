@@ -1,0 +1,104 @@
+"""The session of an engine whose process group saves together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from deltacheck.backends.torch.group.collective import Together
+from deltacheck.backends.torch.group.single_process import (
+    Attempt,
+    RestoreRequest,
+    SingleProcessSession,
+)
+from deltacheck.leaf.tree import Flat
+from deltacheck.save.options import SaveOptions
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.opened import Opened
+
+
+class ProcessGroupSession(SingleProcessSession):
+    """The session of one rank. Every rank makes the same calls in the same order.
+
+    Args:
+        path: The root, which rank 0 opens for all.
+        options: The options of all saves, the same on every rank.
+        settle_reads: Waits until no save under way reads the state any more.
+        process_group: The ranks.
+
+    Raises:
+        ValueError: The options cannot be combined with a process group.
+    """
+
+    def __init__(
+        self,
+        path: Place,
+        options: SaveOptions,
+        settle_reads: Callable[[], None],
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        if (
+            not options.policy.is_exact
+            or options.max_pending != 1
+            or options.compact_after is not None
+        ):
+            raise ValueError(
+                "ranks that save together need an exact policy, max_pending=1 and no compact_after"
+            )
+        self.group = Together(process_group, options.io_timeout_seconds)
+        super().__init__(path, options, settle_reads)
+        self.writer.protect(lambda: self.group.segments)
+
+    def _open(self, path: Place, durability: Durability) -> Opened:
+        return self.group.open(path, durability)
+
+    def flatten(self, state: object) -> Flat:
+        """Return the leaves and the skeleton of a state with sharded leaves."""
+        return self.group.flatten(state)
+
+    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+        """Agree with the other ranks on a save, or return ``None`` if one of them is busy."""
+        if not is_whole:
+            raise ValueError(
+                "a gradient log is of one process; it cannot be kept by a process group"
+            )
+        tiles = self.group.begin(self.saver, step, flat)
+        if tiles is None:
+            return None
+        commit, abandon = self.group.attempt(self.writer.commit)
+        return Attempt(tiles, commit, abandon)
+
+    def run_once(self, action: Callable[[], object]) -> None:
+        """Run an action on rank 0; every rank waits for it and raises its failure."""
+        self.group.first(action)
+
+    def restore(self, request: RestoreRequest) -> tuple[Manifest, Any]:
+        """Restore a step on every rank: each reads what its target holds of it."""
+        with self.group.telling():
+            self.saver.check_usable()
+            self.saver.wait()
+        if request.fallback or request.optimizer is not None:
+            raise ValueError("a process group restores without fallback= and optimizer=")
+        target = None
+        if request.into is not None:
+            self._settle_reads()
+            target = self.group.flatten(request.into, target=True)
+        manifest, state = self.group.restore(
+            self.root,
+            self.saver,
+            request.step,
+            target,
+            request.contract,
+            request.max_bytes,
+            request.expected_digest,
+        )
+        return manifest, state if target is None else self.group.given(request.into, state)
+
+    def release(self) -> None:
+        """Give the groups back, and on rank 0 the root."""
+        self.group.close()
+        super().release()

@@ -1,0 +1,268 @@
+"""The session of an engine on its root: open, begin a save, commit, restore, delete and release.
+
+An engine chooses one of three sessions when it is made. This one serves a process that saves alone;
+``process_group.py`` adds the agreement with other ranks, ``memory_first.py`` a root in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacheck.backends.matching import match_targets
+from deltacheck.backends.torch.capture.tensor_codec import TorchCodec
+from deltacheck.backends.torch.state import leaves, replica
+from deltacheck.leaf import tiles, tree
+from deltacheck.leaf.tree import Flat
+from deltacheck.restore import damage
+from deltacheck.restore.chain import Chain
+from deltacheck.restore.fill import StepReader
+from deltacheck.restore.resolve import require_contract
+from deltacheck.restore.values import Loaded, as_array
+from deltacheck.save.options import SaveOptions
+from deltacheck.save.root_writer import RootWriter
+from deltacheck.save.saver import LeafSource, Saver
+from deltacheck.store import tags
+from deltacheck.store.documents import Written
+from deltacheck.store.files.durability import Durability
+from deltacheck.store.files.storage import Place
+from deltacheck.store.manifest import Manifest
+from deltacheck.store.opened import Opened, open_alone
+from deltacheck.store.root import Root
+
+Commit = Callable[[Manifest], Written]
+Abandon = Callable[[BaseException], None]
+
+
+class Attempt(NamedTuple):
+    """A save that may begin: the leaves that this process writes, and the calls that end it.
+
+    ``abandon`` reports a failure to the other ranks; ``None`` if there are none.
+    """
+
+    flat: Flat
+    commit: Commit
+    abandon: Abandon | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """The arguments of ``Engine.restore``."""
+
+    step: int | str | None
+    into: object
+    contract: str | None
+    optimizer: torch.optim.Optimizer | None
+    max_bytes: int | None
+    fallback: bool
+    expected_digest: str | None
+
+
+class SingleProcessSession:
+    """The session of an engine that saves alone.
+
+    ``root`` is the durable root, ``live`` the root that saves are written to: the same, unless
+    there is a memory tier.
+
+    Args:
+        path: The root, made if it does not exist.
+        options: The options of all saves.
+        settle_reads: Waits until no save under way reads the state any more.
+    """
+
+    def __init__(self, path: Place, options: SaveOptions, settle_reads: Callable[[], None]) -> None:
+        opened = self._open(path, options.durability)
+        self.root = Root(path, opened.store)
+        self.writer = RootWriter(self.root, opened.lease, options.retention, options.grace_seconds)
+        self._settle_reads = settle_reads
+        with ExitStack() as on_failure:
+            on_failure.callback(self.release)
+            self.live = self._live_root(options)
+            next_seq = max(opened.next_seq, self.live.next_seq())
+            self.saver = Saver(self.live.store, TorchCodec(), options, next_seq=next_seq)
+            on_failure.pop_all()
+        self.writer.protect(self.saver.protected_segments)
+
+    def _open(self, path: Place, durability: Durability) -> Opened:
+        return open_alone(path, durability)
+
+    def _live_root(self, options: SaveOptions) -> Root:
+        return self.root
+
+    # --- saves ------------------------------------------------------------------------------------
+
+    def flatten(self, state: object) -> Flat:
+        """Return the leaves and the skeleton of a state."""
+        return tree.flatten(state, leaves.describe)
+
+    def begin(self, step: int, flat: Flat, *, is_whole: bool) -> Attempt | None:
+        """Begin a save, or return ``None`` if all ranks skip it.
+
+        ``is_whole``: ``flat`` is the whole state, not the part that a gradient log leaves.
+        """
+        return Attempt(flat, self.writer.commit)
+
+    def make_room(self, step: int, sources: Iterable[LeafSource]) -> bool:
+        """Wait until there is room for one more save; ``False`` if it is to be skipped instead."""
+        return True
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until every save under way is committed, and raise the first unseen failure."""
+        self.saver.wait(timeout)
+
+    def persist(self, timeout: float | None) -> None:
+        """Wait until the newest step is in the durable root."""
+        self.saver.wait(timeout)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        return self.root.steps()
+
+    def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
+        """Name a committed step."""
+        self.run_once(lambda: tags.put(self.root, step, name, move=move))
+
+    def untag(self, name: str) -> None:
+        """Remove a tag."""
+        self.run_once(lambda: tags.remove(self.root, name))
+
+    def delete(self, step: int) -> None:
+        """Delete every checkpoint of a training step."""
+        self.run_once(lambda: self.writer.delete(step))
+
+    def run_once(self, action: Callable[[], object]) -> None:
+        """Run an action in one process, however many save together."""
+        action()
+
+    # --- restores ---------------------------------------------------------------------------------
+
+    def restore(self, request: RestoreRequest) -> tuple[Manifest, Any]:
+        """Restore a step, and let the next save continue its chains.
+
+        Returns:
+            The manifest of the restored step, and the state.
+        """
+        self.saver.check_usable()
+        self.saver.wait()
+        with self._no_deletion():
+
+            def load(root: Root, manifest: Manifest) -> Any:
+                self._require_digest(root, manifest, request.expected_digest)
+                with damage.named(root, manifest):
+                    return self._load(root, manifest, request)
+
+            if request.fallback:
+                return damage.newest_whole_of(self._roots_of(request.step), request.step, load)
+            root, manifest = self.find(request.step)
+            return manifest, self._load_or_durable(root, manifest, load)
+
+    def find(self, step: int | str | None) -> tuple[Root, Manifest]:
+        """Return the newest save of a step, a tag's save or the newest step, and its root."""
+        return self.root, self.root.manifest(step)
+
+    def _no_deletion(self) -> AbstractContextManager[object]:
+        """Return a context in which no step that is being read is deleted by this process."""
+        return contextlib.nullcontext()
+
+    def _roots_of(self, step: int | str | None) -> list[Root]:
+        return [self.root]
+
+    def _require_digest(self, root: Root, manifest: Manifest, expected: str | None) -> None:
+        root.require_digest(manifest, expected)
+
+    def _load_or_durable(
+        self, root: Root, manifest: Manifest, load: Callable[[Root, Manifest], Any]
+    ) -> Any:
+        return load(root, manifest)
+
+    def _load(self, root: Root, manifest: Manifest, request: RestoreRequest) -> Any:
+        """Return the state of a step, verified, and make the step the base of the next save."""
+        require_contract(manifest, request.contract)
+        target = None if request.into is None else tree.flatten(request.into, leaves.describe)
+        chosen = None if target is None else match_targets(manifest, target)
+
+        def target_memory() -> dict[str, NDArray[np.uint8]]:
+            if target is None or chosen is None:
+                return {}
+            self._settle_reads()
+            # A replay computes leaves in an order of its own, so it does not fill targets directly.
+            if manifest.replay is not None:
+                return {}
+            memory = {
+                chosen[path]: leaves.memory_of(value) for path, value in target.arrays.items()
+            }
+            return {path: array for path, array in memory.items() if array is not None}
+
+        reader = StepReader(root, manifest, max_bytes=request.max_bytes, codec=self.saver.codec)
+        loaded = reader.whole(replay_inputs=request.optimizer is not None, into=target_memory)
+        inputs: set[str] = set()
+        if manifest.replay is not None and request.optimizer is not None:
+            loaded |= replica.replayed(root, manifest, manifest.replay, loaded, request.optimizer)
+            inputs = manifest.replay.inputs
+        if target is None or chosen is None:
+            state = leaves.tree_of(manifest.tree, loaded, stored=reader.stored)
+        else:
+            filled = {
+                path: _fill(value, loaded[chosen[path]]) for path, value in target.arrays.items()
+            }
+            owners = tree.array_paths(target.skeleton)
+            state = tree.unflatten(manifest.tree, lambda path, owner, tag: filled[owners[path]])
+        chains = {
+            name: chain
+            for name, chain in reader.chains.items()
+            if tiles.leaf_of(name) not in inputs
+        }
+        self._adopt(root, manifest, chains, reader.stored)
+        return state
+
+    def _adopt(
+        self,
+        root: Root,
+        manifest: Manifest,
+        chains: Mapping[str, Chain],
+        stored: Mapping[str, NDArray[np.uint8]],
+    ) -> None:
+        self.saver.adopt(chains, stored, manifest)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None) -> None:
+        """Finish the saves under way and give the root back.
+
+        If the time runs out, the saver's threads go on, and the last of them releases the root.
+        """
+        try:
+            self.saver.close(timeout)
+            self.live.store.close()
+        finally:
+            self.saver.when_stopped(self.release)
+
+    def release(self) -> None:
+        """Give the root back. No save is under way."""
+        self.writer.release()
+
+
+def _fill(value: object, item: Loaded) -> object:
+    """Return a leaf of a restore target with the restored content.
+
+    Tensors and arrays are filled in place; NumPy scalars are immutable and made anew.
+    """
+    if isinstance(value, torch.Tensor):
+        restored = leaves.tensor_of(item)
+        if restored.data_ptr() != value.data_ptr():  # else it was decoded there
+            with torch.no_grad():
+                value.copy_(restored)
+        return value
+    if isinstance(value, np.ndarray):
+        np.copyto(value, as_array(item))
+        return value
+    return as_array(item)[()]
