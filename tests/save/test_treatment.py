@@ -614,7 +614,7 @@ def test_a_save_after_a_failed_one_writes_what_would_have_been_reused(
     made.until_stable()
     made.save()
     with monkeypatch.context() as patch:
-        patch.setattr("deltacheck.backends.torch.engine.commit", lambda path, manifest: 1 / 0)
+        patch.setattr("deltacheck.save.root_writer.commit", lambda path, manifest: 1 / 0)
         made.run.advance(10)
         with pytest.raises(errors.SaveFailed):
             made.engine.save(made.run.step, made.run.state()).result()

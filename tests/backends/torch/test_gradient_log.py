@@ -425,7 +425,7 @@ def test_gradients_of_a_skipped_save_are_in_the_next(
 def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltacheck.backends.torch import engine as module
+    from deltacheck.save import root_writer
 
     def fail(*arguments: object) -> int:
         raise OSError("no space left")
@@ -434,7 +434,7 @@ def test_a_failed_save_is_followed_by_one_that_stores_the_state_itself(
         run.train_and_save(log, 2)
         run.train_step()
         with monkeypatch.context() as patched:
-            patched.setattr(module, "commit", fail)
+            patched.setattr(root_writer, "commit", fail)
             assert isinstance(log.save(3, run.state()).exception(60), errors.SaveFailed)
         reports = run.train_and_save(log, 2)
         assert [report.replayed_steps for report in reports] == [0, 1]
@@ -447,14 +447,15 @@ KILLED = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 import torch
-from deltacheck.backends.torch import Engine, GradientLog, engine as module
+from deltacheck.backends.torch import Engine, GradientLog
+from deltacheck.save import root_writer
 from tests.backends.torch.test_gradient_log import OPTIMIZERS, Run
 torch.set_num_threads(1)
 run = Run(*OPTIMIZERS["MixedPrecisionAdamW"])
 engine = Engine(sys.argv[1])
 log = GradientLog(engine, run.optimizer)
 run.train_and_save(log, 2)
-module.commit = lambda *_: os._exit(9)  # everything is on disk but the manifest
+root_writer.commit = lambda *_: os._exit(9)  # everything is on disk but the manifest
 run.train_and_save(log, 1)
 """
 
@@ -540,7 +541,7 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
         loaded["%gradient/1/0"].data[100] ^= 0x40
         return loaded
 
-    monkeypatch.setattr("deltacheck.backends.torch.engine.load_leaves", forged)
+    monkeypatch.setattr("deltacheck.restore.fill.load_leaves", forged)
     with (
         Engine(tmp_path) as engine,
         pytest.raises(errors.ReplayDiffers, match="without a replay: 1"),

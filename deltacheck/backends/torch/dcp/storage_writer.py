@@ -1,6 +1,4 @@
-"""The writer that ``torch.distributed.checkpoint`` calls: what each rank saves as tiles, and one
-commit by the coordinator.
-"""
+"""The writer for ``torch.distributed.checkpoint``: each rank saves tiles, the coordinator commits."""
 
 from __future__ import annotations
 
@@ -34,22 +32,19 @@ from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import ObjectPath, ObjectStore
 
-_NO_TREE: Node = {"t": "dict", "k": []}  # of a rank's part: the coordinator has that of all
+# The tree of a rank's part. The coordinator has the tree of all ranks.
+_NO_TREE: Node = {"t": "dict", "k": []}
 
 
-class _Begun(NamedTuple):
-    """What the coordinator knows of the save under way. ``kinds``: what is saved under each name,
-    as ``_Saved``.
-    """
+class _PlannedSave(NamedTuple):
+    """The save under way, on the coordinator: the content of each name, and the tree of all."""
 
-    kinds: dict[str, _Saved]
+    kinds: dict[str, _Content]
     tree: Node
 
 
-class _Saved(NamedTuple):
-    """What is saved under a name. ``shape``: ``None`` of an object, which ``torch.save`` makes
-    bytes of.
-    """
+class _Content(NamedTuple):
+    """The content of a name. ``shape`` is ``None`` for an object, saved as ``torch.save`` bytes."""
 
     keys: names.Keys
     dtype: str
@@ -57,29 +52,48 @@ class _Saved(NamedTuple):
 
 
 class DeltaStorageWriter(StorageWriter):
-    """Writes the checkpoints of ``torch.distributed.checkpoint.save`` and ``async_save`` to one
-    root,
-    each as changes to the one before.
+    """A storage writer for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    ``root``: a directory, or a prefix of an object store, that holds all steps; the same on every
-    rank. ``step``: of the next save, where DCP is given no ``checkpoint_id``. A ``checkpoint_id``
-    goes before it: an integer, or a name or path that ends in one (``"step-1200"``), of which only
-    that number counts. Writers may be made anew for every save: what makes the next save small, a
-    copy of what this process has written (the *shadow*), stays with the process until ``close``.
-    The first save of a process writes everything.
+    All steps go to one root, each as changes to the step before. A writer may be made anew for
+    every save: the *shadow*, the copy that changes are found against, belongs to the process and
+    stays until ``close``. The first save of a process writes everything. All writers of a root in
+    one process have the same options.
 
-    ``policy``: how long chains grow; it must be exact. ``host_cache_bytes``, ``shadow``,
-    ``effort``, ``durability``, ``verify``, ``keep_last``, ``keep_every``, ``grace_seconds``,
-    ``io_timeout_seconds``, ``exit_timeout_seconds``, ``storage``: as of ``Engine``. All writers of
-    a root in one process have the same.
+    A save that fails on any rank makes no step and leaves earlier steps as they were. Objects that
+    are not tensors are kept as ``torch.save`` bytes. Every rank needs DCP's collectives
+    (``use_collectives=True``). Saves raise ``RootBusy``, ``UnsupportedLeaf`` and ``SaveFailed``
+    within DCP's ``CheckpointException``. See ``docs/how-to/dcp.md``.
 
-    A save that fails on any rank leaves no step, and every earlier one as it was. Objects that are
-    no tensors are kept as the bytes that ``torch.save`` makes of them. Every rank needs DCP's
-    collectives (``use_collectives=True``).
+    Args:
+        root: A directory or an address of an object store, the same on every rank.
+        step: The step of the next save if DCP is given no ``checkpoint_id``. A ``checkpoint_id`` is
+            an integer, or a name or path that ends in one (``"step-1200"``).
+        policy: The length of chains. It must be exact. Longer chains: smaller saves; shorter:
+            faster restores. Default: ``Policy.exact()``.
+        host_cache_bytes: The most encoded bytes between the ranks' memory and the storage. Larger:
+            a slow storage blocks a save later; smaller: less memory.
+        shadow: The place of the shadow. ``"device"``: faster saves, more device memory; ``"host"``:
+            no device memory, slower; ``"none"``: least memory, but changed tensors are written
+            whole; ``"auto"``: the device if it has enough free memory.
+        effort: The effort of the entropy stage, ``"low"``, ``"normal"``, ``"high"`` or ``"auto"``.
+            Higher: smaller files; lower: less processor time.
+        durability: ``"power"``: an acknowledged save survives a power cut; ``"process"``: only the
+            end of the process, but nothing is synced and saves end sooner.
+        verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
+            then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
+        keep_last: Keep this number of newest steps. Larger: more to go back to; smaller: less disk
+            space. Default: keep all.
+        keep_every: Keep the steps that this number divides. Larger: less disk space. Default: all.
+        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
+            readers; shorter: disk space sooner.
+        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
+            slow storage gets its saves through; shorter: a dead one is reported sooner.
+        exit_timeout_seconds: The longest wait at interpreter exit. Longer: a slow storage gets the
+            last receipt through; shorter: a dead one lets the process end.
+        storage: The access to an object store. Default: from the environment.
 
-    Raises ``ValueError`` for wrong options. Saves raise, by way of DCP's ``CheckpointException``:
-    ``RootBusy`` (naming the holder), ``UnsupportedLeaf`` naming what cannot be kept exactly,
-    ``SaveFailed``.
+    Raises:
+        ValueError: An option has a value that it cannot have, or the policy is not exact.
     """
 
     def __init__(
@@ -118,55 +132,95 @@ class DeltaStorageWriter(StorageWriter):
             exit_timeout_seconds=exit_timeout_seconds,
         )
         self._default_step = None if step is None else names.step_of(step)
-        self._asked: int | None = None
+        self._next_step: int | None = None  # from a checkpoint_id
         self._step = -1
-        self._begun: _Begun | None = None
+        self._planned: _PlannedSave | None = None
 
     def close(self) -> None:
-        """Give the memory and the root back, for all writers of this root in this process; the next
-        save writes everything. More than once does nothing. Raises the failure of a receipt that
-        nobody has been told of.
+        """Release the shadow and the root, for all writers of this root in this process.
+
+        The next save writes everything. A second call does nothing.
+
+        Raises:
+            ReceiptFailed: A save could not be read back and no call has raised it.
         """
         stream.release(self._path)
 
-    # --- what DCP calls ---------------------------------------------------------------------------
+    # --- called by DCP ----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Take the step of the next save from a ``checkpoint_id``."""
-        self._asked = None if checkpoint_id is None else names.step_of(checkpoint_id)
+        """Take the step of the next save from a ``checkpoint_id``.
+
+        Args:
+            checkpoint_id: A step, or a name that ends in one. Default: the writer's ``step``.
+
+        Raises:
+            ValueError: The name does not end in a number.
+        """
+        self._next_step = None if checkpoint_id is None else names.step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save: the coordinator takes the root."""
+        """Begin a save. The coordinator takes the root.
+
+        Args:
+            is_coordinator: True on the rank that commits.
+            *args: Ignored.
+            **kwargs: ``use_collectives``, which must not be false. Others are ignored.
+
+        Raises:
+            RootBusy: Another process writes to the root.
+            ValueError: There are no collectives, or the step is not known.
+        """
         if not kwargs.get("use_collectives", True):
             raise ValueError(
-                "without collectives nobody knows when all ranks are done: save with"
+                "without collectives no rank knows when all ranks are done: save with"
                 " use_collectives=True"
             )
-        step, self._asked = self._asked, None
+        step, self._next_step = self._next_step, None
         step = self._default_step if step is None else step
         if step is None:
             raise ValueError(
-                "which step is this? Give save() a checkpoint_id that is or ends in the step's"
+                "the step is not known: give save() a checkpoint_id that is or ends in the step's"
                 " number, or the writer a step="
             )
-        self._step, self._begun = step, None
+        self._step, self._planned = step, None
         if is_coordinator:
             self._stream.lead()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to do: DCP has not decided yet which rank saves what several have."""
+        """Return the plan unchanged: DCP has not yet decided which rank saves replicated tensors.
+
+        Args:
+            plan: The plan of this rank.
+
+        Returns:
+            The same plan.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Cut the leaves at the edges of what the ranks write of them, and tell each its tiles."""
+        """Cut the leaves into tiles and assign each tile to a rank.
+
+        Args:
+            plans: The plans of all ranks.
+
+        Returns:
+            The plans, each with the rank's task as ``storage_data``.
+
+        Raises:
+            RankFailed: The parts of the ranks do not fit together.
+            UnsupportedLeaf: A tensor cannot be kept exactly.
+            SaveFailed: DCP sent cached plans of another root.
+        """
         plans = _made_usable(plans, self._stream.plans)
-        kinds: dict[str, _Saved] = {}
+        kinds: dict[str, _Content] = {}
         held = [_held(plan, kinds) for plan in plans]
         tree = names.skeleton_of(
-            (one.keys, names.OBJECT if one.shape is None else None) for one in kinds.values()
+            (content.keys, names.OBJECT if content.shape is None else None)
+            for content in kinds.values()
         )
         tasks = self._stream.plan(self._step, held)
-        self._begun = _Begun(kinds, tree)
+        self._planned = _PlannedSave(kinds, tree)
         self._stream.plans = [weakref.ref(plan) for plan in plans]
         return [
             dataclasses.replace(plan, storage_data=msgspec.msgpack.encode(task))
@@ -174,7 +228,18 @@ class DeltaStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tiles; when this returns, they are durable."""
+        """Write the tiles of this rank. They are durable when this returns.
+
+        Args:
+            plan: The plan of this rank from ``prepare_global_plan``.
+            planner: The planner, which resolves the data.
+
+        Returns:
+            A future that is done: one result for each item of the plan.
+
+        Raises:
+            SaveFailed: The plan is not of this save, or the storage failed.
+        """
         if not isinstance(plan.storage_data, bytes):
             raise SaveFailed(
                 f"the planner {type(planner).__name__} has lost the plan's storage_data, which"
@@ -187,33 +252,48 @@ class DeltaStorageWriter(StorageWriter):
                 " has to make the same calls"
             )
         part = self._stream.save(task, _local(plan, planner, task))
-        told: Any = msgspec.msgpack.encode(part)
+        report: Any = msgspec.msgpack.encode(part)
         results = []
         for item in plan.items:
-            results.append(WriteResult(item.index, _bytes_of(item), told))
-            told = None  # the first has it all
+            results.append(WriteResult(item.index, _bytes_of(item), report))
+            report = None  # the first result has the report of all items
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the step exist. Called on the coordinator, and only where every rank's part is
-        durable.
+        """Make the step exist. DCP calls this on the coordinator once every part is durable.
+
+        Args:
+            metadata: DCP's metadata of the save.
+            results: The results of ``write_data`` of all ranks.
+
+        Raises:
+            SaveFailed: The save is not the one that was planned.
+            RankFailed: A rank reports another step.
+            RootBusy: Another process writes to the root.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
+        planned, self._planned = self._planned, None
+        if planned is None:
             raise SaveFailed(f"step {self._step} was finished, but not planned, by this writer")
-        _check(begun.kinds, metadata, self._step)
+        _check(planned.kinds, metadata, self._step)
         nothing = Part(Report(self._step, (), ""), {})
         parts = [
-            msgspec.msgpack.decode(one[0].storage_data, type=Part) if one else nothing
-            for one in results
+            msgspec.msgpack.decode(of_rank[0].storage_data, type=Part) if of_rank else nothing
+            for of_rank in results
         ]
-        self._stream.commit(parts, begun.tree)
+        self._stream.commit(parts, planned.tree)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Return whether a ``checkpoint_id`` names a step.
+
+        Args:
+            checkpoint_id: The name or path.
+
+        Returns:
+            True if it ends in a number.
+        """
         return names.is_step(checkpoint_id)
 
     @property
@@ -222,49 +302,53 @@ class DeltaStorageWriter(StorageWriter):
 
 
 def _made_usable(plans: list[SavePlan], before: list[weakref.ref[SavePlan]]) -> list[SavePlan]:
-    """The plans, and for those that DCP has not sent since they have not changed
-    (``enable_plan_caching``) those of the save before: a rank that writes by the plan that it has
-    kept would have the task of an earlier save. DCP itself keeps them as long as it may say so.
+    """Return the plans of all ranks.
+
+    With ``enable_plan_caching`` DCP does not send a plan that has not changed. The plan of the save
+    before takes its place: a rank that wrote by its own cached plan would have the task of an
+    earlier save. DCP keeps these plans alive as long as it may refer to them.
     """
     if all(getattr(plan, "usable", True) for plan in plans):
         return plans
-    kept = [ref() for ref in before] if len(before) == len(plans) else [None] * len(plans)
-    found = [plan if plan.usable else old for plan, old in zip(plans, kept, strict=True)]
-    if None in found:
+    cached = [ref() for ref in before] if len(before) == len(plans) else [None] * len(plans)
+    usable = [plan if plan.usable else old for plan, old in zip(plans, cached, strict=True)]
+    if None in usable:
         raise SaveFailed(
             "DCP's cached plans are not of this root: its planner has saved elsewhere. Save with a"
             " planner without enable_plan_caching"
         )
-    return [plan for plan in found if plan is not None]
+    return [plan for plan in usable if plan is not None]
 
 
-def _held(plan: SavePlan, kinds: dict[str, _Saved]) -> dict[str, Held]:
-    """What a rank writes, by leaf path. ``kinds``: of all ranks, to be gone on with. Raises
-    ``UnsupportedLeaf``, ``ValueError``.
+def _held(plan: SavePlan, kinds: dict[str, _Content]) -> dict[str, Held]:
+    """Return the boxes that a rank writes, by leaf path, and add the content of its names to
+    ``kinds``. Raises ``UnsupportedLeaf``, and ``ValueError`` if the ranks differ.
     """
     boxes: dict[str, list[Box]] = {}
     for item in plan.items:
         fqn = item.index.fqn
-        saved = _kind(item, plan.planner_data)
-        known = kinds.setdefault(fqn, saved)
-        if known != saved:
-            raise ValueError(f"{fqn!r} is {known} on one rank and {saved} on another")
+        content = _content(item, plan.planner_data)
+        expected = kinds.setdefault(fqn, content)
+        if expected != content:
+            raise ValueError(f"{fqn!r} is {expected} on one rank and {content} on another")
         boxes.setdefault(fqn, []).append(_box(item))
     return {
-        names.path_of(kinds[fqn].keys): Held(kinds[fqn].dtype, kinds[fqn].shape or (), tuple(of))
-        for fqn, of in boxes.items()
+        names.path_of(kinds[fqn].keys): Held(
+            kinds[fqn].dtype, kinds[fqn].shape or (), tuple(own_boxes)
+        )
+        for fqn, own_boxes in boxes.items()
     }
 
 
-def _kind(item: WriteItem, planner_data: object) -> _Saved:
+def _content(item: WriteItem, planner_data: object) -> _Content:
     keys = names.keys_of(item.index.fqn, planner_data)
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
-        return _Saved(keys, "uint8", None)
+        return _Content(keys, "uint8", None)
     try:
         dtype = dtype_named(str(item.tensor_data.properties.dtype).removeprefix("torch.")).name
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"{item.index.fqn!r}: {error}") from None
-    return _Saved(keys, dtype, tuple(item.tensor_data.size))
+    return _Content(keys, dtype, tuple(item.tensor_data.size))
 
 
 def _box(item: WriteItem) -> Box:
@@ -277,33 +361,34 @@ def _box(item: WriteItem) -> Box:
 
 
 def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
-    """What this rank writes, as leaves: its tiles. Raises ``SaveFailed`` where what the planner
-    gives is not what it has planned.
+    """Return the tiles that this rank writes, as leaves.
+
+    Raises ``SaveFailed`` if the planner resolves an item to data that it has not planned.
     """
     parts: dict[str, list[shards.Shard]] = {}
     arrays: dict[str, object] = {}
     described: dict[str, ArrayLeaf] = {}
     for item in plan.items:
-        saved = _kind(item, plan.planner_data)
-        path = names.path_of(saved.keys)
+        content = _content(item, plan.planner_data)
+        path = names.path_of(content.keys)
         data = planner.resolve_data(item)
-        if saved.shape is None:
+        if content.shape is None:
             if not isinstance(data, io.BytesIO):
                 raise SaveFailed(
                     f"{item.index.fqn!r} was planned as bytes, but the planner gives a"
                     f" {type(data).__name__}"
                 )
-            content = data.getvalue()
-            arrays[path] = np.frombuffer(content, np.uint8)
-            described[path] = ArrayLeaf((len(content),), "uint8", None, names.OBJECT)
+            pickled = data.getvalue()
+            arrays[path] = np.frombuffer(pickled, np.uint8)
+            described[path] = ArrayLeaf((len(pickled),), "uint8", None, names.OBJECT)
             continue
         box = _box(item)
-        tensor = _tensor_of(item, data, saved, [s.stop - s.start for s in box])
+        tensor = _tensor_of(item, data, content, [s.stop - s.start for s in box])
         parts.setdefault(path, []).append(
-            shards.Shard(tensor, saved.shape, tuple(s.start for s in box))
+            shards.Shard(tensor, content.shape, tuple(s.start for s in box))
         )
         arrays[path] = shards.Shards(tuple(parts[path]))
-        described[path] = ArrayLeaf(saved.shape, saved.dtype)
+        described[path] = ArrayLeaf(content.shape, content.dtype)
     tiles = task.share.tiles()
     if tiles.keys() - arrays.keys():
         raise SaveFailed(
@@ -313,21 +398,21 @@ def _local(plan: SavePlan, planner: SavePlanner, task: Task) -> Flat:
     return shards.local_flat(Flat(_NO_TREE, arrays, described), tiles, _NO_TREE)
 
 
-def _tensor_of(item: WriteItem, data: object, saved: _Saved, sizes: list[int]) -> torch.Tensor:
+def _tensor_of(item: WriteItem, data: object, content: _Content, sizes: list[int]) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         described = leaves.describe(data)
         if (
             described is not None
-            and described.dtype == saved.dtype
+            and described.dtype == content.dtype
             and list(described.shape) == sizes
         ):
             return data
         raise SaveFailed(
-            f"{item.index.fqn!r} was planned as {saved.dtype}{sizes}, but the planner gives"
+            f"{item.index.fqn!r} was planned as {content.dtype}{sizes}, but the planner gives"
             f" {data.dtype}{list(data.shape)}"
         )
     raise SaveFailed(
-        f"{item.index.fqn!r} was planned as {saved.dtype}{sizes}, but the planner gives a"
+        f"{item.index.fqn!r} was planned as {content.dtype}{sizes}, but the planner gives a"
         f" {type(data).__name__}"
     )
 
@@ -339,18 +424,18 @@ def _bytes_of(item: WriteItem) -> int:
     return size
 
 
-def _check(kinds: Mapping[str, _Saved], metadata: Metadata, step: int) -> None:
-    """Refuse a save that is not the one that DCP means."""
-    meant = {
-        fqn: None if isinstance(of, BytesStorageMetadata) else tuple(of.size)
-        for fqn, of in metadata.state_dict_metadata.items()
+def _check(kinds: Mapping[str, _Content], metadata: Metadata, step: int) -> None:
+    """Raise ``SaveFailed`` if the planned save is not the one that DCP finishes."""
+    finished = {
+        fqn: None if isinstance(stored, BytesStorageMetadata) else tuple(stored.size)
+        for fqn, stored in metadata.state_dict_metadata.items()
     }
-    planned = {fqn: one.shape for fqn, one in kinds.items()}
-    if meant != planned:
+    planned = {fqn: content.shape for fqn, content in kinds.items()}
+    if finished != planned:
         wrong = sorted(
             fqn
-            for fqn in meant.keys() | planned.keys()
-            if meant.get(fqn, ...) != planned.get(fqn, ...)
+            for fqn in finished.keys() | planned.keys()
+            if finished.get(fqn, ...) != planned.get(fqn, ...)
         )
         raise SaveFailed(
             f"step {step} was planned without {wrong[0]!r}, or with another shape of it, as cached"

@@ -1,12 +1,10 @@
-"""One process's part in the saves of a root that DCP coordinates: its saver, which lives across
-them,
-and on the coordinator plan and commit.
+"""The saves of one process to a root that DCP coordinates.
 
-DCP's own collectives carry what the ranks tell one another: the coordinator's plan goes out with
-DCP's plan (``Task``), what each rank has made durable comes back with its results (``Part``). Only
-the coordinator learns whether a step came to exist. So each rank takes what it wrote for the base
-of its next save for the time being, and drops it where the next task says that the step was not
-committed.
+A stream holds the process's saver across saves, and on the coordinator the plan and the commit.
+DCP's own collectives carry the messages: DCP's plan carries the coordinator's plan to each rank
+(``Task``), and DCP's results carry back what each rank has made durable (``Part``). Only the
+coordinator learns whether the step was committed. So each rank provisionally takes its last save
+as the base of the next one, and drops it if the next task says that the step was not committed.
 """
 
 from __future__ import annotations
@@ -44,8 +42,10 @@ from deltacheck.store.root import Root, Store
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the coordinator gives a rank to do. ``seq``: of the save; ``committed``: of the newest
-    step that this stream has committed, -1: none.
+    """The coordinator's message to a rank: the tiles that it writes.
+
+    ``seq``: the sequence number of the save. ``committed``: that of the newest step that this
+    stream has committed; -1 if there is none.
     """
 
     step: int
@@ -55,8 +55,10 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a rank has done. ``sizes``: bytes of its objects (``names.OBJECT``), by leaf path, which
-    nobody knew before they were written.
+    """A rank's message to the coordinator: the durable part of a save.
+
+    ``sizes``: the bytes of its objects (``names.OBJECT``) by leaf path. They are not known before
+    the objects are pickled.
     """
 
     report: Report
@@ -67,7 +69,7 @@ known(Task, Part)
 
 
 class Restored(NamedTuple):
-    """What a reader has kept of a step: where its tiles came from, and the bytes of those that were
+    """A step that a reader has restored: the chains of its tiles, and the bytes of those that were
     read whole.
     """
 
@@ -77,8 +79,9 @@ class Restored(NamedTuple):
 
 
 class Stream:
-    """Made by ``stream_of``, one a root and process. The calls of one save come one after the
-    other; saves do not overlap.
+    """The saves of one process to one root. ``stream_of`` makes one for each root.
+
+    The calls of one save come one after the other; saves do not overlap.
     """
 
     def __init__(self, path: Place, options: SaveOptions) -> None:
@@ -93,24 +96,21 @@ class Stream:
         self._shares: list[Share] = []
         self._last_seq = -1
         self._committed = -1
-        self._written = (
-            -1
-        )  # the save that the base is of, but for one that is known to be committed or void
+        # The sequence number of the save that the shadow is of; -1 if there is none.
+        self._written = -1
         self._manifest: Manifest | None = None
         self._newest: frozenset[str] = frozenset()  # segments of the step being committed
 
     def lead(self) -> None:
-        """Take the root, where this process does not have it. Raises what opening raises
-        (``RootBusy``, ...).
-        """
+        """Take the lease of the root if this process does not have it. Raises ``RootBusy``."""
         if self._saver is None:
             self._begin(open_alone(self.path, self.options.durability))
-        elif self._opened.lease is None:
-            self._opened.lease = Lease(self.path)
-            self._last_seq = max(self._last_seq, self._opened.root.next_seq() - 1)
+        elif self._root_writer.lease is None:
+            self._root_writer.lease = Lease(self.path)
+            self._last_seq = max(self._last_seq, self._root_writer.root.next_seq() - 1)
 
     def follow(self) -> Saver:
-        """Be ready to write to a root that this process or another has taken."""
+        """Return the saver of a root whose lease this process or another one has."""
         if self._saver is None:
             self._begin(
                 Opened(Store.create(self.path, durability=self.options.durability), None, 0)
@@ -134,15 +134,16 @@ class Stream:
         exits.finish_at_exit(self, str(self.path), self.options.exit_timeout_seconds)
 
     @property
-    def _opened(self) -> RootWriter:
+    def _root_writer(self) -> RootWriter:
         assert self._writer is not None
         return self._writer
 
     def plan(self, step: int, held: Sequence[Mapping[str, Held]]) -> list[Task]:
-        """On the coordinator: who writes what. ``held``: by rank. Raises ``RankFailed`` where they
-        do not fit together.
+        """Return the task of each rank. The coordinator calls this.
+
+        ``held``: the boxes that each rank has. Raises ``RankFailed`` if they do not fit together.
         """
-        holdings = [Holdings.of(one) for one in held]
+        holdings = [Holdings.of(boxes) for boxes in held]
         if holdings != self._holdings:
             restored = _restored.get(str(self.path))
             before = (
@@ -150,18 +151,21 @@ class Stream:
                 if restored is None
                 else {path: Before(cut.cuts) for path, cut in restored.manifest.tiles.items()}
             )
-            before |= {path: Before(one.cuts, one.owners) for path, one in self._plan.items()}
+            before |= {
+                path: Before(tiling.cuts, tiling.owners) for path, tiling in self._plan.items()
+            }
             self._plan = sharding.plan(holdings, before)
             self._shares = sharding.shares(self._plan, len(holdings))
             self._holdings = holdings
-        # Also after a save that failed before this process has written anything for it, others may
-        # have.
+        # The number of a failed save is not used again: even if this process wrote nothing for it,
+        # others may have.
         self._last_seq = max(self._last_seq + 1, self.follow().standing()[1])
         return [Task(step, self._last_seq, self._committed, share) for share in self._shares]
 
     def save(self, task: Task, flat: Flat) -> Part:
-        """Write this rank's tiles, ``flat``'s leaves, and return once they are durable. Raises
-        ``SaveFailed``.
+        """Write the tiles of this rank, and return once they are durable.
+
+        ``flat``: the tiles as leaves. Raises ``SaveFailed``.
         """
         saver = self.follow()
         saver.number_from(task.seq)
@@ -172,18 +176,20 @@ class Stream:
                 " newest step"
             )
         if self._written not in (-1, task.committed):
-            saver.forget()  # what it wrote last belongs to no step, and may be collected
+            # The segments of a save without a step may be collected, so nothing may build on them.
+            saver.forget()
         self._written, self._manifest = task.seq, None
         restored = _restored.pop(str(self.path), None)
         if restored is not None and not saver.leaves:
-            own = [
+            names = [
                 name for name in flat.leaves if name in restored.chains and name in restored.stored
             ]
-            chains = {name: restored.chains[name] for name in own}
-            saver.adopt(chains, {name: restored.stored[name] for name in own}, restored.manifest)
+            chains = {name: restored.chains[name] for name in names}
+            saver.adopt(chains, {name: restored.stored[name] for name in names}, restored.manifest)
         written: list[Manifest] = []
 
-        def durable(manifest: Manifest) -> Written:
+        # The coordinator commits the step of all ranks; here a save ends once it is durable.
+        def record(manifest: Manifest) -> Written:
             written.append(manifest)
             return Written(0, "")
 
@@ -192,54 +198,52 @@ class Stream:
             for value in flat.arrays.values()
             if hasattr(value, "untyped_storage")
         }
-        sources = self.capture.sources(
-            flat, Guarded(owned)
-        )  # nobody changes them before this call returns
-        saver.save(task.step, flat.skeleton, sources, durable).wait("committed")
+        # DCP changes no tensor before this call returns, so all of them can be read lazily.
+        sources = self.capture.sources(flat, Guarded(owned))
+        saver.save(task.step, flat.skeleton, sources, record).wait("committed")
         self._manifest = manifest = written[0]
         digests = "".join(manifest.leaves[name].digest for name in _names(task.share))
         sizes = {path: leaf.shape[0] for path, leaf in flat.leaves.items() if leaf.tag is not None}
         return Part(Report(task.step, manifest.segments, digests), sizes)
 
     def commit(self, parts: Sequence[Part], tree: Node) -> None:
-        """On the coordinator: make the step of all exist. REQUIRES: every part is durable. Raises
-        ``RankFailed``, ``RootBusy``.
+        """Make the step of all ranks exist. The coordinator calls this once all parts are durable.
+
+        Raises ``RankFailed``, ``RootBusy``.
         """
-        mine = self._manifest
-        assert mine is not None
+        own_manifest = self._manifest
+        assert own_manifest is not None
         sizes = {path: size for part in parts for path, size in part.sizes.items()}
         planned = {
-            path: dataclasses.replace(one, shape=(sizes[path],)) if path in sizes else one
-            for path, one in self._plan.items()
+            path: dataclasses.replace(tiling, shape=(sizes[path],)) if path in sizes else tiling
+            for path, tiling in self._plan.items()
         }
         manifest = msgspec.structs.replace(
-            merged(mine, planned, [part.report for part in parts]), tree=tree
+            merged(own_manifest, planned, [part.report for part in parts]), tree=tree
         )
         self._newest = frozenset(ref.id for ref in manifest.segments)
-        self._opened.commit(manifest)
+        self._root_writer.commit(manifest)
         self._committed = manifest.seq
 
     def wait(self, timeout: float | None = None) -> None:
-        """Nothing to wait for but receipts: DCP has waited for the rest."""
+        """Wait for receipts. DCP has already waited for everything else."""
         if self._saver is not None:
             self._saver.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop, and give the root back. Raises the failure of a receipt that nobody has been told
-        of.
-        """
+        """Stop and release the root. Raises the failure of a receipt that no call has raised."""
         exits.forget(self)
         if self._saver is None or not self._saver.is_ours():
             return
         try:
             self._saver.close(timeout)
-            self._opened.root.store.close()
+            self._root_writer.root.store.close()
         finally:
-            self._saver.when_stopped(self._opened.release)
+            self._saver.when_stopped(self._root_writer.release)
 
 
 def _names(share: Share) -> list[str]:
-    """What this rank's tiles are stored as, in the order of the plan."""
+    """Return the stored names of this rank's tiles, in the order of the plan."""
     return [
         name
         for path, (cuts, numbers) in share.tiles().items()
@@ -247,37 +251,39 @@ def _names(share: Share) -> list[str]:
     ]
 
 
-_streams: dict[str, Stream] = {}  # of this process, by root
-_restored: dict[str, Restored] = {}  # by root, until the next save there
+# By root. A restored step stays here until the next save to its root.
+_streams: dict[str, Stream] = {}
+_restored: dict[str, Restored] = {}
 _lock = threading.Lock()
 
 
 def keep(path: Place, restored: Restored) -> None:
-    """Let the next save of this process to a root go on from what was restored of it."""
+    """Let the next save of this process to a root continue from a restored step."""
     _restored[str(path)] = restored
 
 
 def stream_of(path: Place, options: SaveOptions) -> Stream:
-    """The stream of a root. Raises ``ValueError`` where this process writes to it with other
-    options.
+    """Return the stream of a root.
+
+    Raises ``ValueError`` if this process writes to the root with other options.
     """
     with _lock:
         stream = _streams.setdefault(str(path), Stream(path, options))
     if stream.options != options:
-        differ = [
-            f.name
-            for f in dataclasses.fields(SaveOptions)
-            if getattr(options, f.name) != getattr(stream.options, f.name)
+        differing = [
+            field.name
+            for field in dataclasses.fields(SaveOptions)
+            if getattr(options, field.name) != getattr(stream.options, field.name)
         ]
         raise ValueError(
-            f"{path} is already written with another {differ[0]}; writers of one root share their"
+            f"{path} is already written with another {differing[0]}; writers of one root share their"
             " options. Close the first one before"
         )
     return stream
 
 
 def release(path: Place) -> None:
-    """Close the stream of a root, if there is one, and keep nothing of what was restored."""
+    """Close the stream of a root if there is one, and drop a restored step."""
     with _lock:
         stream = _streams.pop(str(path), None)
         _restored.pop(str(path), None)
