@@ -397,7 +397,7 @@ def timed(rank: int, size: int, port: int, root: Path, saves: int) -> Any:
             ]
         clock(joint, "begin", "begin")
         clock(joint, "commit", "commit")
-        clock(engine, "_commit", "make")
+        clock(engine._writer, "commit", "make")
         for step in range(1, saves + 1):
             state["w"] += 1
             dist.barrier()
