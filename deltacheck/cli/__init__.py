@@ -1,5 +1,6 @@
-"""The `deltacheck` command. `main` is the whole promise: it turns every outcome into one of the
-exit codes of `output.py`.
+"""The ``deltacheck`` command.
+
+``main`` turns every outcome into one of the exit codes of ``output.py``.
 """
 
 from __future__ import annotations
@@ -15,26 +16,38 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (by default that of the process) and return the exit code. Expected
-    failures are one line on stderr.
+    """Run a command line.
+
+    Expected failures are reported in one line on stderr. If the reader of stdout closes the pipe
+    (``deltacheck ls | head``), the command ends without a message.
+
+    Args:
+        arguments: Words after the program's name. Default: those of this process.
+
+    Returns:
+        The exit code, one of the constants of ``deltacheck.cli.output``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     output.prepare_streams()
     try:
         return _run(words)
     except BrokenPipeError:
-        # Whoever read the output has gone. What is still buffered goes nowhere, or the interpreter
-        # would complain of it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        output.report(
-            "BrokenPipe",
-            "the reader of the output has closed it; the output is incomplete",
-            output.BROKEN_PIPE,
-        )
+        _discard_stdout()
         return output.BROKEN_PIPE
     except KeyboardInterrupt:
         output.report("Interrupted", "interrupted", output.INTERRUPTED)
         return output.INTERRUPTED
+
+
+def _discard_stdout() -> None:
+    """Lead stdout to the null device.
+
+    The interpreter flushes stdout at exit. Bytes that are still buffered would raise again there,
+    and Python would print "Exception ignored ... BrokenPipeError" and exit with code 120.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _run(words: list[str]) -> int:
@@ -43,13 +56,15 @@ def _run(words: list[str]) -> int:
     from deltacheck.cli.app import app
 
     output.use_json("--json" in words)
-    # Typer has its own copy of click, older ones do not: the base class of usage errors is found
-    # through what Typer re-exports.
+    # Recent versions of Typer contain a copy of click, older ones import it. The base class of
+    # usage errors is therefore looked up through a name that Typer re-exports in both cases.
     usage_error: type[Exception] = next(
-        c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+        base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
     )
     try:
-        code = _perform(typer.main.get_command(app), words)
+        code = _invoke(typer.main.get_command(app), words)
+        # A closed pipe or a full disk must be noticed here: errors of the flush at exit have no
+        # exit code of ours.
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -60,21 +75,20 @@ def _run(words: list[str]) -> int:
     return code
 
 
-def _perform(command: Any, words: list[str]) -> int:
-    """Run click's ``command``. Not by its ``main``, which takes a broken pipe and an interrupt for
-    itself.
+def _invoke(command: Any, words: list[str]) -> int:
+    """Run a click command and return its exit code.
+
+    Click's own ``main`` is not used, because it handles broken pipes and interrupts itself.
     """
     import typer
 
     try:
-        with command.make_context(
-            "deltacheck", [*words] or ["--help"]
-        ) as context:  # it empties the list
+        # Parsing empties the list that it is given.
+        with command.make_context("deltacheck", [*words] or ["--help"]) as context:
             command.invoke(context)
-    except typer.Exit as done:
-        return output.MISUSE if not words else done.exit_code
-    except (
-        SystemExit
-    ) as error:  # Rich, which prints the help, ends the process where it meets a broken pipe
+    except typer.Exit as request:
+        return output.MISUSE if not words else request.exit_code
+    except SystemExit as error:
+        # Rich prints the help, and ends the process if the pipe is closed.
         raise BrokenPipeError from error
     return output.OK

@@ -1,4 +1,4 @@
-"""`python -m deltacheck.cli`: the same as `deltacheck`."""
+"""Run ``python -m deltacheck.cli``, the same as ``deltacheck``."""
 
 import sys
 

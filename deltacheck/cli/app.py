@@ -1,7 +1,8 @@
-"""The list of commands."""
+"""The list of commands, in the groups of ``deltacheck --help``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -9,28 +10,23 @@ from typer.core import TyperCommand
 
 from deltacheck import __version__
 from deltacheck.cli import (
-    blame,
-    branch,
     check,
     compare,
-    demo,
+    copies,
     evaluate,
-    ingest,
-    mirror,
-    plan,
-    profile,
-    report,
-    retention,
+    inspect,
+    planning,
+    profiling,
+    prune,
+    reporting,
 )
-from deltacheck.cli import copies as export
-from deltacheck.cli import inspect as listing
 
 app = typer.Typer(
     name="deltacheck",
-    help="Look at, check, compare and export delta checkpoints, whichever framework wrote them.",
+    help="Inspect, check, keep and copy delta checkpoints of any framework.",
     epilog=(
-        "Exit codes: 0 ok, 1 damage found, 2 misuse, 3 not found, 4 damaged data met, 5 refused. "
-        "Every command takes --json. Documentation: docs/reference/cli.md"
+        "Exit codes: 0 success, 1 damage found, 2 wrong usage, 3 not found, 4 damaged data, "
+        "5 refused. Every command takes --json. Documentation: docs/reference/cli.md"
     ),
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,11 +34,13 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """Shows the words that a command takes as they are meant, where click would show ``[[ROOT]
-    STEP]...``.
+    """A command whose usage line shows its metavars (``[ROOT] STEP``) as they are written.
+
+    Click would show the list of words as ``[[ROOT] STEP]...``.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line after the command's name."""
         metavars = [
             getattr(param, "metavar", None)
             for param in self.params
@@ -51,36 +49,47 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *filter(None, metavars)]
 
 
-for name, command in (
-    ("ls", listing.ls),
-    ("show", listing.show),
-    ("log", listing.log),
-    ("diff", compare.diff),
-    ("blame", blame.blame),
-    ("verify", check.verify),
-    ("restore", export.export),
-    ("export", export.export),
-    ("import", ingest.ingest),
-    ("tag", retention.tag),
-    ("untag", retention.untag),
-    ("prune", retention.prune),
-    ("delete", retention.delete),
-    ("branch", branch.branch),
-    ("mirror", mirror.mirror),
-    ("repair", check.repair),
-    ("gc", check.gc),
-    ("compact", check.compact),
-    ("profile", profile.profile),
-    ("report", report.report),
-    ("plan", plan.plan),
-    ("eval", evaluate.evaluate),
-    ("demo", demo.demo),
-):
-    app.command(name, cls=_Command)(command)
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Inspect": {
+        "ls": inspect.ls,
+        "show": inspect.show,
+        "log": inspect.log,
+        "diff": compare.diff,
+        "blame": inspect.blame,
+    },
+    "Check and repair": {
+        "verify": check.verify,
+        "repair": check.repair,
+    },
+    "Keep and move": {
+        "tag": prune.tag,
+        "untag": prune.untag,
+        "prune": prune.prune,
+        "delete": prune.delete,
+        "gc": prune.gc,
+        "compact": prune.compact,
+        "restore": copies.export,
+        "export": copies.export,
+        "import": copies.import_files,
+        "branch": copies.branch,
+        "mirror": copies.mirror,
+    },
+    "Plan and measure": {
+        "profile": profiling.profile,
+        "report": reporting.report,
+        "plan": planning.plan,
+        "eval": evaluate.evaluate,
+        "demo": evaluate.demo,
+    },
+}
+
+for panel, commands in _GROUPS.items():
+    for name, command in commands.items():
+        app.command(name, cls=_Command, rich_help_panel=panel)(command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"deltacheck {__version__}")
         raise typer.Exit
 
@@ -88,7 +97,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass

@@ -1,37 +1,92 @@
-"""Which root and which steps a command line means: a number, ``latest`` or ``@TAG`` is a step,
-anything else is the root.
+"""Arguments and options that several commands share, and the rule that tells steps from roots.
+
+A word that is a number, ``latest`` or ``@TAG`` names a step. Any other word is the root.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from deltacheck.errors import DeltacheckError
-from deltacheck.store.documents import read_manifest
-from deltacheck.store.files import storage as place
-from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Root, open_root
+if TYPE_CHECKING:
+    from deltacheck.store.manifest import Manifest
+    from deltacheck.store.root import Root
 
 LATEST = "latest"
 TAG = "@"
 _STEP = re.compile(r"[0-9]{1,18}")
 
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON: results on stdout, errors on stderr.")
+]
+Item: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--item",
+        metavar="NAME",
+        help="The item of a CheckpointManager's steps, if they have several.",
+    ),
+]
+Leaves: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--leaves",
+        metavar="PATTERN",
+        help="Only leaves whose path matches the pattern (* also matches /). May be repeated.",
+    ),
+]
+
+_ROOT_HELP = (
+    "The root: a directory (default: the current one), s3://BUCKET/PREFIX or gs://BUCKET/PREFIX."
+)
+_STEP_HELP = "A step is a number, 'latest' or @TAG; anything else is the root."
+RootOnly: TypeAlias = Annotated[list[str] | None, typer.Argument(metavar="[ROOT]", help=_ROOT_HELP)]
+RootStep: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="[ROOT] STEP", help=f"{_ROOT_HELP} {_STEP_HELP}")
+]
+RootMaybeStep: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ROOT] [STEP]", help=f"{_ROOT_HELP} {_STEP_HELP} Without a step: all steps."
+    ),
+]
+RootTwoSteps: TypeAlias = Annotated[
+    list[str] | None, typer.Argument(metavar="[ROOT] STEP STEP", help=f"{_ROOT_HELP} {_STEP_HELP}")
+]
+
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """A root and steps in it; ``None`` is the newest step, a text the tag of one."""
+class Selection:
+    """A root and some of its steps.
+
+    Attributes:
+        root: Path or URL of the root.
+        steps: A number is a training step, a text a tag, and ``None`` the newest step.
+    """
 
     root: str
     steps: tuple[int | str | None, ...]
 
 
-def parse(words: list[str] | None, *, least: int = 0, most: int = 0) -> Where:
-    """Split words into at most one root and ``least`` to ``most`` steps; ``typer.BadParameter``
-    where they are not that.
+def parse(words: list[str] | None, *, min_steps: int = 0, max_steps: int = 0) -> Selection:
+    """Split words into at most one root and some steps.
+
+    Args:
+        words: The words of the command line, in any order.
+        min_steps: Smallest allowed number of steps.
+        max_steps: Largest allowed number of steps.
+
+    Returns:
+        The root (default: the current directory) and the steps in the order given.
+
+    Raises:
+        typer.BadParameter: If there are two roots, or too few or too many steps.
     """
+    from deltacheck.store.files import storage
+
     words = words or []
     steps = [
         word for word in words if word == LATEST or word.startswith(TAG) or _STEP.fullmatch(word)
@@ -42,52 +97,46 @@ def parse(words: list[str] | None, *, least: int = 0, most: int = 0) -> Where:
             f"{roots[0]!r} and {roots[1]!r} cannot both be the root; a step is a number, {LATEST!r}"
             " or @TAG"
         )
-    if not least <= len(steps) <= most:
-        wanted = {
+    if not min_steps <= len(steps) <= max_steps:
+        expected = {
             (0, 0): "no step",
             (0, 1): "at most one step",
             (1, 1): "one step",
             (2, 2): "two steps",
-        }[least, most]
-        way_out = (
-            f". A root that is called {steps[0]} is written ./{steps[0]}"
-            if len(steps) > most
+        }[min_steps, max_steps]
+        remedy = (
+            f". Write a root that is called {steps[0]} as ./{steps[0]}"
+            if len(steps) > max_steps
             else ""
         )
-        raise typer.BadParameter(f"this command takes {wanted}, not {len(steps)}{way_out}")
+        raise typer.BadParameter(f"this command takes {expected}, not {len(steps)}{remedy}")
     root = roots[0] if roots else "."
     try:
-        place.of(root)
+        storage.of(root)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return Where(root, tuple(map(_step, steps)))
+    return Selection(root, tuple(map(_parse_step, steps)))
 
 
-def _step(word: str) -> int | str | None:
+def _parse_step(word: str) -> int | str | None:
     if word == LATEST:
         return None
     return word.removeprefix(TAG) if word.startswith(TAG) else int(word)
 
 
-def manifests(where: Where, item: str | None = None) -> tuple[Root, list[Manifest]]:
-    """The root and the manifest of each named step. Raises what ``open_root`` and ``Root.manifest``
-    raise.
-    """
-    root = open_root(where.root, item)
-    return root, [root.manifest(step) for step in where.steps]
+def open_root(words: list[str] | None, item: str | None = None) -> Root:
+    """Open the root that the words of a command without steps name."""
+    from deltacheck.store import root
+
+    return root.open_root(parse(words).root, item)
 
 
-def unreadable(root: Root) -> list[str]:
-    """What is wrong with each manifest that cannot be read."""
-    paths = root.manifest_paths()
-    if len(paths) == len(root.checkpoints()):
-        return []
-    problems = []
-    for path in paths:
-        try:
-            read_manifest(path)
-        except FileNotFoundError:
-            continue  # deleted by a running training since it was listed
-        except DeltacheckError as error:
-            problems.append(str(error))
-    return problems
+def open_steps(
+    words: list[str] | None, item: str | None = None, *, count: int = 1
+) -> tuple[Root, list[Manifest]]:
+    """Open the root that words name, and read the manifests of exactly ``count`` steps of it."""
+    from deltacheck.store import root
+
+    selection = parse(words, min_steps=count, max_steps=count)
+    opened_root = root.open_root(selection.root, item)
+    return opened_root, [opened_root.manifest(step) for step in selection.steps]

@@ -1,4 +1,4 @@
-"""`verify` and `gc`: is what is on disk whole, and what of it is not needed any more."""
+"""Commands that check and repair a root: ``verify`` and ``repair``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json, JustRoot, RootMaybeStep
+from deltacheck.cli.arguments import Item, Json, RootMaybeStep, RootOnly, parse
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -24,93 +24,108 @@ if TYPE_CHECKING:
 def verify(
     words: RootMaybeStep = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read, decode and compare every byte too.")
+        bool, typer.Option("--deep", help="Also read, decode and compare every byte.")
     ] = False,
     subset: Annotated[
         str | None,
         typer.Option(
             "--subset",
             metavar="N%",
-            help="Read only so much of the bytes, drawn at random: less work, damage found later.",
+            help=(
+                "Read only this percentage of the bytes, drawn at random. Smaller: a faster check"
+                " that finds damage later."
+            ),
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Of --subset; by default another one each time."),
+        typer.Option(
+            min=0, metavar="N", help="Seed of --subset. Default: a different one for each run."
+        ),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
             "--resume",
             metavar="FILE",
-            help="Keep in FILE what was read, and go on from there the next time.",
+            help="Record in FILE what was read, and continue from there in the next run.",
         ),
     ] = None,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Check that steps are whole. Exit code 1 where one is not."""
+    """Check that steps are whole. The exit code is 1 if damage was found."""
     from functools import partial
 
-    from deltacheck.cli import arguments as where
-    from deltacheck.maintain import verify as work
+    from deltacheck.maintain import verify as verification
     from deltacheck.store.root import open_root
 
-    wanted = where.parse(words, most=1)
-    root = open_root(wanted.root, item)
-    reads = deep or subset is not None or resume is not None
-    done = work.check(
+    selection = parse(words, max_steps=1)
+    root = open_root(selection.root, item)
+    reads_data = deep or subset is not None or resume is not None
+    result = verification.check(
         root,
-        _step(root, wanted.steps),
+        _step_to_check(root, selection.steps),
         deep=deep,
-        subset=None if subset is None else _share(subset),
+        subset=None if subset is None else _parse_share(subset),
         seed=seed,
         resume=resume,
         display=partial(output.progress, "reading"),
     )
-    manifests, findings = done.manifests, done.findings
-    contracts = _contracts(manifests)
+    contracts = _contract_rows(result.manifests)
     if as_json:
-        steps = [manifest.step for manifest in manifests]
-        about = {"root": str(root.path), "deep": reads, "steps": steps, "ok": not findings}
-        read = {
-            "checked_bytes": done.checked_bytes,
-            "all_bytes": done.all_bytes,
-            "remaining_bytes": done.remaining_bytes,
-        }
-        rows = [asdict(finding) for finding in findings]
         output.print_json(
-            {**about, "findings": rows, "contracts": contracts, **read, "seed": done.seed}
+            {
+                "root": str(root.path),
+                "deep": reads_data,
+                "steps": [manifest.step for manifest in result.manifests],
+                "ok": not result.findings,
+                "findings": [asdict(finding) for finding in result.findings],
+                "contracts": contracts,
+                "checked_bytes": result.checked_bytes,
+                "all_bytes": result.all_bytes,
+                "remaining_bytes": result.remaining_bytes,
+                "seed": result.seed,
+            }
         )
     else:
-        for finding in findings:
-            leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
-            output.print_line(
-                f"step {'unknown' if finding.step is None else finding.step}{leaf}:"
-                f" {finding.problem}"
-            )
-        if contracts and len(manifests) == 1:
-            output.print_table(_CONTRACT_COLUMNS, contracts)
-        elif contracts:
-            output.print_line(_summed(contracts))
-        replayed = sum(manifest.replay is not None for manifest in manifests)
-        if replayed:
-            output.print_line(
-                f"{replayed} of them are kept as gradients: what is stored was checked; a restore's"
-                " replay proves the rest"
-            )
-        number = f"{len(manifests)} step{'' if len(manifests) == 1 else 's'}"
-        depth = _depth(done) if reads else "tables and metadata read; --deep reads every byte"
-        output.print_line(
-            f"{number} checked ({depth}):"
-            f" {f'{len(findings)} findings' if findings else 'no damage found'}"
-        )
-    if findings:
+        _print_verified(result, contracts, reads_data)
+    if result.findings:
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
-def _step(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
-    """The step to check; ``None``: all, also where the newest is meant and cannot be told."""
+def _print_verified(result: Verified, contracts: list[Row], reads_data: bool) -> None:
+    manifests, findings = result.manifests, result.findings
+    for finding in findings:
+        step = "unknown" if finding.step is None else finding.step
+        leaf = "" if finding.leaf is None else f", leaf {finding.leaf}"
+        output.print_line(f"step {step}{leaf}: {finding.problem}")
+    if contracts and len(manifests) == 1:
+        output.print_table(_CONTRACT_COLUMNS, contracts)
+    elif contracts:
+        output.print_line(_summarize_contracts(contracts))
+    replayed = sum(manifest.replay is not None for manifest in manifests)
+    if replayed:
+        output.print_line(
+            f"{replayed} of them are stored as gradients: the stored data was checked; a restore"
+            " checks the replayed state"
+        )
+    count = f"{len(manifests)} step{'' if len(manifests) == 1 else 's'}"
+    depth = (
+        _describe_depth(result)
+        if reads_data
+        else "tables and metadata read; --deep reads every byte"
+    )
+    conclusion = f"{len(findings)} findings" if findings else "no damage found"
+    output.print_line(f"{count} checked ({depth}): {conclusion}")
+
+
+def _step_to_check(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
+    """Return the step to check, ``None`` for all steps.
+
+    If the newest step is asked for and its manifest cannot be read, all steps are checked: the
+    damaged manifest no longer says which step it is, and must appear among the findings.
+    """
     from deltacheck.errors import Damaged, UnsupportedFormat
 
     try:
@@ -119,7 +134,7 @@ def _step(root: Root, steps: tuple[int | str | None, ...]) -> int | str | None:
         return None
 
 
-def _share(text: str) -> float:
+def _parse_share(text: str) -> float:
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:
@@ -131,12 +146,12 @@ def _share(text: str) -> float:
     return share
 
 
-def _depth(done: Verified) -> str:
-    if done.remaining_bytes == 0 and done.checked_bytes == done.all_bytes:
+def _describe_depth(result: Verified) -> str:
+    if result.remaining_bytes == 0 and result.checked_bytes == result.all_bytes:
         return "every byte read"
-    share = f"{output.size(done.checked_bytes)} of {output.size(done.all_bytes)} read"
-    drawn = "" if done.seed is None else f", drawn with seed {done.seed}"
-    return f"{share}{drawn}; {output.size(done.remaining_bytes)} are left"
+    share = f"{output.size(result.checked_bytes)} of {output.size(result.all_bytes)} read"
+    seed = "" if result.seed is None else f", drawn with seed {result.seed}"
+    return f"{share}{seed}; {output.size(result.remaining_bytes)} are left"
 
 
 _CONTRACT_COLUMNS = (
@@ -149,122 +164,91 @@ _CONTRACT_COLUMNS = (
 )
 
 
-def _contracts(manifests: Sequence[Manifest]) -> list[Row]:
-    """The leaves that are not exact, step by step."""
+def _contract_rows(manifests: Sequence[Manifest]) -> list[Row]:
+    """Return a row for each leaf of each step that is not exact."""
     from deltacheck.leaf.contracts import name_of
 
-    rows: list[Row] = []
-    for manifest in manifests:
-        for path, promise in manifest.contracts.items():
-            row: Row = {
-                "step": manifest.step,
-                "leaf": path,
-                "contract": name_of(promise.terms),
-                "measured": promise.measured,
-            }
-            rows.append(
-                row
-                | {
-                    "limit": promise.allowed,
-                    "from_step": promise.from_step,
-                    "used": promise.used(manifest.step),
-                }
-            )
-    return rows
+    return [
+        {
+            "step": manifest.step,
+            "leaf": path,
+            "contract": name_of(contract.terms),
+            "measured": contract.measured,
+            "limit": contract.allowed,
+            "from_step": contract.from_step,
+            "used": contract.used(manifest.step),
+        }
+        for manifest in manifests
+        for path, contract in manifest.contracts.items()
+    ]
 
 
-def _summed(contracts: list[Row]) -> str:
+def _summarize_contracts(contracts: list[Row]) -> str:
     steps = {row["step"] for row in contracts}
-    kinds = [
+    counts = [
         f"{sum(row['contract'] == kind for row in contracts)} {kind}"
         for kind in ("bounded", "reused")
     ]
     return (
-        f"{len(steps)} steps have leaves that are not exact: {', '.join(kinds)}. verify ROOT STEP"
-        " lists those of one step"
+        f"{len(steps)} steps have leaves that are not exact: {', '.join(counts)}. verify ROOT STEP"
+        " lists the leaves of one step"
     )
 
 
-def compact(words: JustRoot = None, as_json: Json = False) -> None:
-    """Rewrite the newest step so that a restore applies no deltas. Refused while a training writes
-    to the root.
-    """
-    from deltacheck.cli import arguments as where
-    from deltacheck.maintain import compact as work
-    from deltacheck.store.lock.lease import Lease
-    from deltacheck.store.root import open_root
-
-    root = open_root(where.parse(words).root)
-    lease = Lease(root.store.path)
-    try:
-        done = work.compact(root)
-    finally:
-        root.store.close()
-        lease.release()
-    if as_json:
-        output.print_json(
-            {"root": str(root.path), "compacted": None if done is None else asdict(done)}
-        )
-    elif done is None:
-        output.print_line("nothing to do: the newest step has no deltas")
-    else:
-        output.print_line(
-            f"step {done.step}: {done.leaves} leaves written whole"
-            f" ({output.size(done.stored_bytes)}); a restore applies 0 deltas instead of"
-            f" {done.deltas}. Run gc to remove what no step needs any more"
-        )
-
-
 def repair(
-    words: JustRoot = None,
+    words: RootOnly = None,
     step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Only this step; by default all.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Repair only this step. Default: all steps."),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Change nothing; say what would be healed and what is lost."
+            "--dry-run", help="Change nothing; print what would be repaired and what is lost."
         ),
     ] = False,
     lossy: Annotated[
         bool,
         typer.Option(
             "--lossy",
-            help="Set steps aside that cannot be healed, and manifests that cannot be read.",
+            help="Set aside steps that cannot be repaired, and manifests that cannot be read.",
         ),
     ] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Heal damaged steps from other steps' data. Refused while a training writes to the root. Exit
-    code 1 where something is lost.
+    """Repair damaged steps with the data of other steps.
+
+    Refused while a training writes to the root. The exit code is 1 if something is lost and still
+    in the root.
     """
     from contextlib import ExitStack
 
-    from deltacheck.cli import arguments as where
-    from deltacheck.maintain import repair as work
-    from deltacheck.store.files import storage as place
+    from deltacheck.maintain import repair as repairing
+    from deltacheck.store.files import storage
     from deltacheck.store.lock.lease import Lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
-    path = place.local(where.parse(words).root, "a repair")
-    done = work.Repaired()
-    with ExitStack() as held:
+    path = storage.local(parse(words).root, "a repair")
+    result = repairing.Repaired()
+    with ExitStack() as resources:
         if not dry_run:
+            # The root may not open before it is repaired, so its store is found by its segments.
             store = path / MANAGER_STORE if (path / MANAGER_STORE / "segments").is_dir() else path
             if (store / "segments").is_dir():
-                held.callback(Lease(store).release)
+                resources.callback(Lease(store).release)
         if not (path / "zarr.json").is_file() or not _opens(path):
-            work.mend_root(path, done, dry_run=dry_run)
-        if not (dry_run and done.documents):  # without its zarr.json there is no root to look into
+            repairing.repair_root_document(path, result, dry_run=dry_run)
+        # A dry run does not write the missing document, so the root still cannot be opened.
+        if not (dry_run and result.documents):
             root = open_root(path, item)
-            held.callback(root.store.close)
-            work.repair(root, step, dry_run=dry_run, lossy=lossy, done=done)
+            resources.callback(root.store.close)
+            repairing.repair(root, step, dry_run=dry_run, lossy=lossy, result=result)
     if as_json:
-        output.print_json({"root": str(path), "dry_run": dry_run, "lossy": lossy, **asdict(done)})
+        output.print_json({"root": str(path), "dry_run": dry_run, "lossy": lossy, **asdict(result)})
     else:
-        _say_repaired(done, dry_run)
-    if done.lost and not done.removed:
+        _print_repaired(result, dry_run)
+    if result.lost and not result.removed:
         raise typer.Exit(output.FOUND_DAMAGE)
 
 
@@ -279,112 +263,31 @@ def _opens(path: Path) -> bool:
     return True
 
 
-def _say_repaired(done: Repaired, dry_run: bool) -> None:
+def _print_repaired(result: Repaired, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
-    for document in done.documents:
+    for document in result.documents:
         output.print_line(f"{document} {would}written again")
-    for healed in done.healed:
+    for healed in result.healed:
         output.print_line(
-            f"step {healed.step}, leaf {healed.leaf}: {would}healed from {healed.source}"
+            f"step {healed.step}, leaf {healed.leaf}: {would}repaired from {healed.source}"
         )
-    for lost in done.lost:
-        about = "a step" if lost.step is None else f"step {lost.step}"
+    for lost in result.lost:
+        step = "a step" if lost.step is None else f"step {lost.step}"
         leaf = "" if lost.leaf is None else f", leaf {lost.leaf}"
-        chunks = (
-            ", chunks"
-            f" {', '.join(map(str, lost.chunks[:8]))}{', ...' if len(lost.chunks) > 8 else ''}"
-            if lost.chunks
-            else ""
-        )
-        output.print_line(f"{about}{leaf}{chunks}: lost: {lost.problem}")
-    for removed in done.removed:
-        output.print_line(f"{removed}: its step {would}set aside")
-    if done.backup is not None:
-        output.print_line(f"what was replaced or set aside is in {done.backup}")
-    if not (done.documents or done.healed or done.lost):
+        chunks = ""
+        if lost.chunks:
+            ellipsis = ", ..." if len(lost.chunks) > 8 else ""
+            chunks = f", chunks {', '.join(map(str, lost.chunks[:8]))}{ellipsis}"
+        output.print_line(f"{step}{leaf}{chunks}: lost: {lost.problem}")
+    for manifest in result.removed:
+        output.print_line(f"{manifest}: its step {would}set aside")
+    if result.backup is not None:
+        output.print_line(f"documents that were replaced or set aside are in {result.backup}")
+    if not (result.documents or result.healed or result.lost):
         output.print_line("nothing to do: no damage found")
-    elif done.steps:
+    elif result.steps:
         output.print_line(
-            f"{len(done.steps)} steps {would}healed ({', '.join(map(str, done.steps))}),"
-            f" {output.size(done.stored_bytes)} written. Run gc to remove what no step needs any"
-            " more"
+            f"{len(result.steps)} steps {would}repaired ({', '.join(map(str, result.steps))}),"
+            f" {output.size(result.stored_bytes)} written. Run gc to remove the segments that no"
+            " step needs any more"
         )
-
-
-def gc(
-    words: JustRoot = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; say what would go.")
-    ] = False,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help=(
-                "How long a segment must have been known as unneeded, for restores that began"
-                " before."
-            ),
-        ),
-    ] = 60.0,
-    compact: Annotated[
-        bool,
-        typer.Option(
-            "--compact", help="First rewrite segments that stay for the sake of few leaves."
-        ),
-    ] = False,
-    below: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            metavar="SHARE",
-            help="Rewrite where what is needed takes no more of the segment.",
-        ),
-    ] = 0.5,
-    as_json: Json = False,
-) -> None:
-    """Remove segments that no step needs. Refused while a training writes to the root."""
-    from deltacheck.cli import arguments as where
-    from deltacheck.maintain import reclaim
-    from deltacheck.store.collect import collect
-    from deltacheck.store.lock.lease import Lease
-    from deltacheck.store.root import open_root
-
-    root = open_root(where.parse(words).root)  # all items: what any of them needs stays
-    lease = Lease(root.store.path)
-    rewritten: tuple[reclaim.Rewritten, ...] = ()
-    try:
-        if compact:
-            rewritten = reclaim.reclaim(root, below=below, dry_run=dry_run)
-        # A manager root's writer may be another library's: segments that are newer than every step
-        # may belong to its save under way.
-        done = collect(
-            root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root
-        )
-    finally:
-        root.store.close()
-        lease.release()
-    if as_json:
-        about = {"root": str(root.path), "dry_run": dry_run, "grace_seconds": grace}
-        output.print_json(
-            {**about, **asdict(done), "rewritten": [asdict(one) for one in rewritten]}
-        )
-        return
-    for one in rewritten:
-        output.print_line(
-            f"{one.old} ({output.size(one.old_bytes)}) {'would be' if dry_run else 'was'}"
-            f" rewritten: {one.leaves} leaves of it are needed ({output.size(one.new_bytes)})"
-        )
-    removed = "would be removed" if dry_run else "removed"
-    for name in done.removed:
-        output.print_line(f"{name} {removed}")
-    for name in done.waiting:
-        output.print_line(f"{name} waits: it is known as unneeded for less than {grace:g} s")
-    for name in done.in_use:
-        output.print_line(f"{name} waits: a reader has it open")
-    output.print_line(
-        f"{len(done.removed)} segments {removed}, {output.size(done.freed_bytes)} freed;"
-        f" {len(done.waiting) + len(done.in_use)} unneeded ones wait"
-        + (f", run gc again in {grace:g} s" if done.waiting else "")
-    )

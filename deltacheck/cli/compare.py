@@ -1,4 +1,4 @@
-"""`diff`: which leaves moved between two steps, and how much."""
+"""The ``diff`` command: leaves that changed between two steps, and the size of the changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json, Leaves, RootTwoSteps
+from deltacheck.cli.arguments import Item, Json, Leaves, RootTwoSteps, open_steps
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 
-_FATES = ("unchanged", "changed", "added", "removed", "reshaped")
+_OUTCOMES = ("unchanged", "changed", "added", "removed", "reshaped")
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two steps. ``owners``: leaf path -> path of the leaf that holds its bytes (itself,
-    but for a tie).
+    """One of the two steps.
+
+    ``owners`` maps each leaf path to the path of the leaf that holds its bytes. The two differ for
+    tied leaves only.
     """
 
     manifest: Manifest
@@ -31,7 +33,7 @@ class _Side:
         return self.manifest.spec(self.owners[path]) if path in self.owners else None
 
     def mark(self, path: str) -> object:
-        """What only the same bytes of the leaf have; ``None`` where nothing tells that."""
+        """Return a value that is equal for equal bytes only, ``None`` if the manifest has none."""
         return self.manifest.mark_of(self.owners[path])
 
     def leaves(self, root: Root, paths: list[str]) -> dict[str, Leaf]:
@@ -43,45 +45,51 @@ class _Side:
 def diff(
     words: RootTwoSteps = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
 ) -> None:
-    """Show which leaves moved between two steps, and how much."""
-    from deltacheck.cli import arguments as where
+    """Show the leaves that changed between two steps, and by how much."""
     from deltacheck.leaf import tree
 
-    root, found = where.manifests(where.parse(words, least=2, most=2), item)
-    before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in found)
-    paths = _by_fate(before, after, leaves or [])
-    compared = _drifts(root, before, after, paths["changed"])
-    moved = [
-        row for row in compared if row["changed"]
-    ]  # not leaves that ranks have only cut otherwise
+    root, manifests = open_steps(words, item, count=2)
+    before, after = (_Side(manifest, tree.array_paths(manifest.tree)) for manifest in manifests)
+    paths = _classify(before, after, leaves or [])
+    compared = _measure(root, before, after, paths["changed"])
+    # Leaves that ranks have only cut into other tiles have other digests, but no changed element.
+    changed = [row for row in compared if row["changed"]]
     tables: dict[str, list[Row]] = {
-        "changed": moved,
-        "added": [{"path": path, **_what(after.spec(path))} for path in paths["added"]],
-        "removed": [{"path": path, **_what(before.spec(path))} for path in paths["removed"]],
+        "changed": changed,
+        "added": [{"path": path, **_describe(after.spec(path))} for path in paths["added"]],
+        "removed": [{"path": path, **_describe(before.spec(path))} for path in paths["removed"]],
         "reshaped": [
-            {"path": path, "before": _what(before.spec(path)), "after": _what(after.spec(path))}
+            {
+                "path": path,
+                "before": _describe(before.spec(path)),
+                "after": _describe(after.spec(path)),
+            }
             for path in paths["reshaped"]
         ],
-        "scalars": [] if leaves else _scalars(before.manifest, after.manifest),
+        "scalars": [] if leaves else _compare_scalars(before.manifest, after.manifest),
     }
-    unchanged = len(paths["unchanged"]) + len(compared) - len(moved)
+    unchanged = len(paths["unchanged"]) + len(compared) - len(changed)
     if as_json:
-        ends = {
-            name: {"step": m.step, "seq": m.seq}
-            for name, m in zip(("before", "after"), found, strict=True)
+        steps = {
+            name: {"step": manifest.step, "seq": manifest.seq}
+            for name, manifest in zip(("before", "after"), manifests, strict=True)
         }
-        output.print_json({"root": str(root.path), **ends, "unchanged": unchanged, **tables})
+        output.print_json({"root": str(root.path), **steps, "unchanged": unchanged, **tables})
     else:
         output.print_line(
             f"step {before.manifest.step} -> step {after.manifest.step}:"
-            f" {_summary(unchanged, tables)}"
+            f" {_summarize(unchanged, tables)}"
         )
         _print_tables(tables)
 
 
-def _by_fate(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list[str]]:
-    """Leaf paths by what became of them, told from the manifests alone; of leaves tied in both
-    steps only the one that holds the bytes.
+def _classify(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list[str]]:
+    """Group leaf paths by the outcome of the comparison, from the manifests alone.
+
+    Of leaves that are tied in both steps, only the one that holds the bytes is listed.
+
+    Raises:
+        StepNotFound: If a pattern matches no leaf of either step.
     """
     from deltacheck.errors import StepNotFound
     from deltacheck.restore import export
@@ -90,18 +98,21 @@ def _by_fate(before: _Side, after: _Side, patterns: list[str]) -> dict[str, list
         if not any(
             export.matches(path, pattern) for path in before.owners.keys() | after.owners.keys()
         ):
-            raise StepNotFound(f"neither step has a leaf that matches {pattern!r}")
-    paths: dict[str, list[str]] = {fate: [] for fate in _FATES}
-    owning = {
+            raise StepNotFound(
+                f"neither step {before.manifest.step} nor step {after.manifest.step} has a leaf"
+                f" that matches {pattern!r}"
+            )
+    paths: dict[str, list[str]] = {outcome: [] for outcome in _OUTCOMES}
+    owners = {
         path for side in (before, after) for path, owner in side.owners.items() if path == owner
     }
-    for path in sorted(owning):
+    for path in sorted(owners):
         if not patterns or any(export.matches(path, pattern) for pattern in patterns):
-            paths[_fate(path, before, after)].append(path)
+            paths[_outcome(path, before, after)].append(path)
     return paths
 
 
-def _fate(path: str, before: _Side, after: _Side) -> str:
+def _outcome(path: str, before: _Side, after: _Side) -> str:
     old, new = before.spec(path), after.spec(path)
     if old is None or new is None:
         return "added" if old is None else "removed"
@@ -110,83 +121,81 @@ def _fate(path: str, before: _Side, after: _Side) -> str:
     return "unchanged" if None is not before.mark(path) == after.mark(path) else "changed"
 
 
-def _drifts(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[Row]:
-    from deltacheck.cli import drift
+def _measure(root: Root, before: _Side, after: _Side, paths: list[str]) -> list[Row]:
+    """Read leaves of both steps and measure their drift."""
+    from deltacheck.maintain import drift
 
     rows: list[Row] = []
     old, new = before.leaves(root, paths), after.leaves(root, paths)
     with output.progress("comparing", sum(leaf.spec.raw_bytes for leaf in old.values())) as advance:
         for path in paths:
-            found = drift.measure(old[path], new[path])
+            result = drift.measure(old[path], new[path])
             rows.append(
                 {
                     "path": path,
-                    **_what(before.spec(path)),
-                    **asdict(found),
-                    "density": found.density,
+                    **_describe(before.spec(path)),
+                    **asdict(result),
+                    "density": result.density,
                 }
             )
             advance(old[path].spec.raw_bytes)
     return rows
 
 
-def _what(spec: LeafSpec | None) -> Row:
-    assert spec is not None  # the fate says that it is there
+def _describe(spec: LeafSpec | None) -> Row:
+    assert spec is not None  # _classify listed the path under a step that has it
     return {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-def _scalars(before: Manifest, after: Manifest) -> list[Row]:
-    """Python scalars that differ in type or value, or are in one step only. Their texts are
-    compared: NaN is NaN, and -0.0 is not 0.0.
+def _compare_scalars(before: Manifest, after: Manifest) -> list[Row]:
+    """Return the Python scalars that differ in type or value, or are in one step only.
+
+    Their texts are compared: NaN equals NaN, and -0.0 differs from 0.0.
     """
     from deltacheck.leaf import tree
 
     old, new = (
-        {path: (type(value).__name__, value) for path, value in tree.scalars(m.tree).items()}
-        for m in (before, after)
+        {path: (type(value).__name__, value) for path, value in tree.scalars(manifest.tree).items()}
+        for manifest in (before, after)
     )
     rows: list[Row] = []
     for path in sorted(old.keys() | new.keys()):
         if repr(old.get(path)) != repr(new.get(path)):
-            ends = (("before", old), ("after", new))
-            rows.append(
-                {
-                    "path": path,
-                    **{name: _value(*side[path]) if path in side else None for name, side in ends},
-                }
-            )
+            row: Row = {"path": path}
+            for name, scalars in (("before", old), ("after", new)):
+                kind, value = scalars.get(path, (None, None))
+                row[name] = None if kind is None else {"type": kind, "value": value}
+            rows.append(row)
     return rows
 
 
-def _value(kind: str, value: object) -> Row:
-    return {"type": kind, "value": value}
-
-
-def _summary(unchanged: int, tables: dict[str, list[Row]]) -> str:
-    counts = [f"{len(tables[fate])} {fate}" for fate in _FATES[1:] if tables[fate]]
+def _summarize(unchanged: int, tables: dict[str, list[Row]]) -> str:
+    counts = [f"{len(tables[outcome])} {outcome}" for outcome in _OUTCOMES[1:] if tables[outcome]]
     scalars = [f"{len(tables['scalars'])} other values changed"] if tables["scalars"] else []
     return ", ".join([*counts, f"{unchanged} unchanged", *scalars])
 
 
 def _print_tables(tables: dict[str, list[Row]]) -> None:
     path = Column("", "path", left=True)
-    what = (Column("TYPE", "dtype", left=True), Column("SHAPE", "shape", output.shape, left=True))
+    array = (Column("TYPE", "dtype", left=True), Column("SHAPE", "shape", output.shape, left=True))
     drift: tuple[Column, ...] = (
         Column("CHANGED", "changed"),
         Column("DENSITY", "density", output.share),
         Column("REL. L2", "relative_l2", output.number),
         Column("MAX |DIFF|", "max_abs", output.number),
     )
-    nonfinite = (Column("NONFINITE", "nonfinite_before"), Column("-> AFTER", "nonfinite_after"))
     if any(row["nonfinite_before"] or row["nonfinite_after"] for row in tables["changed"]):
-        drift += nonfinite
-    ends = (Column("BEFORE", "before", _end, left=True), Column("AFTER", "after", _end, left=True))
+        drift += (Column("NONFINITE", "nonfinite_before"), Column("-> AFTER", "nonfinite_after"))
+    values = (
+        Column("BEFORE", "before", _format_value, left=True),
+        Column("AFTER", "after", _format_value, left=True),
+    )
     columns = {
-        "changed": (*what, *drift),
-        "added": what,
-        "removed": what,
-        "reshaped": ends,
-        "scalars": ends,
+        "changed": (*array, *drift),
+        "added": array,
+        "removed": array,
+        "reshaped": values,
+        "scalars": values,
     }
     for name, rows in tables.items():
         if rows:
@@ -194,5 +203,8 @@ def _print_tables(tables: dict[str, list[Row]]) -> None:
             output.print_table((path._replace(title=name.upper()), *columns[name]), rows)
 
 
-def _end(end: Row) -> str:
-    return output.short(end["value"]) if "value" in end else f"{end['dtype']} {end['shape']}"
+def _format_value(value: Row) -> str:
+    """Format a scalar, or the type and shape of an array."""
+    if "value" in value:
+        return output.short(value["value"])
+    return f"{value['dtype']} {value['shape']}"

@@ -1,11 +1,11 @@
-"""`export`, also called `restore`: write a step, or some of its leaves, to one file of another
-format.
-"""
+"""Commands that copy steps: ``export`` or ``restore``, ``import``, ``branch`` and ``mirror``."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NamedTuple
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json, Leaves, RootStep
+from deltacheck.cli.arguments import Item, Json, Leaves, RootStep, open_steps, parse
 
 if TYPE_CHECKING:
     from deltacheck.restore.export import Progress
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
+    """A format that ``export`` writes."""
+
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     NPZ = "npz"
     ORBAX = "orbax"
 
 
-# The first suffix of a format is the one that it is given where nobody names a file.
+# The first suffix of a format is used if no file is named.
 _SUFFIXES = {
     ".safetensors": Format.SAFETENSORS,
     ".pt": Format.TORCH,
@@ -38,9 +40,14 @@ _SUFFIXES = {
 }
 
 
-class _Job(NamedTuple):
-    """What to write. ``keys``: key in the file -> leaf path. ``nested``: the whole tree, where the
-    format has trees.
+class _Export(NamedTuple):
+    """Leaves to export.
+
+    Attributes:
+        root: Root to read.
+        manifest: Manifest of the step.
+        keys: Key in the file -> leaf path.
+        nested: If true, formats that have trees get the whole tree; else flat keys.
     """
 
     root: Root
@@ -48,117 +55,144 @@ class _Job(NamedTuple):
     keys: dict[str, str]
     nested: bool
 
+    @property
+    def raw_bytes(self) -> int:
+        return sum(self.manifest.spec(owner).raw_bytes for owner in self.keys.values())
+
 
 def export(
     words: RootStep = None,
     to: Annotated[
         Format | None,
-        typer.Option("--to", help="The format; by default what the suffix of FILE says."),
+        typer.Option("--to", help="The format. Default: by the suffix of FILE."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="By default step-STEP with the format's suffix."
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="The file to write. Default: step-STEP with the suffix of the format.",
         ),
     ] = None,
     leaves: Leaves = None,
     strip: Annotated[
         str,
         typer.Option(
-            "--strip", metavar="PREFIX", help="Leave PREFIX out of keys that begin with it."
+            "--strip", metavar="PREFIX", help="Remove PREFIX from keys that begin with it."
         ),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Write a step, or some of its leaves, to one safetensors, torch or npz file, or to an Orbax
-    folder.
+    """Write a step, or some of its leaves, to a file of another format.
+
+    The file is a safetensors, torch or npz file, or a folder for Orbax.
     """
-    from deltacheck.cli import arguments as where
-    from deltacheck.restore.export import new_file, select
+    from deltacheck.restore.export import select
 
     form = to or _SUFFIXES.get(out.suffix if out else "")
     if form is None:
         raise typer.BadParameter(
-            f"say the format with --to, or let --out end in {', '.join(_SUFFIXES)}"
+            f"give the format with --to, or a file with --out that ends in {', '.join(_SUFFIXES)}"
         )
-    root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
+    root, (manifest,) = open_steps(words, item)
     try:
         keys = select(manifest, leaves or (), strip)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    path = out or Path(
-        f"step-{manifest.step}{next(suffix for suffix, f in _SUFFIXES.items() if f is form)}"
-    )
+    suffix = next(suffix for suffix, other in _SUFFIXES.items() if other is form)
+    path = out or Path(f"step-{manifest.step}{suffix}")
     _refuse_inside(root, path)
-    job = _Job(root, manifest, keys, nested=not leaves and not strip)
+    job = _Export(root, manifest, keys, nested=not leaves and not strip)
+    weights_only: bool | None = None
     if form is Format.ORBAX:
-        _orbax(job, path, force, as_json)
-        return
-    write = {Format.SAFETENSORS: _safetensors, Format.NPZ: _npz, Format.TORCH: _torch}[form]
-    raw_bytes = sum(manifest.spec(owner).raw_bytes for owner in keys.values())
-    with new_file(path, overwrite=force) as file, output.progress("writing", raw_bytes) as advance:
-        weights_only = write(file, job, advance)
-    file_bytes = path.stat().st_size
+        _write_orbax(job, path, force)
+        file_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    else:
+        weights_only = _write_file(job, form, path, force)
+        file_bytes = path.stat().st_size
     if as_json:
-        about: output.Row = {
-            "root": str(root.path),
-            "step": manifest.step,
-            "seq": manifest.seq,
-            "file": str(path),
-        }
-        about |= {
-            "format": str(form),
-            "leaves": len(keys),
-            "file_bytes": file_bytes,
-            "weights_only": weights_only,
-        }
-        output.print_json(about)
+        output.print_json(
+            {
+                "root": str(root.path),
+                "step": manifest.step,
+                "seq": manifest.seq,
+                "file": str(path),
+                "format": str(form),
+                "leaves": len(keys),
+                "file_bytes": file_bytes,
+                "weights_only": weights_only,
+            }
+        )
         return
     output.print_line(
         f"step {manifest.step}: {len(keys)} leaves written to {path} ({output.size(file_bytes)})"
     )
     if weights_only is False:
         output.print_line(
-            "it holds NumPy arrays or deques as the checkpoint does: torch.load needs"
-            " weights_only=False for them"
+            "the file holds NumPy arrays or deques, as the checkpoint does: load it by torch.load"
+            " with weights_only=False"
         )
 
 
 def _refuse_inside(root: Root, path: Path) -> None:
-    """A foreign file among those of a root would make plain zarr complain of it ever after."""
+    """Refuse a target inside a root, because plain zarr would warn of the unknown file there.
+
+    Raises:
+        FileExistsError: If ``path`` lies in the root.
+    """
     if not isinstance(root.path, Path):
         return
     if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root.path)):
         raise FileExistsError(
             errno.EEXIST,
-            "a checkpoint root is no place for other files; name one elsewhere with --out",
+            "a checkpoint root cannot hold other files; name a file elsewhere with --out",
             str(path),
         )
 
 
-def _safetensors(file: BinaryIO, job: _Job, progress: Progress) -> None:
+def _write_file(job: _Export, form: Format, path: Path, force: bool) -> bool | None:
+    """Write one file.
+
+    Returns:
+        For torch files, true if ``torch.load(weights_only=True)`` reads the file. Else ``None``.
+    """
+    from deltacheck.restore.export import new_file
+
+    write = {
+        Format.SAFETENSORS: _write_safetensors,
+        Format.NPZ: _write_npz,
+        Format.TORCH: _write_torch,
+    }[form]
+    with (
+        new_file(path, overwrite=force) as file,
+        output.progress("writing", job.raw_bytes) as advance,
+    ):
+        return write(file, job, advance)
+
+
+def _write_safetensors(file: BinaryIO, job: _Export, progress: Progress) -> None:
     from deltacheck import __version__
     from deltacheck.restore.export import resolve, shapes, write_safetensors
     from deltacheck.store.files.storage import full_name
 
-    # "format" is what Hugging Face's loaders ask for: tensors laid out as PyTorch lays them out.
+    # Hugging Face's loaders require the key "format"; "pt" means PyTorch's layout of tensors.
     source = f"deltacheck {__version__}, root {full_name(job.root.path)}, seq {job.manifest.seq}"
-    about = {"format": "pt", "step": str(job.manifest.step), "source": source}
+    metadata = {"format": "pt", "step": str(job.manifest.step), "source": source}
     leaves = resolve(job.root, job.manifest, job.keys)
-    write_safetensors(file, leaves, about, progress, shapes(job.manifest, job.keys))
+    write_safetensors(file, leaves, metadata, progress, shapes(job.manifest, job.keys))
 
 
-def _npz(file: BinaryIO, job: _Job, progress: Progress) -> None:
+def _write_npz(file: BinaryIO, job: _Export, progress: Progress) -> None:
     from deltacheck.restore.export import resolve, shapes, write_npz
 
-    write_npz(
-        file, resolve(job.root, job.manifest, job.keys), progress, shapes(job.manifest, job.keys)
-    )
+    leaves = resolve(job.root, job.manifest, job.keys)
+    write_npz(file, leaves, progress, shapes(job.manifest, job.keys))
 
 
-def _torch(file: BinaryIO, job: _Job, progress: Progress) -> bool:
+def _write_torch(file: BinaryIO, job: _Export, progress: Progress) -> bool:
     try:
         from deltacheck.backends.torch.files.torch_export import write_torch
     except ModuleNotFoundError as error:
@@ -168,7 +202,7 @@ def _torch(file: BinaryIO, job: _Job, progress: Progress) -> bool:
     return write_torch(file, job.root, job.manifest, None if job.nested else job.keys, progress)
 
 
-def _orbax(job: _Job, path: Path, force: bool, as_json: bool) -> None:
+def _write_orbax(job: _Export, path: Path, force: bool) -> None:
     try:
         from deltacheck.backends.orbax.files.orbax_import import write_orbax
     except ModuleNotFoundError as error:
@@ -177,28 +211,189 @@ def _orbax(job: _Job, path: Path, force: bool, as_json: bool) -> None:
         ) from error
     if force:
         raise typer.BadParameter(
-            "--force replaces files; remove the folder of an Orbax checkpoint yourself"
+            "--force replaces files only; remove the folder of an Orbax checkpoint yourself"
         )
-    with output.progress(
-        "writing", sum(job.manifest.spec(owner).raw_bytes for owner in job.keys.values())
-    ) as advance:
+    with output.progress("writing", job.raw_bytes) as advance:
         write_orbax(path, job.root, job.manifest, None if job.nested else job.keys, advance)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def import_files(
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT", help="The target: a root, or a directory that is new or empty."
+        ),
+    ],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="*.safetensors; *.pt, *.pth, *.bin, *.ckpt; or the folder of an Orbax manager.",
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            min=0,
+            help="The step of the only FILE. Default: the last number in its name.",
+        ),
+    ] = None,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Import safetensors, torch and Orbax checkpoints as steps of a root.
+
+    Values are imported bit for bit. No code of the files is run.
+    """
+    from deltacheck.report.history import stored_bytes
+    from deltacheck.store.root import open_root
+
+    folders = [path for path in files if path.is_dir()]
+    if len(files) > 1 and (step is not None or folders):
+        raise typer.BadParameter(
+            f"{'--step' if step is not None else 'a folder'} goes with one FILE, but"
+            f" {len(files)} were given"
+        )
+    rows: list[output.Row] = []
+    try:
+        imported = (
+            _import_orbax(root, folders[0], item) if folders else _import_torch(root, files, step)
+        )
+        for path, number in imported:
+            manifest = open_root(root).manifest(number)
+            stored = stored_bytes(manifest)
+            rows.append(
+                {
+                    "step": number,
+                    "seq": manifest.seq,
+                    "file": str(path),
+                    "leaves": len(manifest.specs),
+                    "raw_bytes": manifest.raw_bytes,
+                    "stored_bytes": stored,
+                }
+            )
+            if not as_json:
+                output.print_line(
+                    f"step {number}: {len(manifest.specs)} leaves from {path}"
+                    f" ({output.size(manifest.raw_bytes)}, {output.size(stored)} stored)"
+                )
+    except ValueError as error:
+        # Refusals of deltacheck are subclasses of ValueError with exit codes of their own.
+        if type(error) is not ValueError:
+            raise
+        raise typer.BadParameter(str(error)) from error
     if as_json:
-        about: output.Row = {
-            "root": str(job.root.path),
-            "step": job.manifest.step,
-            "seq": job.manifest.seq,
-            "file": str(path),
-        }
-        about |= {
-            "format": str(Format.ORBAX),
-            "leaves": len(job.keys),
-            "file_bytes": size,
-            "weights_only": None,
-        }
-        output.print_json(about)
+        output.print_json({"root": str(root), "steps": rows})
+
+
+def _import_torch(root: Path, files: list[Path], step: int | None) -> Iterator[tuple[Path, int]]:
+    try:
+        from deltacheck.backends.torch.files import torch_import as backend
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"importing files needs PyTorch ({error}): pip install 'deltacheck[torch]'"
+        ) from error
+    return backend.ingest(root, backend.steps_of(files, step))
+
+
+def _import_orbax(root: Path, folder: Path, item: str | None) -> Iterator[tuple[Path, int]]:
+    try:
+        from deltacheck.backends.orbax.files import orbax_import as backend
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"importing {folder} needs JAX ({error}): pip install 'deltacheck[jax]'"
+        ) from error
+    if not backend.steps(folder):
+        raise typer.BadParameter(
+            f"{folder} has no steps of an Orbax CheckpointManager; name files, or its folder"
+        )
+    return backend.ingest(root, folder, item)
+
+
+def branch(
+    words: RootStep = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="The new root: a directory that is new or empty."),
+    ] = None,
+    copy: Annotated[
+        bool,
+        typer.Option(
+            "--copy",
+            help=(
+                "Copy files instead of linking them: takes more space, but damage to one root does"
+                " not affect the other."
+            ),
+        ),
+    ] = False,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Make a new root that begins with a step of this root, and shares its files."""
+    from deltacheck.maintain.branch import branch as branch_step
+    from deltacheck.store.root import open_root
+
+    if to is None:
+        raise typer.BadParameter("name the directory of the new root with --to")
+    selection = parse(words, min_steps=1, max_steps=1)
+    result = branch_step(open_root(selection.root, item), selection.steps[0], to, copy=copy)
+    if as_json:
+        output.print_json({"root": str(to), **asdict(result)})
         return
-    output.print_line(
-        f"step {job.manifest.step}: {len(job.keys)} leaves written to {path} ({output.size(size)})"
+    shared = (
+        f"{output.size(result.linked_bytes)} shared" if result.linked_bytes else "nothing shared"
     )
+    copied = f", {output.size(result.copied_bytes)} copied" if result.copied_bytes else ""
+    output.print_line(
+        f"{to} begins with step {result.step}: {result.segments} segments, {shared}{copied}"
+    )
+
+
+def mirror(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The memory root of an engine.")],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TARGET",
+            help="The copy: a directory that is new, or a mirror of the same run.",
+        ),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Copy the present steps, and end.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="End after this long without a new step. Default: never.",
+        ),
+    ] = None,
+    poll: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            metavar="SECONDS",
+            help=(
+                "Time between two looks for a new step. Shorter: less is lost with the source's"
+                " machine; longer: fewer calls to the file system."
+            ),
+        ),
+    ] = 0.2,
+    power: Annotated[
+        bool,
+        typer.Option("--power", help="Sync the copy, so that it survives a power cut. Slower."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy each step of a memory root as it appears.
+
+    Steps that are deleted there are deleted in the copy too. Takes no lock on the source.
+    """
+    from deltacheck.maintain.mirror import Mirror
+
+    with Mirror(source, target, "power" if power else "process") as copy:
+        count = copy.run(poll_seconds=poll, timeout=0 if once else timeout)
+    if as_json:
+        output.print_json({"source": str(source), "target": str(target), "copied": count})
+    else:
+        output.print_line(f"{target}: {count} steps copied")

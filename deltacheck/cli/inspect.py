@@ -1,4 +1,4 @@
-"""`ls`, `show` and `log`: what a root has, what a step is made of, what each save wrote."""
+"""Commands that show what a root holds: ``ls``, ``show``, ``log`` and ``blame``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json, JustRoot, Leaves, RootStep
+from deltacheck.cli.arguments import Item, Json, Leaves, RootOnly, RootStep, open_root, open_steps
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
+    from deltacheck.maintain.blame import Blame
     from deltacheck.report.history import Change, LeafState, Step
     from deltacheck.store.manifest import Manifest, Replay, Tag
     from deltacheck.store.root import Root
@@ -34,125 +35,115 @@ _REPLAYS = Column("REPLAYS", "replayed_steps")
 _SURVIVES = Column(
     "SURVIVES",
     "durability",
-    lambda word: f"end of {word}" if word == "process" else f"{word} cut",
+    lambda durability: "power cut" if durability == "power" else f"end of {durability}",
     left=True,
 )
 
 
-def ls(words: JustRoot = None, item: Item = None, as_json: Json = False) -> None:
+def ls(words: RootOnly = None, item: Item = None, as_json: Json = False) -> None:
     """List the committed steps of a root."""
-    from deltacheck.cli import arguments as where
     from deltacheck.report import history
-    from deltacheck.store.root import open_root
 
-    root = open_root(where.parse(words).root, item)
+    root = open_root(words, item)
     rows: list[Row] = []
-    unreadable: list[str] = []
-    known = _tags(root, unreadable)
-    for step in history.steps(root, history.committed(root, unreadable)):
+    problems: list[str] = []
+    tags = _read_tags(root, problems)
+    for step in history.steps(root, history.committed(root, problems)):
         depth = (
             None
             if step.states is None
             else max((state.depth for state in step.states.values()), default=0)
         )
-        sizes = {"raw_bytes": step.manifest.raw_bytes, "stored_bytes": step.stored_bytes}
-        replayed = {
-            "replayed_steps": _replayed_steps(step.manifest),
-            "durability": step.manifest.durability,
-        }
         rows.append(
-            _row(root, step, known)
-            | sizes
-            | {"chain_depth": depth}
-            | replayed
-            | {"metrics": dict(step.manifest.metrics)}
+            {
+                **_step_row(root, step, tags),
+                "raw_bytes": step.manifest.raw_bytes,
+                "stored_bytes": step.stored_bytes,
+                "chain_depth": depth,
+                "replayed_steps": _replayed_steps(step.manifest),
+                "durability": step.manifest.durability,
+                "metrics": dict(step.manifest.metrics),
+            }
         )
-    more = (
+    columns = (
+        *_STEP,
+        _RAW,
         Column("STORED", "stored_bytes", output.size),
         Column("DEPTH", "chain_depth"),
         *([_REPLAYS] if any(row["replayed_steps"] for row in rows) else []),
         *([_SURVIVES] if any(row["durability"] != "power" for row in rows) else []),
         Column("METRICS", "metrics", output.pairs, left=True),
     )
-    _print_steps(root, rows, (*_STEP, _RAW, *more), as_json, unreadable)
+    _print_steps(root, rows, columns, as_json, problems)
 
 
 def log(
-    words: JustRoot = None,
+    words: RootOnly = None,
     by_class: Annotated[
         bool,
         typer.Option(
-            "--by-class", help="One line for each leaf class: the start of the path, and the type."
+            "--by-class",
+            help="One line for each leaf class: the beginning of the path, and the type.",
         ),
     ] = False,
     levels: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Path components that make a class.")
+        int, typer.Option(min=1, metavar="N", help="Number of path components of a class.")
     ] = 1,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Show what each save wrote: bytes, changed fraction, time."""
-    from deltacheck.cli import arguments as where
+    """Show the bytes, the changed fraction and the time of each save."""
     from deltacheck.errors import DeltacheckError
     from deltacheck.report import history
-    from deltacheck.store.root import open_root
 
-    root = open_root(where.parse(words).root, item)
+    root = open_root(words, item)
     rows: list[Row] = []
-    unreadable: list[str] = []
-    known = _tags(root, unreadable)
-    before: float | None = None
-    for step in history.steps(root, history.committed(root, unreadable)):
-        since = None if before is None else step.manifest.time - before
-        before = step.manifest.time
-        row = _row(root, step, known) | {
-            "seconds_since_previous": since,
+    problems: list[str] = []
+    tags = _read_tags(root, problems)
+    previous_time: float | None = None
+    for step in history.steps(root, history.committed(root, problems)):
+        time = step.manifest.time
+        row: Row = {
+            **_step_row(root, step, tags),
+            "seconds_since_previous": None if previous_time is None else time - previous_time,
             "raw_bytes": step.manifest.raw_bytes,
             "stored_bytes": step.stored_bytes,
             "written_bytes": step.stored_bytes + step.manifest_bytes,
         }
+        previous_time = time
         try:
-            row |= (
-                _change(history.summed(step.states.values()))
-                if step.states is not None
-                else _change(None)
-            )
+            change = None if step.states is None else history.summed(step.states.values())
+            row |= _change_row(change)
             if by_class:
-                row["classes"] = _classes(history.by_class(step.states or {}, levels))
+                row["classes"] = _class_rows(history.by_class(step.states or {}, levels))
         except DeltacheckError as error:
-            row |= _change(None) | {"problem": str(error)}
+            # The tables are whole, but an index that they name is damaged.
+            row |= _change_row(None) | {"problem": str(error)}
         rows.append(row)
-    since_column = Column("SINCE", "seconds_since_previous", output.seconds)
+    since = Column("SINCE", "seconds_since_previous", output.seconds)
     if by_class:
-        columns = (*_STEP, since_column, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
+        columns = (*_STEP, since, Column("CLASS", "class", left=True), _RAW, *_CHANGE)
     else:
-        columns = (
-            *_STEP,
-            since_column,
-            _RAW,
-            Column("WRITTEN", "written_bytes", output.size),
-            *_CHANGE,
-        )
-    _print_steps(root, rows, columns, as_json, unreadable)
+        written = Column("WRITTEN", "written_bytes", output.size)
+        columns = (*_STEP, since, _RAW, written, *_CHANGE)
+    _print_steps(root, rows, columns, as_json, problems)
 
 
-def _tags(root: Root, unreadable: list[str]) -> dict[str, Tag]:
-    """The tags of a root. What is wrong with those that cannot be read is added to
-    ``unreadable``.
-    """
+def _read_tags(root: Root, problems: list[str]) -> dict[str, Tag]:
+    """Return the tags of a root, and append the errors of unreadable ones to ``problems``."""
     from deltacheck.store import tags
 
-    found, damaged = tags.read_all(root.store.path)
-    unreadable += [str(error) for _, error in sorted(damaged.items())]
-    return found
+    readable, damaged = tags.read_all(root.store.path)
+    problems += [str(error) for _, error in sorted(damaged.items())]
+    return readable
 
 
 def _replayed_steps(manifest: Manifest) -> int:
-    """Updates that a restore of the step replays; 0 where its state itself is stored."""
+    """Return the number of updates that a restore replays, 0 if the state itself is stored."""
     return 0 if manifest.replay is None else len(manifest.replay.steps)
 
 
-def _row(root: Root, step: Step, known: dict[str, Tag]) -> Row:
+def _step_row(root: Root, step: Step, known_tags: dict[str, Tag]) -> Row:
     from deltacheck.store import tags
 
     return {
@@ -160,82 +151,91 @@ def _row(root: Root, step: Step, known: dict[str, Tag]) -> Row:
         "seq": step.ref.seq,
         "item": step.ref.manifest_path.parent.name if root.is_manager_root else None,
         "time": output.utc(step.manifest.time),
-        "tags": tags.names_of(known, step.manifest),
+        "tags": tags.names_of(known_tags, step.manifest),
         "problem": step.problem,
     }
 
 
-def _change(change: Change | None) -> Row:
+def _change_row(change: Change | None) -> Row:
     if change is None:
         return dict.fromkeys(
             ("keyframes", "deltas", "unchanged", "words", "changed_words", "density")
         )
-    return {name: value for name, value in asdict(change).items() if name != "raw_bytes"} | {
-        "density": change.density
-    }
+    counts = {name: value for name, value in asdict(change).items() if name != "raw_bytes"}
+    return counts | {"density": change.density}
 
 
-def _classes(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
+def _class_rows(groups: dict[tuple[str, str], list[LeafState]]) -> list[Row]:
     from deltacheck.report import history
 
     rows: list[Row] = []
     for (prefix, dtype), states in groups.items():
         change = history.summed(states)
         rows.append(
-            {"prefix": prefix, "dtype": dtype, "raw_bytes": change.raw_bytes, **_change(change)}
+            {
+                "prefix": prefix,
+                "dtype": dtype,
+                "raw_bytes": change.raw_bytes,
+                **_change_row(change),
+            }
         )
     return rows
 
 
 def _print_steps(
-    root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool, unreadable: list[str]
+    root: Root, rows: list[Row], columns: tuple[Column, ...], as_json: bool, problems: list[str]
 ) -> None:
-    """Print the steps. Damage, also that of a manifest which no longer says its step, is warned of
-    and decides the exit code.
+    """Print steps. Any damage causes a warning and decides the exit code.
+
+    ``problems`` are those of documents without a row, such as manifests that cannot be read.
     """
-    damaged = [
+    damage = [
         f"step {row['step']}: {row['problem']}" for row in rows if row["problem"] is not None
-    ] + unreadable
-    for problem in damaged:
+    ] + problems
+    for problem in damage:
         output.warn(problem)
     if as_json:
         output.print_json({"root": str(root.path), "steps": rows})
     elif rows:
-        shown = {"item": root.is_manager_root, "tags": any(row["tags"] for row in rows)}
-        output.print_table([c for c in columns if shown.get(c.key, True)], _one_a_class(rows))
+        optional = {"item": root.is_manager_root, "tags": any(row["tags"] for row in rows)}
+        shown = [column for column in columns if optional.get(column.key, True)]
+        output.print_table(shown, _expand_classes(rows))
     else:
         output.print_line(f"{root.path} has no committed step")
-    if damaged:
+    if damage:
         raise typer.Exit(output.DAMAGED)
 
 
-def _one_a_class(rows: list[Row]) -> list[Row]:
-    """Each row as it is, or once for each of its classes."""
+def _expand_classes(rows: list[Row]) -> list[Row]:
+    """Repeat each row for each of its leaf classes. Rows without classes stay as they are."""
     lines = []
     for row in rows:
         classes = row.get("classes")
-        for one in classes if isinstance(classes, list) else [{}]:
-            lines.append(row | one | ({"class": f"{one['prefix']} {one['dtype']}"} if one else {}))
+        if not isinstance(classes, list):
+            lines.append(row)
+            continue
+        for leaf_class in classes:
+            name = f"{leaf_class['prefix']} {leaf_class['dtype']}"
+            lines.append(row | leaf_class | {"class": name})
     return lines
 
 
 def show(
     words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
 ) -> None:
-    """Show what a step is made of: leaves, numbers and texts, segments."""
-    from deltacheck.cli import arguments as where
+    """Show the leaves, the Python values and the segments of a step."""
     from deltacheck.leaf import tree
     from deltacheck.report import history
     from deltacheck.restore import export
     from deltacheck.store.root import open_segments
 
-    root, (manifest,) = where.manifests(where.parse(words, least=1, most=1), item)
-    chosen = export.select(manifest, leaves or ())
+    root, (manifest,) = open_steps(words, item)
+    owners = export.select(manifest, leaves or ())
     states = history.leaf_states(manifest, open_segments(root, manifest))
     scalars = {} if leaves else tree.scalars(manifest.tree)
     tables: dict[str, list[Row]] = {
         "leaves": [
-            _leaf_row(path, owner, states.get(owner), manifest) for path, owner in chosen.items()
+            _leaf_row(path, owner, states.get(owner), manifest) for path, owner in owners.items()
         ],
         "scalars": [
             {"path": path, "type": type(value).__name__, "value": value}
@@ -246,25 +246,27 @@ def show(
     if not as_json:
         _print_step(manifest, root.digest_of(manifest), tables)
         return
-    about = {
-        "root": str(root.path),
-        "step": manifest.step,
-        "seq": manifest.seq,
-        "time": output.utc(manifest.time),
-        "writer": manifest.writer,
-        "digest": root.digest_of(manifest),
-        "contract": manifest.contract,
-        "durability": manifest.durability,
-        "stage": manifest.stage,
-        "raw_bytes": manifest.raw_bytes,
-        "stored_bytes": history.stored_bytes(manifest),
-        "metrics": dict(manifest.metrics),
-        "replay": None if manifest.replay is None else _replay(manifest.replay),
-    }
-    output.print_json(about | tables)
+    output.print_json(
+        {
+            "root": str(root.path),
+            "step": manifest.step,
+            "seq": manifest.seq,
+            "time": output.utc(manifest.time),
+            "writer": manifest.writer,
+            "digest": root.digest_of(manifest),
+            "contract": manifest.contract,
+            "durability": manifest.durability,
+            "stage": manifest.stage,
+            "raw_bytes": manifest.raw_bytes,
+            "stored_bytes": history.stored_bytes(manifest),
+            "metrics": dict(manifest.metrics),
+            "replay": None if manifest.replay is None else _replay_row(manifest.replay),
+            **tables,
+        }
+    )
 
 
-def _replay(replay: Replay) -> Row:
+def _replay_row(replay: Replay) -> Row:
     return {
         "base_step": replay.base_step,
         "base_seq": replay.base_seq,
@@ -276,17 +278,22 @@ def _replay(replay: Replay) -> Row:
 
 
 def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest) -> Row:
-    """``state``: of what is stored under the leaf's path, if anything is."""
+    """Return the row of a leaf.
+
+    Args:
+        path: Path of the leaf.
+        owner: Path of the leaf that holds its bytes; differs from ``path`` for a tied leaf.
+        state: The stored state of the owner, ``None`` if nothing is stored under its path.
+        manifest: Manifest of the step.
+    """
     from deltacheck.leaf.contracts import name_of
 
-    spec, derived, promise = (
-        manifest.spec(owner),
-        manifest.derived.get(owner),
-        manifest.contracts.get(owner),
-    )
-    cut = manifest.tiles.get(owner)
-    replayed = manifest.replay is not None and owner in manifest.replay.digests
-    changed = None if state is None or replayed else state.changed_words()
+    spec = manifest.spec(owner)
+    derived = manifest.derived.get(owner)
+    contract = manifest.contracts.get(owner)
+    tiling = manifest.tiles.get(owner)
+    is_replayed = manifest.replay is not None and owner in manifest.replay.digests
+    changed = None if state is None or is_replayed else state.changed_words()
     words = None if state is None else state.words
     return {
         "path": path,
@@ -294,32 +301,35 @@ def _leaf_row(path: str, owner: str, state: LeafState | None, manifest: Manifest
         "dtype": spec.dtype,
         "shape": list(spec.shape),
         "raw_bytes": spec.raw_bytes,
-        "contract": "exact" if promise is None else name_of(promise.terms),
-        "measured": None if promise is None else promise.measured,
-        "limit": None if promise is None else promise.allowed,
-        "from_step": None if promise is None else promise.from_step,
+        "contract": "exact" if contract is None else name_of(contract.terms),
+        "measured": None if contract is None else contract.measured,
+        "limit": None if contract is None else contract.allowed,
+        "from_step": None if contract is None else contract.from_step,
         "derived": None if derived is None else derived.how,
-        "kind": "replayed" if replayed else "derived" if state is None else str(state.kind),
+        "kind": "replayed" if is_replayed else "derived" if state is None else str(state.kind),
         "chain_depth": None if state is None else state.depth,
         "words": words,
         "changed_words": changed,
         "density": None if changed is None or not words else changed / words,
-        "tiles": None if cut is None else len(cut.lanes),
+        "tiles": None if tiling is None else len(tiling.lanes),
         "ranks": _ranks(manifest, owner),
     }
 
 
 def _ranks(manifest: Manifest, path: str) -> list[int] | None:
-    """The ranks that wrote a leaf; ``None`` where one process wrote the step, or another has
-    written it again.
+    """Return the ranks that wrote a leaf.
+
+    Returns:
+        Ranks in ascending order. ``None`` if one process wrote the step, or if a maintenance
+        command wrote it again.
     """
-    cut, record = manifest.tiles.get(path), manifest.leaves.get(path)
-    lanes = set(cut.lanes if cut is not None else () if record is None else (record.lane,))
+    tiling, record = manifest.tiles.get(path), manifest.leaves.get(path)
+    lanes = set(tiling.lanes if tiling is not None else () if record is None else (record.lane,))
     return sorted(lanes) if lanes and -1 not in lanes else None
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers, those in a row as a range."""
+def _format_ranges(numbers: list[int]) -> str:
+    """Format ascending numbers, consecutive ones as a range: ``0-3, 6``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -333,18 +343,18 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
     from deltacheck.report import history
 
     leaves, scalars, segments = tables["leaves"], tables["scalars"], tables["segments"]
-    closure = sum(ref.stored_bytes for ref in manifest.segments)
+    needed_bytes = sum(ref.stored_bytes for ref in manifest.segments)
     output.print_line(f"step {manifest.step}, seq {manifest.seq}, written by {manifest.writer}")
     output.print_line(f"digest {digest}")
     output.print_line(
         f"{len(manifest.specs)} leaves of {output.size(manifest.raw_bytes)}; this step stored"
         f" {output.size(history.stored_bytes(manifest))}, a restore reads from"
-        f" {output.size(closure)}"
+        f" {output.size(needed_bytes)}"
     )
     if manifest.replay is not None:
         output.print_line(
-            f"kept as gradients: a restore replays {_replayed_steps(manifest)} updates of"
-            f" {manifest.replay.update} from step {manifest.replay.base_step}, and proves each leaf"
+            f"stored as gradients: a restore replays {_replayed_steps(manifest)} updates of"
+            f" {manifest.replay.update} from step {manifest.replay.base_step}, and checks each leaf"
             " by its digest"
         )
     output.print_line("")
@@ -363,17 +373,16 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         Column("DEPTH", "chain_depth"),
         Column("DENSITY", "density", output.share),
         Column("TILES", "tiles"),
-        Column("RANKS", "ranks", _ranges),
+        Column("RANKS", "ranks", _format_ranges),
     )
-    seldom = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
-    output.print_table(
-        [
-            c
-            for c in columns
-            if c.key not in seldom or any(row[c.key] is not None for row in leaves)
-        ],
-        leaves,
-    )
+    # Most states have none of these, and the table is wide enough without them.
+    optional = ("tied_to", "derived", "measured", "limit", "from_step", "tiles", "ranks")
+    shown = [
+        column
+        for column in columns
+        if column.key not in optional or any(row[column.key] is not None for row in leaves)
+    ]
+    output.print_table(shown, leaves)
     if scalars:
         output.print_line("")
         values = (
@@ -387,3 +396,70 @@ def _print_step(manifest: Manifest, digest: str, tables: dict[str, list[Row]]) -
         (Column("SEGMENT", "id", left=True), Column("STORED", "stored_bytes", output.size)),
         segments,
     )
+
+
+def blame(
+    words: RootStep = None, leaves: Leaves = None, item: Item = None, as_json: Json = False
+) -> None:
+    """Show the step that last changed each part of a leaf."""
+    from deltacheck.errors import StepNotFound
+    from deltacheck.maintain.blame import blame as blame_leaves
+    from deltacheck.restore.export import matches
+
+    root, (manifest,) = open_steps(words, item)
+    stored_paths = sorted([*manifest.leaves, *manifest.tiles])
+    paths = [
+        path
+        for path in stored_paths
+        if not leaves or any(matches(path, pattern) for pattern in leaves)
+    ]
+    if not paths:
+        raise StepNotFound(
+            f"step {manifest.step} stores no leaf that matches"
+            f" {' or '.join(map(repr, leaves or ()))}"
+        )
+    rows = [
+        row
+        for path, leaf_blame in blame_leaves(root, manifest, paths).items()
+        for row in _blame_rows(path, leaf_blame)
+    ]
+    if as_json:
+        output.print_json(
+            {"root": str(root.path), "step": manifest.step, "seq": manifest.seq, "parts": rows}
+        )
+        return
+    output.print_table(
+        (
+            Column("LEAF", "path", left=True),
+            Column("SINCE STEP", "since", _format_since),
+            Column("CHUNKS", "chunks"),
+            Column("OF", "of"),
+            Column("SHARE", "share", output.share),
+        ),
+        rows,
+    )
+
+
+def _blame_rows(path: str, leaf_blame: Blame) -> list[Row]:
+    """Return one row for each step that last changed some chunks of a leaf, newest first."""
+    import numpy as np
+
+    rows: list[Row] = []
+    origins = np.stack([leaf_blame.steps, leaf_blame.is_known.astype(np.int64)], axis=1)
+    for step, is_known in sorted(map(tuple, np.unique(origins, axis=0).tolist()), reverse=True):
+        chunks = np.flatnonzero((origins == (step, is_known)).all(axis=1))
+        rows.append(
+            {
+                "path": path,
+                "since": {"step": step, "or_earlier": not is_known},
+                "chunks": chunks.size,
+                "of": origins.shape[0],
+                "share": chunks.size / origins.shape[0],
+                "numbers": chunks.tolist(),
+            }
+        )
+    return rows
+
+
+def _format_since(since: Row) -> str:
+    return f"{since['step']}{' or earlier' if since['or_earlier'] else ''}"

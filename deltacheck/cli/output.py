@@ -1,6 +1,4 @@
-"""What the command says and how it ends: tables or JSON on stdout, one line an error or warning on
-stderr, and the exit codes.
-"""
+"""Output of the command: tables or JSON on stdout, messages on stderr, and the exit codes."""
 
 from __future__ import annotations
 
@@ -15,23 +13,24 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TextIO, TypeAlias
 
 from deltacheck import errors
+from deltacheck.report.formatting import escape_unprintable, format_bytes
 
-# Exit codes: permanent, documented in docs/reference/cli.md. 2 is also what Typer and argparse give
-# for misuse.
-OK, FOUND_DAMAGE, MISUSE, NOT_FOUND, DAMAGED, REFUSED, DEFECT, INTERRUPTED, BROKEN_PIPE = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    70,
-    130,
-    141,
-)
+# Exit codes. They are permanent and documented in docs/reference/cli.md. Typer and argparse also
+# use 2 for wrong usage; 130 and 141 are what a shell reports for SIGINT and SIGPIPE.
+OK = 0
+FOUND_DAMAGE = 1
+MISUSE = 2
+NOT_FOUND = 3
+DAMAGED = 4
+REFUSED = 5
+DEFECT = 70
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
-JSON_SCHEMA = 1  # of every JSON document: keys may be added under it, never changed or taken away
+# The version of every JSON document. Keys may be added under it, but never changed or removed.
+JSON_SCHEMA = 1
 
+# The first class that matches decides, so subclasses come before their bases.
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (errors.StepNotFound, NOT_FOUND),
     (errors.NotACheckpointRoot, NOT_FOUND),
@@ -46,8 +45,13 @@ Row: TypeAlias = dict[str, object]
 
 
 class Column(NamedTuple):
-    """A column of a table: which key of a row it shows, and how. Numbers stand right, ``left`` is
-    for the rest.
+    """A column of a table.
+
+    Attributes:
+        title: Heading.
+        key: Key of the row's value.
+        cell: Function that formats the value.
+        left: If true, the column is aligned left, for texts; else right, for numbers.
     """
 
     title: str
@@ -59,25 +63,27 @@ class Column(NamedTuple):
 _json = False
 
 
-def use_json(wanted: bool) -> None:
-    """Say errors and warnings of this run as JSON too."""
+def use_json(enabled: bool) -> None:
+    """Choose whether errors and warnings of this run are printed as JSON."""
     global _json
-    _json = wanted
+    _json = enabled
 
 
-def says_json() -> bool:
-    """Whether this run was asked for JSON."""
+def json_requested() -> bool:
+    """Return whether ``--json`` was given."""
     return _json
 
 
 def prepare_streams() -> None:
-    """Streams that any text can be written to: closed ones lead nowhere, what their encoding lacks
-    is escaped.
+    """Make stdout and stderr accept any text.
+
+    A stream that is closed (``>&-``) is replaced by the null device. Characters that the encoding
+    of a stream lacks are escaped.
     """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process lives
         elif callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")
 
@@ -86,15 +92,16 @@ def prepare_streams() -> None:
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(
-        json.dumps(plain({"schema": JSON_SCHEMA, **document}), indent=2, allow_nan=False) + "\n"
-    )
+    """Print one JSON document on stdout."""
+    content = plain({"schema": JSON_SCHEMA, **document})
+    sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def plain(value: object) -> object:
-    """``value`` as strict JSON: numbers that JSON lacks as ``"NaN"``, ``"Infinity"``,
-    ``"-Infinity"``; bytes in base64; complex as two numbers.
+    """Convert a value to strict JSON.
+
+    Numbers that JSON lacks become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Bytes become
+    base64 text, and complex numbers pairs.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -110,13 +117,15 @@ def plain(value: object) -> object:
 
 
 def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
-    """Rows as a table; a value that is ``None`` is a dash. Where no terminal is, lines are as long
-    as they are.
+    """Print rows as a table, with a dash for ``None``.
+
+    On a terminal, cells are wrapped to its width. Elsewhere lines are as long as they need to be,
+    so that ``grep`` and ``cut`` see whole rows.
     """
     columns = list(columns)
     cells = [
         [
-            "-" if row.get(column.key) is None else clean(column.cell(row[column.key]))
+            "-" if row.get(column.key) is None else escape_unprintable(column.cell(row[column.key]))
             for column in columns
         ]
         for row in rows
@@ -127,12 +136,11 @@ def print_table(columns: Iterable[Column], rows: Iterable[Row]) -> None:
     lines = [[column.title for column in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        padded = zip(columns, line, widths, strict=True)
-        text = "  ".join(
+        padded = (
             cell.ljust(width) if column.left else cell.rjust(width)
-            for column, cell, width in padded
+            for column, cell, width in zip(columns, line, widths, strict=True)
         )
-        sys.stdout.write(text.rstrip() + "\n")
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
 
 
 def _print_rich_table(columns: Sequence[Column], cells: Iterable[Sequence[str]]) -> None:
@@ -145,83 +153,80 @@ def _print_rich_table(columns: Sequence[Column], cells: Iterable[Sequence[str]])
         table.add_column(column.title, justify="left" if column.left else "right", overflow="fold")
     for row in cells:
         table.add_row(*row)
-    Console(markup=False, emoji=False, highlight=False).print(
-        table
-    )  # text from disk is never taken for markup
+    # Text from disk must never be interpreted as Rich markup.
+    Console(markup=False, emoji=False, highlight=False).print(table)
 
 
 def print_line(text: str) -> None:
-    """One line on stdout."""
-    sys.stdout.write(clean(text) + "\n")
+    """Print one line on stdout."""
+    sys.stdout.write(escape_unprintable(text) + "\n")
 
 
-def clean(text: str) -> str:
-    """``text`` without what a terminal would obey: control characters are escaped."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+# --- cells of tables ------------------------------------------------------------------------------
 
 
-# Cells for people.
+def size(count: float) -> str:
+    """Format a number of bytes."""
+    return format_bytes(count)
 
 
-def size(count: int) -> str:
-    """A number of bytes."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def share(part: float) -> str:
-    """A fraction as a percentage."""
-    return f"{100 * part:.3g} %"
+def share(fraction: float) -> str:
+    """Format a fraction as a percentage."""
+    return f"{100 * fraction:.3g} %"
 
 
 def seconds(duration: float) -> str:
+    """Format a duration in seconds."""
     return f"{duration:.1f} s"
 
 
 def number(value: float) -> str:
+    """Format a number with four significant digits."""
     return f"{value:.4g}"
 
 
 def pairs(values: Mapping[str, float]) -> str:
+    """Format a mapping as ``name=value`` pairs."""
     return "  ".join(f"{name}={value:g}" for name, value in sorted(values.items()))
 
 
 def shape(sizes: Sequence[int]) -> str:
+    """Format the shape of an array."""
     return "[" + ",".join(map(str, sizes)) + "]"
 
 
 def short(value: object) -> str:
-    """A Python value, cut where it is long."""
+    """Format a Python value in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def utc(moment: float) -> str | None:
-    """Seconds since the epoch as ISO 8601 in UTC; ``None`` for what is no date."""
+def utc(timestamp: float) -> str | None:
+    """Format seconds since the epoch as ISO 8601 in UTC; ``None`` if they are no valid date."""
     try:
-        return (
-            datetime.fromtimestamp(moment, UTC)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z")
-        )
+        moment = datetime.fromtimestamp(timestamp, UTC)
     except (ValueError, OverflowError, OSError):
         return None
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def local_time(iso: str) -> str:
+    """Format a date of ISO 8601 in the local time zone."""
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes on stderr, where that is a terminal and nobody asked for JSON. Yields
-    what to call with every advance.
+    """Show a progress bar on stderr.
+
+    Nothing is shown if stderr is no terminal, or if JSON was requested.
+
+    Args:
+        title: Text before the bar.
+        total: Number of bytes to process.
+
+    Yields:
+        A function to call with the number of bytes that were processed since its last call.
     """
     if _json or total == 0 or not sys.stderr.isatty():
         yield lambda advance: None
@@ -244,39 +249,34 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def warn(message: str) -> None:
-    """Say something on stderr that does not end the run."""
+    """Print a warning on stderr. The run continues."""
     if _json:
-        _say(json.dumps({"schema": JSON_SCHEMA, "warning": {"message": message}}))
+        _print_error(json.dumps({"schema": JSON_SCHEMA, "warning": {"message": message}}))
     else:
-        _say(f"deltacheck: warning: {clean(_one_line(message))}")
+        _print_error(f"deltacheck: warning: {escape_unprintable(_join_lines(message))}")
 
 
 def report(kind: str, message: str, code: int) -> None:
-    """Say on stderr what ended the run, in one line."""
+    """Print the failure that ends the run on stderr, in one line."""
     if _json:
-        _say(
-            json.dumps(
-                {
-                    "schema": JSON_SCHEMA,
-                    "error": {"kind": kind, "message": message, "exit_code": code},
-                }
-            )
-        )
+        error = {"kind": kind, "message": message, "exit_code": code}
+        _print_error(json.dumps({"schema": JSON_SCHEMA, "error": error}))
     else:
-        _say(f"deltacheck: {clean(_one_line(message))}")
+        _print_error(f"deltacheck: {escape_unprintable(_join_lines(message))}")
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody is left to tell
+def _print_error(line: str) -> None:
+    # If stderr is closed as well, nobody can be informed; the exit code remains.
+    with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split("\n"))
 
 
 def report_usage(error: Exception) -> int:
-    """Report a wrong command line as Typer describes it."""
+    """Report a usage error in Typer's words and return the exit code."""
     describe = getattr(error, "format_message", lambda: str(error))
     context = getattr(error, "ctx", None)
     hint = f" (see '{context.command_path} --help')" if context is not None else ""
@@ -285,24 +285,22 @@ def report_usage(error: Exception) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Report an expected failure in its own words, anything else as a defect; return the exit
-    code.
-    """
+    """Report an expected failure by its message, any other as a defect; return the exit code."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     if code is None:
         if os.environ.get("DELTACHECK_TRACEBACK"):
             raise error
         message = (
             f"{type(error).__name__}: {error}. This is a defect, please report it;"
-            " DELTACHECK_TRACEBACK=1 shows where"
+            " DELTACHECK_TRACEBACK=1 prints the traceback"
         )
         report("Defect", message, DEFECT)
         return DEFECT
-    report(type(error).__name__, _words_of(error), code)
+    report(type(error).__name__, _describe(error), code)
     return code
 
 
-def _words_of(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, MemoryError) and not isinstance(error, errors.DeltacheckError):

@@ -82,7 +82,7 @@ class Repaired:
     stored_bytes: int = 0
 
 
-def mend_root(path: Path, done: Repaired, *, dry_run: bool = False) -> None:
+def repair_root_document(path: Path, result: Repaired, *, dry_run: bool = False) -> None:
     """Write the ``zarr.json`` of a root that has lost its own. Raises ``NotACheckpointRoot`` where
     nothing shows that it was one.
     """
@@ -93,9 +93,9 @@ def mend_root(path: Path, done: Repaired, *, dry_run: bool = False) -> None:
                 return
             except Damaged:
                 document = store / "zarr.json"
-                done.documents.append(str(document))
+                result.documents.append(str(document))
                 if not dry_run:
-                    _Backup(path, done).keep(document)
+                    _Backup(path, result).keep(document)
                     about = {
                         "format": layout.FORMAT,
                         "version": layout.VERSION,
@@ -116,7 +116,7 @@ def repair(
     *,
     dry_run: bool = False,
     lossy: bool = False,
-    done: Repaired | None = None,
+    result: Repaired | None = None,
     io_timeout_seconds: float = 600.0,
 ) -> Repaired:
     """Heal the steps of a root (by default all of them) as far as other data allows.
@@ -130,25 +130,25 @@ def repair(
     the lease (a dry run needs none). Raises ``StepNotFound``, and ``StorageFailed`` for an object
     store: copy the root to a disk.
     """
-    done = done or Repaired()
+    result = result or Repaired()
     root = root.afresh()
-    backup = _Backup(storage.local(root.path, "a repair"), done)
+    backup = _Backup(storage.local(root.path, "a repair"), result)
     checkpoints, unreadable = root.read_all()
     manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
     if step is not None and step not in root.steps() and not unreadable:
         raise StepNotFound(f"{root.path} has no step {step}")
     for path, error in sorted(unreadable.items()):
-        done.lost.append(
+        result.lost.append(
             Lost(
                 None, None, (), f"{error}: the step cannot be healed, nothing else says what it was"
             )
         )
         if lossy and (step is None or step not in root.steps()):
-            done.removed.append(str(path))
+            result.removed.append(str(path))
             if not dry_run:
                 backup.set_aside(path.parent if not root.is_manager_root else path.parent.parent)
     found = survey(root, manifests.values(), without_lost=True)
-    _mend_documents(root, found, backup, done, dry_run)
+    _mend_documents(root, found, backup, result, dry_run)
     sick = _Sick.of(manifests.values(), found)
     healer = _Healer(found, sick, list(manifests.values()))
     wanted = [
@@ -160,17 +160,17 @@ def repair(
     for path, manifest in wanted:
         healed, lost = [], []
         for leaf in sick.leaves[manifest.seq]:
-            result = healer.heal(manifest, leaf)
-            if isinstance(result, Lost):
-                lost.append(result)
+            content = healer.heal(manifest, leaf)
+            if isinstance(content, Lost):
+                lost.append(content)
             else:
                 healed.append(
-                    Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + result.source)
+                    Healed(manifest.step, tiles.leaf_of(leaf), tiles.about(leaf) + content.source)
                 )
         if lost:
-            done.lost += lost
+            result.lost += lost
             if lossy:
-                done.removed.append(str(path))
+                result.removed.append(str(path))
                 if not dry_run:
                     backup.set_aside(
                         path.parent if not root.is_manager_root else path.parent.parent
@@ -178,15 +178,15 @@ def repair(
                 manifests.pop(path)
         else:
             curable[path] = manifest
-            done.healed += healed
-            done.steps.append(manifest.step)
+            result.healed += healed
+            result.steps.append(manifest.step)
     in_the_way = (
         []
         if lossy
         else [path for path in unreadable if curable and _is_newer(path, next(iter(curable)))]
     )
     if in_the_way:
-        done.lost += [
+        result.lost += [
             Lost(
                 m.step,
                 None,
@@ -196,10 +196,10 @@ def repair(
             )
             for m in curable.values()
         ]
-        done.healed, done.steps = [], []
+        result.healed, result.steps = [], []
     elif curable and not dry_run:
-        _write(root, manifests, curable, sick, healer, backup, done, io_timeout_seconds)
-    return done
+        _write(root, manifests, curable, sick, healer, backup, result, io_timeout_seconds)
+    return result
 
 
 def _is_newer(path: Place, than: Place) -> bool:
@@ -506,9 +506,9 @@ class _Backup:
     names and a number.
     """
 
-    def __init__(self, root: Path, done: Repaired) -> None:
+    def __init__(self, root: Path, result: Repaired) -> None:
         self._root = root
-        self._done = done
+        self._done = result
 
     def keep(self, document: Place) -> None:
         """Copy a file."""
@@ -534,7 +534,7 @@ class _Backup:
 
 
 def _mend_documents(
-    root: Root, found: Survey, backup: _Backup, done: Repaired, dry_run: bool
+    root: Root, found: Survey, backup: _Backup, result: Repaired, dry_run: bool
 ) -> None:
     """Write metadata again that only other readers need, as the tables imply it."""
     wrong: list[tuple[Place, bytes]] = []
@@ -544,7 +544,7 @@ def _mend_documents(
     for segment in found.segments.values():
         wrong += list(verify.wrong_documents(segment))
     for folder, content in wrong:
-        done.documents.append(str(folder / "zarr.json"))
+        result.documents.append(str(folder / "zarr.json"))
         if not dry_run:
             backup.keep(folder / "zarr.json")
             folder.mkdir(parents=True, exist_ok=True)
@@ -559,7 +559,7 @@ def _write(
     sick: _Sick,
     healer: _Healer,
     backup: _Backup,
-    done: Repaired,
+    result: Repaired,
     io_timeout_seconds: float,
 ) -> None:
     """Write what was healed, then give every step from the first healed one on a new manifest, so
@@ -592,7 +592,7 @@ def _write(
                     )
                 ref = whole.finish()
                 segments = (*segments, ref)
-                done.stored_bytes += ref.stored_bytes
+                result.stored_bytes += ref.stored_bytes
         renewals.append(
             (path, manifest, renewed(root, manifest, base + number, segments, "repairing"))
         )

@@ -73,6 +73,13 @@ def page(
     )
 
 
+def write_page(file: Path, text: str) -> None:
+    """Write a page. A reader of ``file`` sees the old page or the new one, never a part."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
 def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
     """Each figure as PNG in ``folder``, which is made where it is not there. Raises ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)

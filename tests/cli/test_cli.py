@@ -1051,22 +1051,28 @@ def test_control_characters_from_disk_never_reach_a_terminal(
     assert "[bold]x" in out
 
 
-def test_a_reader_that_goes_away_is_told_in_a_line(run: Run) -> None:
-    for line in (["ls"], ["show", "25", "--json"], ["--help"]):
-        read, write = os.pipe()
-        os.close(read)
-        arguments = line if line == ["--help"] else [line[0], str(run.root), *line[1:]]
-        done = subprocess.run(
-            [sys.executable, "-m", "deltacheck.cli", *arguments],
-            stdout=write,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
-        os.close(write)
-        assert done.returncode == 141
-        assert len(done.stderr.splitlines()) == 1
-        assert "closed" in done.stderr
+@pytest.mark.parametrize("line", [["ls"], ["show", "25", "--json"], ["--help"], ["gc", "--help"]])
+def test_a_closed_pipe_ends_the_command_without_a_message(run: Run, line: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    arguments = line if "--help" in line else [line[0], str(run.root), *line[1:]]
+    result = subprocess.run(
+        [sys.executable, "-m", "deltacheck.cli", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_pipe_into_head_prints_no_message(run: Run) -> None:
+    for line in ("--help", f"show {run.root} 25 --json", f"ls {run.root}"):
+        command = f"{sys.executable} -m deltacheck.cli {line} | head -n 1"
+        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+        assert result.stderr == ""
+        assert len(result.stdout.splitlines()) == 1
 
 
 def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Run) -> None:
@@ -1088,6 +1094,16 @@ def test_help_lists_every_command_with_a_line(deltacheck_: Command) -> None:
         described = deltacheck_(command, "--help")
         assert described.code == 0
         assert "--json" in described.out
+
+
+def test_help_groups_the_commands(deltacheck_: Command) -> None:
+    shown = deltacheck_("--help").out
+    titles = ["Inspect", "Check and repair", "Keep and move", "Plan and measure"]
+    positions = [shown.index(f" {title} ") for title in titles]
+    assert positions == sorted(positions)
+    for command, title in (("ls", 0), ("verify", 1), ("prune", 2), ("gc", 2), ("compact", 2)):
+        line = next(line for line in shown.splitlines() if line.startswith(f"│ {command} "))
+        assert positions[title] < shown.index(line) < positions[title + 1]
 
 
 def test_version_is_the_packages(deltacheck_: Command) -> None:

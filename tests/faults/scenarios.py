@@ -345,7 +345,7 @@ def _staggered() -> Scenario:
 
 def _compaction() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        from deltacheck.maintain.compact import compact
+        from deltacheck.maintain.compaction import compact
         from deltacheck.store.lock.lease import Lease
         from deltacheck.store.root import open_root
 
@@ -794,7 +794,7 @@ def import_frameworks(backend: str) -> None:
     forked from this one need not.
     """
     shared = [
-        "deltacheck.maintain.compact",
+        "deltacheck.maintain.compaction",
         "deltacheck.maintain.repair",
         "deltacheck.reader",
         "deltacheck.maintain.verify",

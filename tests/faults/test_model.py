@@ -37,8 +37,8 @@ from hypothesis.stateful import (
 import deltacheck
 from deltacheck import KeepBest, Policy, errors
 from deltacheck.backends.torch import Engine
-from deltacheck.maintain import reclaim
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain import compaction
+from deltacheck.maintain.compaction import compact
 from deltacheck.policy.retention import Retention
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
@@ -515,7 +515,7 @@ class Model(RuleBasedStateMachine):
     def reclaim(self, below: float, killed: int | None) -> None:
         self.disk.left = killed
         with contextlib.suppress(Killed):
-            reclaim.reclaim(open_root(self.path), below=below)
+            compaction.reclaim(open_root(self.path), below=below)
         self.disk.revive()
 
     def teardown(self) -> None:

@@ -29,7 +29,7 @@ from deltacheck import Policy
 from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.leaf import tree
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain.compaction import compact
 from deltacheck.store.collect import collect
 from deltacheck.store.root import open_root
 from tests.support.adam_run import AdamRun

@@ -16,7 +16,7 @@ from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain.compaction import compact
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
 from deltacheck.store import collect
 from deltacheck.store.root import open_root

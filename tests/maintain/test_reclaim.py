@@ -15,7 +15,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.maintain.reclaim import reclaim
+from deltacheck.maintain.compaction import reclaim
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
 from deltacheck.store.files import arrays

@@ -19,7 +19,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain.compaction import compact
 from deltacheck.maintain.repair import repair
 from deltacheck.store import collect
 from deltacheck.store.root import open_root

@@ -16,7 +16,7 @@ import deltacheck
 from deltacheck import KeepBest, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain.compaction import compact
 from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags

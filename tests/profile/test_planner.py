@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
-from deltacheck.cli import main, probe
-from deltacheck.cli.plan import _rates, verdict
+from deltacheck.cli import main
+from deltacheck.cli.planning import _rates, verdict
 from deltacheck.leaf.contracts import Bounded, Exact, Reused
 from deltacheck.policy.keyframes import staggered
-from deltacheck.profile import planner
+from deltacheck.profile import planner, probe
 from deltacheck.profile.interval import daly_interval, waste, young_interval
 from deltacheck.profile.planner import Machine, Run
 from deltacheck.profile.rates import (
@@ -434,7 +434,7 @@ def test_the_command_plans_from_a_root(
     assert main(["plan", str(roots[3]), *SPEEDS, "--step-seconds", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("deltas ")
-    assert "best interval by Young" in shown
+    assert "(Young), " in shown
     assert "whole, training waits" in shown
 
 
@@ -513,8 +513,8 @@ def test_a_probe_measures_and_leaves_nothing_behind(
 
 def test_planning_needs_no_library_of_the_report() -> None:
     code = (
-        "import sys; sys.modules['matplotlib'] = None; import deltacheck.cli.plan,"
-        " deltacheck.cli.report, deltacheck.report.data"
+        "import sys; sys.modules['matplotlib'] = None; import deltacheck.cli.planning,"
+        " deltacheck.cli.reporting, deltacheck.report.data"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -43,7 +43,7 @@ from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch.state import leaves, replica
 from deltacheck.leaf import grid
 from deltacheck.leaf.spec import _standard_chunk
-from deltacheck.maintain.repair import Repaired, mend_root, repair
+from deltacheck.maintain.repair import Repaired, repair, repair_root_document
 from deltacheck.restore import damage
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -367,7 +367,7 @@ def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
                 there.write_bytes(content)
         done = Repaired()
         try:
-            mend_root(root, done)
+            repair_root_document(root, done)
             repair(open_root(root), lossy=lossy, done=done)
         except errors.UnsupportedFormat as error:  # a version that a flipped bit has made
             tally.enter(about, kind, fault.__name__, "error", str(error))

@@ -26,7 +26,7 @@ from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.evaluate.workloads.optimizer import MixedPrecisionAdamW
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.maintain.compact import compact
+from deltacheck.maintain.compaction import compact
 from deltacheck.restore import replay
 from deltacheck.restore.replay import Limits, Situation
 from deltacheck.restore.resolve import resolve_leaves

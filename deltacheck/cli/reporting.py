@@ -1,4 +1,4 @@
-"""`report`: a root as one page of figures and tables."""
+"""The ``report`` command: one page of figures and tables about a root."""
 
 from __future__ import annotations
 
@@ -9,58 +9,54 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json, JustRoot
+from deltacheck.cli.arguments import Item, Json, RootOnly, parse
 
 if TYPE_CHECKING:
     from deltacheck.report.data import Record
 
 
 def report(
-    words: JustRoot = None,
+    words: RootOnly = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
     ] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write each figure as a PNG image too.")
+        Path | None, typer.Option(metavar="FOLDER", help="Also write each figure as a PNG image.")
     ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Profile of the run; by default profile.json of the root, where it is there.",
+            help="Profile of the run. Default: profile.json of the root, if it exists.",
         ),
     ] = None,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Write a page: bytes, changes, drift, contracts, the cost of a restore."""
-    from deltacheck.cli import arguments as where
+    """Write a page about bytes, changes, drift, contracts and the cost of a restore."""
     from deltacheck.report.data import collect
 
     try:
         from deltacheck.report import figures, page
     except ImportError as error:
         raise ImportError(
-            f"a report is drawn by matplotlib, which cannot be imported ({error}): pip install"
+            f"a report needs matplotlib, which cannot be imported ({error}): pip install"
             " deltacheck[report]"
         ) from error
-    record = collect(where.parse(words).root, item, profile)
+    record = collect(parse(words).root, item, profile)
     drawings = figures.draw(record)
     for problem in record.problems:
         output.warn(problem)
     text = page.page(f"Checkpoints in {record.root}", _facts(record), record.problems, drawings)
-    _replace(out, text)
+    page.write_page(out, text)
     images = page.write_images(drawings, png) if png is not None else []
     if as_json:
-        about = {
-            "root": record.root,
-            "file": str(out),
-            "file_bytes": out.stat().st_size,
-            "images": [str(image) for image in images],
-        }
         output.print_json(
-            about
-            | {
+            {
+                "root": record.root,
+                "file": str(out),
+                "file_bytes": out.stat().st_size,
+                "images": [str(image) for image in images],
                 "figures": [drawing.name for drawing in drawings],
                 "steps": [step.step for step in record.steps],
             }
@@ -76,39 +72,34 @@ def report(
         raise typer.Exit(output.DAMAGED)
 
 
-def _replace(out: Path, text: str) -> None:
-    """The page appears whole or not at all."""
-    fresh = out.with_name(out.name + ".tmp")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(out)
-
-
 def _facts(record: Record) -> dict[str, str]:
+    """Return the facts at the head of the page, name -> value."""
     from deltacheck import __version__
 
     facts = {"root": record.root, "checkpoints": str(len(record.steps))}
     if record.steps:
         first, last = record.steps[0], record.steps[-1]
-        written = sum(step.written_bytes for step in record.steps)
-        whole = sum(step.raw_bytes for step in record.steps)
+        written_bytes = sum(step.written_bytes for step in record.steps)
+        raw_bytes = sum(step.raw_bytes for step in record.steps)
         facts |= {
             "training steps": f"{first.step} to {last.step}",
             "saved": " to ".join(
                 output.local_time(moment)
-                for s in (first, last)
-                if (moment := output.utc(s.time)) is not None
+                for step in (first, last)
+                if (moment := output.utc(step.time)) is not None
             ),
             "state": f"{output.size(last.raw_bytes)} in {last.leaves} leaves",
             "written by these saves": (
-                f"{output.size(written)}, {output.share(written / whole) if whole else '-'} of"
+                f"{output.size(written_bytes)},"
+                f" {output.share(written_bytes / raw_bytes) if raw_bytes else '-'} of"
                 " whole checkpoints"
             ),
             "stored for these steps": output.size(record.total_bytes),
         }
-    made = output.utc(time.time())
+    now = output.utc(time.time())
     return facts | {
         "stage": record.steps[-1].stage or "none (exact policy)" if record.steps else "-",
         "profile": record.profile.source if record.profile is not None else "none",
         "written by": ", ".join(record.writers) or "-",
-        "this page": f"deltacheck {__version__}, {output.local_time(made) if made else '-'}",
+        "this page": f"deltacheck {__version__}, {output.local_time(now) if now else '-'}",
     }

@@ -1,5 +1,7 @@
-"""How far a leaf has moved between two steps: counted on bits, measured in float64, a batch of
-chunks at a time.
+"""Measure the change of a leaf between two steps.
+
+Changed elements are counted by their bits. Norms are computed in float64, one batch of chunks at a
+time.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ Numbers = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What happened to one leaf.
+    """The change of one leaf.
 
-    ``changed``: elements whose bits differ. ``relative_l2``: norm of the difference / norm before
-    (infinite where that is 0). ``max_abs``: the largest difference, exact for integers. Both over
-    the elements that are finite before and after, ``None`` where there is none.
-    ``nonfinite_before``, ``nonfinite_after``: elements that are NaN or infinite.
+    The norms cover the elements that are finite before and after. They are ``None`` if there are
+    no such elements.
+
+    Attributes:
+        elements: Number of elements.
+        changed: Number of elements whose bits differ.
+        relative_l2: L2 norm of the difference, divided by the norm before; infinite if that is 0.
+        max_abs: Largest absolute difference, exact for integers.
+        nonfinite_before: Number of elements that are NaN or infinite before.
+        nonfinite_after: The same after.
     """
 
     elements: int
@@ -41,36 +49,37 @@ class Drift:
 
     @property
     def density(self) -> float:
-        """Changed elements / elements."""
+        """The share of elements that changed."""
         return self.changed / self.elements if self.elements else 0.0
 
 
 def measure(before: Leaf, after: Leaf) -> Drift:
-    """Compare a leaf at two steps. Chunks of stored leaves whose digests are equal are read once,
-    for
-    the norm.
+    """Compare a leaf at two steps, which must have the same shape and dtype.
 
-    REQUIRES: the same shape and dtype. Raises ``Damaged`` naming the leaf.
+    Chunks of stored leaves whose digests are equal are read once, for the norm.
+
+    Raises:
+        Damaged: If a chunk cannot be read; names the leaf.
     """
-    total = _Total()
+    sums = _Sums()
     if isinstance(before, Tiled) and isinstance(after, Tiled) and before.cuts == after.cuts:
         for number, chain in before.chains.items():
-            _add(chain, after.chains[number], total)
+            _add_leaf(chain, after.chains[number], sums)
     else:
-        _add(before, after, total)
-    return total.drift()
+        _add_leaf(before, after, sums)
+    return sums.drift()
 
 
-def _add(before: Leaf, after: Leaf, total: _Total) -> None:
+def _add_leaf(before: Leaf, after: Leaf, sums: _Sums) -> None:
     element = before.spec.element
-    moved = np.ones(before.spec.chunk_count, np.bool_)
+    differs = np.ones(before.spec.chunk_count, np.bool_)
     if isinstance(before, Chain) and isinstance(after, Chain):
-        moved = (before.digests != after.digests).any(axis=1)
-    for chunks in _batches(before, np.flatnonzero(~moved).tolist()):
-        still = _load(before, chunks)
-        total.add(still, still, element)
-    for chunks in _batches(before, np.flatnonzero(moved).tolist()):
-        total.add(_load(before, chunks), _load(after, chunks), element)
+        differs = (before.digests != after.digests).any(axis=1)
+    for chunks in _batches(before, np.flatnonzero(~differs).tolist()):
+        values = _load(before, chunks)
+        sums.add(values, values, element)
+    for chunks in _batches(before, np.flatnonzero(differs).tolist()):
+        sums.add(_load(before, chunks), _load(after, chunks), element)
 
 
 def _batches(leaf: Leaf, chunks: list[int]) -> Iterator[list[int]]:
@@ -84,31 +93,36 @@ def _load(leaf: Leaf, chunks: Sequence[int]) -> U8:
     return load_leaves({path: leaf}, {path: list(chunks)})[path].data
 
 
-class _Total:
-    """The sums over a leaf's batches."""
+class _Sums:
+    """Sums over the batches of a leaf."""
 
     def __init__(self) -> None:
-        self.elements = self.changed = self.finite = self.nonfinite_before = (
-            self.nonfinite_after
-        ) = 0
-        self.norm_before = self.norm_difference = 0.0
+        self.elements = 0
+        self.changed = 0
+        self.finite = 0
+        self.nonfinite_before = 0
+        self.nonfinite_after = 0
+        self.norm_before = 0.0
+        self.norm_difference = 0.0
         self.max_abs: float | int = 0
 
     def add(self, before: U8, after: U8, element: DType) -> None:
+        """Add a batch; ``before is after`` if its bytes are equal."""
         rows_before, rows_after = (data.reshape(-1, element.item_bytes) for data in (before, after))
         self.elements += rows_before.shape[0]
         if after is not before:
             self.changed += int((rows_before != rows_after).any(axis=1).sum())
-        with np.errstate(all="ignore"):  # NaN and infinity are counted, and then left out
-            self._measure(_wide(before, element), _wide(after, element))
+        # NaN and infinities are counted and then left out, so their warnings say nothing new.
+        with np.errstate(all="ignore"):
+            self._add_norms(_widen(before, element), _widen(after, element))
 
-    def _measure(self, before: Numbers, after: Numbers) -> None:
-        ok_before, ok_after = np.isfinite(before), np.isfinite(after)
-        self.nonfinite_before += int((~ok_before).sum())
-        self.nonfinite_after += int((~ok_after).sum())
-        both = ok_before & ok_after
-        if not both.all():
-            before, after = before[both], after[both]
+    def _add_norms(self, before: Numbers, after: Numbers) -> None:
+        is_finite_before, is_finite_after = np.isfinite(before), np.isfinite(after)
+        self.nonfinite_before += int((~is_finite_before).sum())
+        self.nonfinite_after += int((~is_finite_after).sum())
+        is_finite = is_finite_before & is_finite_after
+        if not is_finite.all():
+            before, after = before[is_finite], after[is_finite]
         if before.size == 0:
             return
         self.finite += before.size
@@ -118,26 +132,24 @@ class _Total:
         self.max_abs = max(self.max_abs, difference.max().item())
 
     def drift(self) -> Drift:
+        """Return the result for all batches."""
         relative: float | None = None
         if self.finite and self.norm_before > 0:
             relative = self.norm_difference / self.norm_before
         elif self.finite:
             relative = math.inf if self.norm_difference > 0 else 0.0
-        largest = self.max_abs if self.finite else None
         return Drift(
             self.elements,
             self.changed,
             relative,
-            largest,
+            self.max_abs if self.finite else None,
             self.nonfinite_before,
             self.nonfinite_after,
         )
 
 
-def _wide(data: U8, element: DType) -> Numbers:
-    """The numbers in a type that differences can be taken in: float64, complex128, or 64-bit
-    integers.
-    """
+def _widen(data: U8, element: DType) -> Numbers:
+    """Convert elements to float64, complex128 or 64-bit integers, to compute differences."""
     values = data.view(element.numpy)
     if element.name.startswith(("int", "bool")):
         return values.astype(np.int64)
@@ -147,13 +159,14 @@ def _wide(data: U8, element: DType) -> Numbers:
 
 
 def _magnitude(values: Numbers) -> Numbers:
-    if values.dtype == np.int64:  # the most negative one has no positive in its own type
+    if values.dtype == np.int64:
+        # The absolute value of the most negative integer does not fit its own type.
         return np.abs(values.astype(np.float64))
     return np.abs(values)
 
 
 def _difference(before: Numbers, after: Numbers) -> Numbers:
-    """``|after - before|``, exact for integers: modulo 2^64 it fits an unsigned number."""
+    """Return ``|after - before|``, exact for integers: modulo 2^64 it fits an unsigned number."""
     if before.dtype.kind not in "iu":
         return np.abs(np.subtract(after, before))
     return np.subtract(
@@ -162,7 +175,10 @@ def _difference(before: Numbers, after: Numbers) -> Numbers:
 
 
 def _norm(magnitudes: Numbers) -> float:
-    """Euclidean norm; scaled, so that squares neither overflow nor vanish."""
+    """Return the Euclidean norm, scaled by the maximum so that squares do not overflow or vanish.
+
+    The scaling is that of the BLAS routine ``dnrm2``.
+    """
     values = magnitudes.astype(np.float64)
     largest = float(values.max())
     if largest == 0 or math.isinf(largest):

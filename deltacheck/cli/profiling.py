@@ -1,4 +1,4 @@
-"""`profile`: what the state of a run does over time, from the checkpoints that are there."""
+"""The ``profile`` command: behaviour of the state of a run over time, from its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from deltacheck.cli import output
-from deltacheck.cli.options import Item, Json
+from deltacheck.cli.arguments import Item, Json
 from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.profile import LeafProfile, Profile
     from deltacheck.profile.record import AdamRule
 
-# Names under which runs report their loss and the norm of their gradients, in the metrics of a
-# save.
-_LOSS, _NORM = (
-    ("loss", "train_loss", "train/loss"),
-    ("gradient_norm", "grad_norm", "train/grad_norm"),
-)
+# Names that training frameworks give to the loss and to the gradient norm in their metrics.
+_LOSS = ("loss", "train_loss", "train/loss")
+_NORM = ("gradient_norm", "grad_norm", "train/grad_norm")
 
 
 class _Step(NamedTuple):
+    """A step to observe."""
+
     step: int
     state: object
     loss: float | None = None
@@ -38,75 +37,91 @@ def profile(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A root, a folder of torch.save files, or a plain Orbax CheckpointManager's.",
+            help=(
+                "A root, a folder of torch.save files, or the folder of an Orbax CheckpointManager."
+            ),
         ),
     ] = ".",
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the profile goes.")
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The profile to write.")
     ] = Path("profile.json"),
     betas: Annotated[
         str | None,
         typer.Option(
             metavar="B1,B2",
-            help="Adam's betas, where the state does not hold them (most of optax).",
+            help="Adam's betas, if the state does not hold them (most optimizers of optax).",
         ),
     ] = None,
     tolerance: Annotated[
         float,
         typer.Option(
             min=0.001,
-            help="Octaves that a stable second moment may drift. Larger: earlier, more reuse.",
+            help=(
+                "Octaves that a stable second moment may drift between two steps. Larger: an"
+                " earlier stable start, more reuse; smaller: smaller errors."
+            ),
         ),
     ] = 0.1,
     sample: Annotated[
-        int, typer.Option(min=1, help="Blocks of 64 elements to look at, for each class of leaves.")
+        int,
+        typer.Option(
+            min=1,
+            help=(
+                "Number of blocks of 64 elements to sample of each leaf class. Larger: more"
+                " accurate, slower."
+            ),
+        ),
     ] = 64,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE where it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Tell which leaves of a run are frozen, sparse, derived or stable, and write it to a
-    profile.
-    """
+    """Write a profile of a run: its frozen, sparse, derived and stable leaves."""
     from deltacheck import Profiler
     from deltacheck.errors import StepNotFound
 
     if out.exists() and not force:
         raise FileExistsError(
-            errno.EEXIST, "is there; replace it with --force, or name another with --out", str(out)
+            errno.EEXIST,
+            "the file exists; replace it with --force, or name another with --out",
+            str(out),
         )
     profiler = Profiler(
         interval_steps=1, sample=sample, optimizer=_rule(betas), source=Path(source).resolve().name
     )
     steps = 0
-    for seen in _steps(source, item):
-        profiler.observe(seen.step, seen.state, loss=seen.loss, gradient_norm=seen.gradient_norm)
+    for step in _steps(source, item):
+        profiler.observe(step.step, step.state, loss=step.loss, gradient_norm=step.gradient_norm)
         steps += 1
     if steps < 2:
         raise StepNotFound(
-            f"{source} has {steps} step; a profile compares steps, and needs at least two, better"
-            " ten and more"
+            f"{source} has {steps} steps; a profile compares steps, and needs at least two, better"
+            " ten or more"
         )
-    found = profiler.profile(tolerance)
-    found.write(out)
-    rows = _rows(found)
-    about: Row = {
-        "source": str(source),
-        "file": str(out),
-        "steps": steps,
-        "interval_steps": found.interval_steps,
-    }
-    if as_json:
-        rule = found.optimizer
-        about |= {"stable_start": found.stable_start, "confidence": found.confidence}
-        about |= {"betas": None if rule is None else [rule.beta1, rule.beta2]}
-        about |= {
-            "events": [{"step": e.step, "what": e.what, "size": e.size} for e in found.events],
+    result = profiler.profile(tolerance)
+    result.write(out)
+    rows = _rows(result)
+    if not as_json:
+        output.print_line(f"{steps} steps, {result.interval_steps} apart; written to {out}")
+        _print(result, rows)
+        return
+    rule = result.optimizer
+    output.print_json(
+        {
+            "source": source,
+            "file": str(out),
+            "steps": steps,
+            "interval_steps": result.interval_steps,
+            "stable_start": result.stable_start,
+            "confidence": result.confidence,
+            "betas": None if rule is None else [rule.beta1, rule.beta2],
+            "events": [
+                {"step": event.step, "what": event.what, "size": event.size}
+                for event in result.events
+            ],
             "classes": rows,
         }
-        output.print_json(about)
-    else:
-        _print(found, about, rows)
+    )
 
 
 def _rule(betas: str | None) -> AdamRule | None:
@@ -115,20 +130,21 @@ def _rule(betas: str | None) -> AdamRule | None:
     if betas is None:
         return None
     try:
-        one, other = map(float, betas.split(","))
+        beta1, beta2 = map(float, betas.split(","))
     except ValueError:
         raise typer.BadParameter(
             f"--betas takes two numbers with a comma between them, such as 0.9,0.999, not {betas!r}"
         ) from None
-    if not (0 <= one < 1 and one * one < other < 1):
+    # Updates of Adam are bounded only under this condition; see deltacheck/policy/adam.py.
+    if not (0 <= beta1 < 1 and beta1 * beta1 < beta2 < 1):
         raise typer.BadParameter(
-            f"--betas {betas} are not those of an Adam: B1 * B1 < B2 < 1 must hold"
+            f"--betas {betas} are not valid for Adam: B1 * B1 < B2 < 1 must hold"
         )
-    return AdamRule(one, other)
+    return AdamRule(beta1, beta2)
 
 
 def _steps(source: str, item: str | None) -> Iterator[_Step]:
-    """The states of a run, step after step, whatever wrote them; one at a time in memory."""
+    """Yield the states of a run in ascending order. One of them is in memory at a time."""
     from deltacheck import open as open_root
     from deltacheck.errors import NotACheckpointRoot
 
@@ -139,38 +155,38 @@ def _steps(source: str, item: str | None) -> Iterator[_Step]:
         return
     for step in checkpoints.steps():
         metrics = checkpoints.manifest(step).metrics
-        state = checkpoints.restore(
-            step, contract="exact"
-        )  # a reused moment would prove itself stable
+        # A reused moment would appear to be stable.
+        state = checkpoints.restore(step, contract="exact")
         yield _Step(step, state, _metric(metrics, _LOSS), _metric(metrics, _NORM))
 
 
-def _foreign_steps(source: Path, item: str | None, otherwise: Exception) -> Iterator[_Step]:
-    inside = list(source.iterdir()) if source.is_dir() else []
-    if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in inside):
+def _foreign_steps(source: Path, item: str | None, error: Exception) -> Iterator[_Step]:
+    """Yield the states of torch.save files or of Orbax steps; raise ``error`` if there are none."""
+    entries = list(source.iterdir()) if source.is_dir() else []
+    if any(path.suffix in (".pt", ".pth", ".bin", ".ckpt") for path in entries):
         from deltacheck.backends.torch.state import sampling as torch_files
 
         try:
             torch_files.files(source)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem)) from problem
         yield from (_Step(step, state) for step, state in torch_files.states(source))
-    elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in inside):
+    elif any(path.is_dir() and path.name.rpartition("_")[2].isdecimal() for path in entries):
         from deltacheck.backends.orbax.state import sampling as orbax_steps
 
         yield from (_Step(step, state) for step, state in orbax_steps.states(source, item))
     else:
-        raise otherwise
+        raise error
 
 
 def _metric(metrics: Mapping[str, float | str], names: tuple[str, ...]) -> float | None:
     return next((float(metrics[name]) for name in names if name in metrics), None)
 
 
-def _rows(found: Profile) -> list[Row]:
-    """A line for each role and kind."""
+def _rows(profile: Profile) -> list[Row]:
+    """Return a row for each combination of role, kind and type."""
     classes: dict[tuple[str, str, str], list[LeafProfile]] = {}
-    for leaf in found.leaves.values():
+    for leaf in profile.leaves.values():
         classes.setdefault((leaf.role, leaf.kind, leaf.dtype), []).append(leaf)
     rows: list[Row] = []
     for (role, kind, dtype), leaves in sorted(classes.items()):
@@ -193,7 +209,7 @@ def _rows(found: Profile) -> list[Row]:
     return rows
 
 
-def _print(found: Profile, about: Row, rows: list[Row]) -> None:
+def _print(profile: Profile, rows: list[Row]) -> None:
     columns = (
         Column("ROLE", "role", left=True),
         Column("KIND", "kind", left=True),
@@ -205,21 +221,18 @@ def _print(found: Profile, about: Row, rows: list[Row]) -> None:
         Column("EXACT B/ELEMENT", "exact_bytes", output.number),
         Column("STABLE FROM", "stable_from"),
     )
-    output.print_line(
-        f"{about['steps']} steps, {found.interval_steps} apart; written to {about['file']}"
-    )
-    if found.optimizer is None:
+    if profile.optimizer is None:
         output.print_line(
             "the optimizer is not known to be Adam with one pair of betas: all leaves stay exact"
             " (see --betas)"
         )
-    elif found.stable_start is None:
+    elif profile.stable_start is None:
         output.print_line("no second moment is stable yet")
     else:
         output.print_line(
-            f"stable from step {found.stable_start}, confidence {found.confidence:.2f}"
+            f"stable from step {profile.stable_start}, confidence {profile.confidence:.2f}"
         )
-    for event in found.events:
+    for event in profile.events:
         output.print_line(f"event at step {event.step}: {event.what} {event.size:.3g}")
     output.print_line("")
     output.print_table(columns, rows)

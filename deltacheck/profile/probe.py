@@ -1,5 +1,6 @@
-"""How fast this machine is at what a checkpoint does: a few hundred MB written, read, copied and
-encoded, in a few seconds.
+"""Measure the speed of this machine at the work of a checkpoint.
+
+A few hundred MB are written, read, copied and encoded, in a few seconds.
 """
 
 from __future__ import annotations
@@ -22,35 +23,38 @@ from deltacheck.store.segment import INDEX
 
 FILE_BYTES = 64 << 20
 STATE_BYTES = 32 << 20
-ROUNDS = 3  # the best of them: others use the machine too
+# The best round counts, because other processes use the machine too.
+ROUNDS = 3
 
 
 def measure(folder: Path) -> Machine:
-    """Measure in ``folder``, on its file system, and remove what was written. Raises ``OSError``.
+    """Measure the machine and the file system of a folder. Files are removed at the end.
 
-    What is encoded is float32 of which every word changed by a part in a thousand: the most work
-    that there is. Reading follows after the system was asked to forget the file; where it does not
-    (``tmpfs``), the figure is that of memory.
+    The state that is encoded is float32 with every word changed by about one part in a thousand,
+    which is the most work for the encoder. Before a file is read, the system is asked to drop it
+    from its cache; where it does not (``tmpfs``), the result is the speed of memory.
+
+    Raises:
+        OSError: If the folder cannot be written to.
     """
     with tempfile.TemporaryDirectory(prefix="deltacheck-probe-", dir=folder) as name:
-        place = Path(name)
+        directory = Path(name)
         noise = np.random.default_rng(0).integers(0, 256, FILE_BYTES, dtype=np.uint8)
-        write = FILE_BYTES / _best(lambda: _write(place / "file", noise))
-        read = FILE_BYTES / _best(lambda: _read(place / "file"))
+        write = FILE_BYTES / _best_seconds(lambda: _write(directory / "file", noise))
+        read = FILE_BYTES / _best_seconds(lambda: _read(directory / "file"))
         target = np.zeros_like(noise)
-        copy = FILE_BYTES / _best(lambda: np.copyto(target, noise))
-        encode, apply = _codec_rates(place / "root", write)
+        copy = FILE_BYTES / _best_seconds(lambda: np.copyto(target, noise))
+        encode, apply = _codec_rates(directory / "root", write)
     return Machine(write=write, read=read, encode=encode, apply=apply, copy=copy)
 
 
-def _best(action: Callable[[], object]) -> float:
-    """Seconds."""
-    found = []
+def _best_seconds(action: Callable[[], object]) -> float:
+    durations = []
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         action()
-        found.append(time.perf_counter() - begin)
-    return max(min(found), 1e-9)
+        durations.append(time.perf_counter() - start)
+    return max(min(durations), 1e-9)
 
 
 def _write(path: Path, content: U8) -> None:
@@ -68,36 +72,40 @@ def _read(path: Path) -> None:
 
 
 def _codec_rates(root: Path, write: float) -> tuple[float, float]:
-    """Bytes of state per second that are encoded, the entropy stage included, and that deltas are
-    applied to.
+    """Return the bytes of state per second that are encoded, and that deltas are applied to.
+
+    Encoding includes the entropy stage, which runs while a part is stored. Its time is therefore
+    measured together with the writing, and the time of writing at ``write`` bytes per second is
+    subtracted.
     """
     codec = default_codec()
     random = np.random.default_rng(1)
     before = random.standard_normal(STATE_BYTES // 4, np.float32)
-    now = before * (1 + 1e-3 * random.standard_normal(before.size, np.float32))
+    after = before * (1 + 1e-3 * random.standard_normal(before.size, np.float32))
     spec = LeafSpec.of("probe", before.shape, "float32")
     store = Store.create(root)
-    found: list[tuple[float, float]] = []
+    encode_seconds: list[float] = []
+    apply_seconds: list[float] = []
     for seq in range(ROUNDS):
         base = before.copy().view(np.uint8)
-        begin = time.perf_counter()
-        encoded, _ = codec.encode(now.view(np.uint8), base, spec.bounds(), 4)
-        compared = time.perf_counter() - begin
+        start = time.perf_counter()
+        encoded, _ = codec.encode(after.view(np.uint8), base, spec.bounds(), 4)
+        compare_seconds = time.perf_counter() - start
         writer = store.writer(seq)
         for pending in writer.put_part(
             _index(encoded, spec.bounds()), {name: [data] for name, data in encoded.streams.items()}
         ):
             pending.result(timeout=TIMEOUT_SECONDS)
-        storing = bytes_on_disk(writer.path) / write
-        seconds = max(compared, time.perf_counter() - begin - storing)
-        found.append((seconds, _apply_seconds(codec, encoded, before, spec.bounds())))
+        write_seconds = bytes_on_disk(writer.path) / write
+        elapsed_seconds = time.perf_counter() - start
+        encode_seconds.append(max(compare_seconds, elapsed_seconds - write_seconds))
+        apply_seconds.append(_apply_seconds(codec, encoded, before, spec.bounds()))
     store.close()
-    encode, apply = (min(of) for of in zip(*found, strict=True))
-    return STATE_BYTES / encode, STATE_BYTES / apply
+    return STATE_BYTES / min(encode_seconds), STATE_BYTES / min(apply_seconds)
 
 
 def _index(encoded: Encoded, bounds: U64) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """The encoder's rows as rows of a part's index."""
+    """Convert the encoder's rows to rows of a part's index."""
     rows = encoded.rows
     index = np.zeros((rows.shape[0], len(INDEX)), np.uint32)
     index[:, 1] = rows[:, 0]
@@ -114,6 +122,6 @@ def _apply_seconds(
     bounds: U64,
 ) -> float:
     target = before.copy().view(np.uint8)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     codec.apply(encoded, target, bounds, 4)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start

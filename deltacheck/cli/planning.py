@@ -1,0 +1,348 @@
+"""The ``plan`` command: predicted cost of checkpoints, and their best interval."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from deltacheck.cli import output
+from deltacheck.cli.arguments import Item, Json, RootOnly, parse
+from deltacheck.cli.output import Column, Row
+from deltacheck.policy.presets import RESTORE_RATIO
+
+if TYPE_CHECKING:
+    from deltacheck.profile.planner import Machine, Plan, Run
+    from deltacheck.profile.rates import Rates
+    from deltacheck.report.data import Record
+
+_MACHINE = ("write", "read", "encode", "apply", "copy")
+
+
+def plan(
+    words: RootOnly = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Predict from this profile instead of from the saves of a root."
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|model_exact",
+            help="With a profile: keep every bit, or use the contracts that it recommends.",
+        ),
+    ] = "exact",
+    mtbf_hours: Annotated[
+        float, typer.Option(min=0, metavar="H", help="Mean time between failures of the whole job.")
+    ] = 24.0,
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Time of a training step. Default: as the saves of the root show.",
+        ),
+    ] = None,
+    restart_seconds: Annotated[
+        float,
+        typer.Option(min=0, metavar="S", help="Time from a failure until the restore begins."),
+    ] = 60.0,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of processes that share the state evenly."),
+    ] = 1,
+    state_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="B",
+            help="Plan for a state of this size that changes like the observed one.",
+        ),
+    ] = None,
+    interval_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="K", help="Predict for this interval. Default: the best interval."
+        ),
+    ] = None,
+    max_chain_depth: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help=(
+                "Largest number of deltas on a leaf. Larger: fewer keyframes; smaller: faster"
+                " restore."
+            ),
+        ),
+    ] = 32,
+    max_restore_ratio: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="R",
+            help=(
+                "Largest size of the deltas that a restore decodes for a leaf, in units of the"
+                " leaf's size. Larger: fewer keyframes; smaller: faster restore; 0: no limit."
+            ),
+        ),
+    ] = RESTORE_RATIO,
+    max_restore_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Recommend the chain depth that keeps a restore within this time.",
+        ),
+    ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Measure this machine and the storage of this folder (a few seconds, 200 MB).",
+        ),
+    ] = None,
+    disk_write: Annotated[
+        float | None,
+        typer.Option(
+            "--disk-write-bytes-per-second",
+            metavar="B",
+            help="Speed of writing, all processes together.",
+        ),
+    ] = None,
+    disk_read: Annotated[
+        float | None,
+        typer.Option(
+            "--disk-read-bytes-per-second",
+            metavar="B",
+            help="Speed of reading, all processes together.",
+        ),
+    ] = None,
+    encode: Annotated[
+        float | None,
+        typer.Option(
+            "--encode-bytes-per-second",
+            metavar="B",
+            help="State that one process compares and compresses.",
+        ),
+    ] = None,
+    apply: Annotated[
+        float | None,
+        typer.Option(
+            "--apply-bytes-per-second",
+            metavar="B",
+            help="State that one process applies deltas to.",
+        ),
+    ] = None,
+    copy: Annotated[
+        float | None,
+        typer.Option(
+            "--copy-bytes-per-second",
+            metavar="B",
+            help="Memory that the capture of one process copies.",
+        ),
+    ] = None,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Predict bytes, blocking and restore time, the best interval, and whether deltas pay."""
+    from deltacheck.profile import planner
+    from deltacheck.profile.rates import scaled
+
+    if policy not in ("exact", "model_exact"):
+        raise typer.BadParameter(f"--policy is exact or model_exact, not {policy!r}")
+    if profile is None and policy != "exact":
+        raise typer.BadParameter(
+            "--policy needs a --profile: the bytes of a root are those of the policy that wrote it"
+        )
+    observed = _observe_root(words, item) if profile is None else _observe_profile(profile, policy)
+    seconds = step_seconds or observed.step_seconds
+    if not seconds:
+        raise typer.BadParameter(
+            "--step-seconds is needed: it cannot be derived from "
+            + ("a profile" if profile else "this root")
+        )
+    if not mtbf_hours:
+        raise typer.BadParameter("--mtbf-hours must be more than 0")
+    run = planner.Run(seconds, mtbf_hours * 3600, processes, restart_seconds)
+    speeds = dict(zip(_MACHINE, (disk_write, disk_read, encode, apply, copy), strict=True))
+    machine = _machine(probe, speeds)
+    rates = observed.rates
+    prediction = planner.plan(
+        rates if state_bytes is None else scaled(rates, state_bytes),
+        machine,
+        run,
+        max_chain_depth=max_chain_depth,
+        max_restore_ratio=max_restore_ratio or None,
+        max_restore_seconds=max_restore_seconds,
+        interval_steps=interval_steps,
+    )
+    if as_json:
+        output.print_json(
+            {
+                "source": observed.source,
+                "policy": policy if profile else None,
+                "observed_interval_steps": rates.interval_steps,
+                "run": asdict(run),
+                "machine": asdict(machine),
+                "verdict": verdict(prediction),
+                **asdict(prediction),
+            }
+        )
+    else:
+        _print(prediction, rates, machine, run)
+
+
+def verdict(prediction: Plan) -> str:
+    """Summarize in a few words whether deltas pay."""
+    verdicts = {
+        (True, True): "deltas pay: fewer bytes and less time lost",
+        (True, False): "deltas save bytes, but no time",
+        (False, True): "deltas save time, but few bytes",
+        (False, False): "deltas will not pay",
+    }
+    return verdicts[prediction.saves_bytes, prediction.saves_time]
+
+
+class _Observation(NamedTuple):
+    """Rates of change to predict from, and the time of a step if the source shows it."""
+
+    source: str
+    rates: Rates
+    step_seconds: float | None
+
+
+def _observe_root(words: list[str] | None, item: str | None) -> _Observation:
+    from deltacheck.report.data import collect
+
+    record = collect(parse(words).root, item)
+    return _Observation(record.root, _rates(record), _step_seconds(record))
+
+
+def _observe_profile(file: Path, policy: str) -> _Observation:
+    from deltacheck.profile.rates import from_profile
+    from deltacheck.profile.record import Profile
+
+    rates = from_profile(Profile.read(file), exact=policy == "exact")
+    return _Observation(str(file), rates, None)
+
+
+def _rates(record: Record) -> Rates:
+    """Return the cost of the saves of a root.
+
+    Leaves that were always written whole count as changed altogether, because a keyframe does not
+    show what changed.
+    """
+    from deltacheck.errors import StepNotFound
+    from deltacheck.profile.rates import LeafRate, Rates
+
+    steps = [step for step in record.steps if step.problem is None]
+    intervals = [b.step - a.step for a, b in itertools.pairwise(steps) if b.step > a.step]
+    if not intervals:
+        raise StepNotFound(
+            f"{record.root} has fewer than two steps that can be compared; give a --profile, or"
+            " save twice"
+        )
+    leaves = tuple(
+        LeafRate(
+            leaf.raw_bytes,
+            leaf.word_bytes,
+            leaf.density / leaf.saves if leaf.saves else 1.0,
+            leaf.delta_bytes / leaf.saves if leaf.saves else leaf.key_bytes,
+            leaf.key_bytes,
+        )
+        for leaf in record.leaves.values()
+    )
+    # The rest of the state is computed at a restore, or stored as smaller codes.
+    computed_bytes = steps[-1].raw_bytes - sum(leaf.raw_bytes for leaf in leaves)
+    if computed_bytes > 0:
+        leaves += (LeafRate(computed_bytes, 1, 0.0, 0.0, 0.0),)
+    tables = statistics.fmean(step.written["tables"] for step in steps[1:])
+    return Rates(statistics.median(intervals), leaves, tables)
+
+
+def _step_seconds(record: Record) -> float | None:
+    """Return the median time of a training step, from the times of neighbouring saves.
+
+    The median ignores pauses between two runs, which take far longer than any step.
+    """
+    durations = [
+        (b.time - a.time) / (b.step - a.step)
+        for a, b in itertools.pairwise(record.steps)
+        if b.step > a.step and b.time > a.time
+    ]
+    return statistics.median(durations) if durations else None
+
+
+def _machine(folder: Path | None, options: dict[str, float | None]) -> Machine:
+    """Return the speeds of the machine: those given, and measured ones for the others."""
+    from deltacheck.profile.planner import Machine
+
+    speeds = {name: speed for name, speed in options.items() if speed is not None}
+    missing = [name for name in _MACHINE if name not in speeds]
+    if missing and folder is None:
+        names = ", ".join(
+            f"--{'disk-' if name in ('write', 'read') else ''}{name}-bytes-per-second"
+            for name in missing
+        )
+        raise typer.BadParameter(
+            f"the speed of the machine is unknown: measure it with --probe FOLDER, or give {names}"
+        )
+    if missing and folder is not None:
+        from deltacheck.profile import probe
+
+        speeds = asdict(probe.measure(folder)) | speeds
+    invalid = {name: speed for name, speed in speeds.items() if not speed > 0}
+    if invalid:
+        values = " and ".join(f"{speed:g}" for speed in invalid.values())
+        raise typer.BadParameter(
+            f"{', '.join(invalid)}: a speed must be more than 0 bytes per second, not {values}"
+        )
+    return Machine(**speeds)
+
+
+def _print(prediction: Plan, rates: Rates, machine: Machine, run: Run) -> None:
+    output.print_line(verdict(prediction))
+    for reason in prediction.reasons:
+        output.print_line(f"  {reason}")
+    output.print_line("")
+    processes = f"{run.processes} process{'es' if run.processes > 1 else ''}"
+    output.print_line(
+        f"state {output.size(prediction.state_bytes)}, {processes}, a step takes"
+        f" {run.step_seconds:.4g} s, a failure every {run.mtbf_seconds / 3600:.4g} h; saves were"
+        f" observed {rates.interval_steps:g} steps apart"
+    )
+    speeds = ", ".join(f"{name} {output.size(getattr(machine, name))}/s" for name in _MACHINE)
+    output.print_line(f"machine: {speeds}")
+    output.print_line(
+        f"best interval: {prediction.young_seconds:.4g} s (Young), {prediction.daly_seconds:.4g} s"
+        f" (Daly); recommended: every {prediction.ways[0].interval_steps} steps, max_chain_depth"
+        f" {prediction.max_chain_depth}"
+    )
+    output.print_line(
+        f"a keyframe {output.size(prediction.keyframe_bytes)}, a delta"
+        f" {output.size(prediction.delta_bytes)}; the longest restore reads"
+        f" {output.size(prediction.read_bytes)}"
+    )
+    output.print_line("")
+    columns = (
+        Column("METHOD", "name", left=True),
+        Column("EVERY", "interval_steps", lambda steps: f"{steps} steps"),
+        Column("BYTES", "bytes", output.size),
+        Column("BLOCKS", "blocking_seconds", _format_seconds),
+        Column("DURABLE IN", "durable_seconds", _format_seconds),
+        Column("RESTORE", "restore_seconds", _format_seconds),
+        Column("TIME LOST", "waste", lambda share: f"{share:.3%}"),
+    )
+    rows: list[Row] = [asdict(method) for method in prediction.ways]
+    output.print_table(columns, rows)
+
+
+def _format_seconds(duration: float) -> str:
+    return f"{duration * 1e3:.3g} ms" if duration < 1 else f"{duration:.4g} s"

@@ -1,0 +1,283 @@
+"""Commands that decide which steps and segments stay.
+
+``prune``, ``delete``, ``tag`` and ``untag`` decide over steps. ``gc`` and ``compact`` decide over
+segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from deltacheck.cli import output
+from deltacheck.cli.arguments import TAG, Json, RootOnly, RootStep, open_root, parse
+
+if TYPE_CHECKING:
+    from deltacheck.policy import KeepBest
+    from deltacheck.store.root import Root
+
+_RUN_GC = "run gc to remove the segments that no step needs any more"
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing; print what would be removed.")
+]
+
+
+@contextlib.contextmanager
+def _open_for_writing(words: list[str] | None) -> Iterator[Root]:
+    """Open a root and hold its lease, so that no training writes to it meanwhile."""
+    from deltacheck.store.lock.lease import Lease
+
+    # All items of a manager root are opened: a segment that any of them needs must stay.
+    root = open_root(words)
+    lease = Lease(root.store.path)
+    try:
+        yield root
+    finally:
+        root.store.close()
+        lease.release()
+
+
+def prune(
+    words: RootOnly = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Keep the steps whose number is a multiple of N."),
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC[:MODE[:COUNT]]",
+            help=(
+                "Keep the COUNT steps (default: 1) with the best value of a metric. MODE is min"
+                " (default) or max. May be repeated."
+            ),
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the steps that no rule and no tag keeps.
+
+    Refused while a training writes to the root.
+    """
+    from deltacheck.policy.retention import Retention
+    from deltacheck.save import root_writer
+
+    retention = Retention(keep_last, keep_every, tuple(map(_parse_best, keep_best or ())))
+    if retention.keeps_all:
+        raise typer.BadParameter(
+            "give --keep-last, --keep-every or --keep-best; steps that none of them keeps are"
+            " deleted"
+        )
+    with _open_for_writing(words) as root:
+        result = root_writer.prune(root, retention, dry_run=dry_run)
+    if as_json:
+        output.print_json({"root": str(root.path), "dry_run": dry_run, **asdict(result)})
+        return
+    deleted = "would be deleted" if dry_run else "deleted"
+    for checkpoint in result.deleted:
+        output.print_line(f"step {checkpoint.step} (seq {checkpoint.seq}) {deleted}")
+    total = len(result.deleted) + len(result.kept)
+    output.print_line(
+        f"{len(result.deleted)} of {total} checkpoints {deleted}"
+        + ("" if dry_run else f"; {_RUN_GC}")
+    )
+
+
+def _parse_best(text: str) -> KeepBest:
+    from deltacheck.policy import KeepBest
+
+    metric, _, rest = text.partition(":")
+    mode, _, count = rest.partition(":")
+    try:
+        return KeepBest(metric, int(count or 1), mode or "min")
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not METRIC[:MODE[:COUNT]], such as loss:min:3"
+        ) from None
+
+
+def delete(words: RootStep = None, as_json: Json = False) -> None:
+    """Delete a step. The other steps stay whole.
+
+    Refused if the step has a tag, and while a training writes to the root.
+    """
+    from deltacheck.save import root_writer
+
+    selection = parse(words, min_steps=1, max_steps=1)
+    (step,) = selection.steps
+    if not isinstance(step, int):
+        raise typer.BadParameter("name the step to delete by its number")
+    with _open_for_writing([selection.root]) as root:
+        deleted = root_writer.delete(root, step)
+    if as_json:
+        output.print_json(
+            {"root": str(root.path), "deleted": [asdict(checkpoint) for checkpoint in deleted]}
+        )
+    else:
+        output.print_line(f"step {step} deleted; {_RUN_GC}")
+
+
+def tag(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ROOT] STEP NAME", help="The last word is the tag."),
+    ] = None,
+    move: Annotated[
+        bool, typer.Option("--move", help="Move the tag if another step already has it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Give a step a name.
+
+    Restore the step by this name. The step is kept until the tag is removed. May run beside a
+    training.
+    """
+    from deltacheck.store import root as roots
+    from deltacheck.store import tags
+
+    if not words:
+        raise typer.BadParameter("this command takes a step and a name")
+    selection = parse(words[:-1], min_steps=1, max_steps=1)
+    root = roots.open_root(selection.root)
+    try:
+        new_tag = tags.put(root, selection.steps[0], words[-1], move=move)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        output.print_json(
+            {"root": str(root.path), "tag": new_tag.name, "step": new_tag.step, "seq": new_tag.seq}
+        )
+    else:
+        output.print_line(f"step {new_tag.step} (seq {new_tag.seq}) is @{new_tag.name}")
+
+
+def untag(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROOT] NAME", help="The last word is the tag.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove a tag. Its step stays until it is deleted."""
+    from deltacheck.store import tags
+
+    if not words:
+        raise typer.BadParameter("this command takes the name of a tag")
+    root = open_root(words[:-1])
+    name = words[-1].removeprefix(TAG)
+    tags.remove(root, name)
+    if as_json:
+        output.print_json({"root": str(root.path), "removed": name})
+    else:
+        output.print_line(f"tag @{name} removed")
+
+
+def gc(
+    words: RootOnly = None,
+    dry_run: DryRun = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help=(
+                "Remove a segment only this long after a gc first found it unneeded. Larger:"
+                " slower restores can end; smaller: space is freed sooner."
+            ),
+        ),
+    ] = 60.0,
+    compact: Annotated[
+        bool,
+        typer.Option(
+            "--compact", help="First rewrite segments of which only a few leaves are needed."
+        ),
+    ] = False,
+    below: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help=(
+                "Rewrite a segment if its needed leaves take at most this share of its size."
+                " Larger: more space is freed, more bytes are written."
+            ),
+        ),
+    ] = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Remove segments that no step needs.
+
+    Refused while a training writes to the root.
+    """
+    from deltacheck.maintain import compaction
+    from deltacheck.store.collect import collect
+
+    rewritten: tuple[compaction.Rewritten, ...] = ()
+    with _open_for_writing(words) as root:
+        if compact:
+            rewritten = compaction.reclaim(root, below=below, dry_run=dry_run)
+        # The writer of a manager root may be another library. Segments that are newer than every
+        # step may then belong to a save in progress.
+        result = collect(
+            root, grace_seconds=grace, dry_run=dry_run, writer_is_dead=not root.is_manager_root
+        )
+    if as_json:
+        output.print_json(
+            {
+                "root": str(root.path),
+                "dry_run": dry_run,
+                "grace_seconds": grace,
+                **asdict(result),
+                "rewritten": [asdict(segment) for segment in rewritten],
+            }
+        )
+        return
+    for segment in rewritten:
+        output.print_line(
+            f"{segment.old} ({output.size(segment.old_bytes)}) {'would be' if dry_run else 'was'}"
+            f" rewritten: {segment.leaves} of its leaves are needed"
+            f" ({output.size(segment.new_bytes)})"
+        )
+    removed = "would be removed" if dry_run else "removed"
+    for name in result.removed:
+        output.print_line(f"{name} {removed}")
+    for name in result.waiting:
+        output.print_line(f"{name} waits: it was found unneeded less than {grace:g} s ago")
+    for name in result.in_use:
+        output.print_line(f"{name} waits: a reader has it open")
+    output.print_line(
+        f"{len(result.removed)} segments {removed}, {output.size(result.freed_bytes)} freed;"
+        f" {len(result.waiting) + len(result.in_use)} unneeded segments wait"
+        + (f", run gc again in {grace:g} s" if result.waiting else "")
+    )
+
+
+def compact(words: RootOnly = None, as_json: Json = False) -> None:
+    """Rewrite the newest step, so that a restore applies no deltas.
+
+    Refused while a training writes to the root.
+    """
+    from deltacheck.maintain import compaction
+
+    with _open_for_writing(words) as root:
+        result = compaction.compact(root)
+    if as_json:
+        output.print_json(
+            {"root": str(root.path), "compacted": None if result is None else asdict(result)}
+        )
+    elif result is None:
+        output.print_line("nothing to do: the newest step has no deltas")
+    else:
+        output.print_line(
+            f"step {result.step}: {result.leaves} leaves written whole"
+            f" ({output.size(result.stored_bytes)}); a restore applies 0 deltas instead of"
+            f" {result.deltas}. R{_RUN_GC[1:]}"
+        )

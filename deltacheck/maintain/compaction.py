@@ -1,0 +1,262 @@
+"""Rewrite committed steps so that they take less time to restore, or less space.
+
+``compact`` rewrites the newest step of a root without deltas. ``reclaim`` rewrites segments of
+which only a few leaves are needed. Neither needs the training that saved the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from deltacheck.errors import Damaged, StepNotFound
+from deltacheck.leaf import tiles
+from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.save.compactor import write_whole
+from deltacheck.save.rewrite import renewed
+from deltacheck.store import collect, layout
+from deltacheck.store.commit import commit
+from deltacheck.store.documents import encode_manifest
+from deltacheck.store.files import arrays
+from deltacheck.store.files.durability import sync_directory
+from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest, SegmentRef
+from deltacheck.store.root import Root
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """The result of ``compact``. The field names are keys of ``deltacheck compact --json``.
+
+    Attributes:
+        step: Training step.
+        seq: Sequence number of the new checkpoint.
+        leaves: Number of leaves that were written whole. A leaf in tiles counts once.
+        deltas: Length of the longest chain before.
+        stored_bytes: Size of all new files.
+    """
+
+    step: int
+    seq: int
+    leaves: int
+    deltas: int
+    stored_bytes: int
+
+
+def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | None:
+    """Replace the newest step by one whose leaves are all keyframes.
+
+    Every step restores as before, bit for bit. Until the new manifest is committed nothing has
+    changed; then the old manifest is deleted. Segments that no step needs any more stay until they
+    are collected. A few leaves are in memory at a time. The caller must hold the lease.
+
+    Args:
+        root: An engine root.
+        io_timeout_seconds: Longest time for one write to the storage.
+
+    Returns:
+        The result, or ``None`` if the step has no deltas.
+
+    Raises:
+        StepNotFound: If there is no step, or if the root belongs to a ``CheckpointManager``.
+        Damaged: If the step is not whole. Nothing has been written then.
+        ChainBroken: The same, if a chain has no keyframe.
+    """
+    _refuse_manager(root)
+    before = root.manifest()
+    chains = resolve_chains(root, before, before.stored)
+    with_deltas = {path: leaf for path, leaf in sorted(chains.items()) if leaf.deltas}
+    if not with_deltas:
+        return None
+    seq = root.next_seq()
+    new_segment = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
+    needed = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
+    segments = (*(ref for ref in before.segments if ref.id in needed), new_segment)
+    after = renewed(root, before, seq, segments, "compacting")
+    receipt = commit(root.path, after, root.store.durability)
+    collect.delete_checkpoint(root, before.seq)
+    return Compacted(
+        step=before.step,
+        seq=seq,
+        leaves=len({tiles.leaf_of(path) for path in with_deltas}),
+        deltas=max(len(leaf.deltas) for leaf in with_deltas.values()),
+        stored_bytes=new_segment.stored_bytes + receipt.stored_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A segment that was rewritten. The field names are keys of ``deltacheck gc --json``.
+
+    Attributes:
+        old: Identifier of the old segment.
+        new: Identifier of the new segment; empty in a dry run.
+        leaves: Number of leaves that are needed.
+        old_bytes: Size of all files of the old segment.
+        new_bytes: Size of all files of the new segment; an upper bound in a dry run.
+    """
+
+    old: str
+    new: str
+    leaves: int
+    old_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The leaves that steps need of a segment.
+
+    Attributes:
+        ref: The segment.
+        leaves: Leaf path -> a manifest that needs it, and the leaf's entry in the segment.
+        is_tight: Whether the segment holds nothing else.
+    """
+
+    ref: SegmentRef
+    leaves: Mapping[str, tuple[Manifest, LeafEntry]]
+    is_tight: bool
+
+    @property
+    def leaf_count(self) -> int:
+        """The number of leaves. A leaf in tiles counts once."""
+        return len({tiles.leaf_of(path) for path in self.leaves})
+
+    @property
+    def whole_bytes(self) -> int:
+        """Size of the leaves in memory: an upper bound of their size as keyframes."""
+        return sum(entry.spec(path).raw_bytes for path, (_, entry) in self.leaves.items())
+
+
+def reclaim(
+    root: Root, *, below: float = 0.5, dry_run: bool = False, io_timeout_seconds: float = 600.0
+) -> tuple[Rewritten, ...]:
+    """Rewrite segments of which only a few leaves are needed, so that the old ones can be removed.
+
+    The new segment has the old one's sequence number, so every chain keeps its order. A chain that
+    passed through the old segment begins at the new one, which holds the leaf as it was there.
+    Later entries are deltas to the same digest. Each manifest is replaced by one rename after the
+    new segments are durable, so every step is whole at any moment. The caller must hold the lease.
+
+    Args:
+        root: An engine root.
+        below: Rewrite a segment if its needed leaves take at most this share of its size. Larger:
+            more space is freed; smaller: fewer bytes are read and written.
+        dry_run: If true, change nothing.
+        io_timeout_seconds: Longest time for one write to the storage.
+
+    Returns:
+        The segments that were rewritten, or would be.
+
+    Raises:
+        Damaged: If a step is not whole. Nothing has been written then.
+        StepNotFound: If the root belongs to a ``CheckpointManager``.
+        ValueError: If ``below`` is not between 0 and 1.
+    """
+    if not 0 <= below <= 1:
+        raise ValueError(f"below must be a share between 0 and 1, not {below}")
+    _refuse_manager(root)
+    checkpoints, damaged = root.read_all()
+    for error in damaged.values():
+        # The segments that an unreadable manifest needs are unknown.
+        raise Damaged(f"nothing is rewritten while a manifest cannot be read: {error}") from error
+    manifests = {ref.manifest_path: root.read(ref.manifest_path) for ref in checkpoints}
+    sparse = [
+        need
+        for need in needs(root, manifests.values())
+        if not need.is_tight and need.whole_bytes <= below * need.ref.stored_bytes
+    ]
+    if dry_run:
+        return tuple(
+            Rewritten(need.ref.id, "", need.leaf_count, need.ref.stored_bytes, need.whole_bytes)
+            for need in sparse
+        )
+    replacements: dict[str, SegmentRef] = {}
+    for need in sparse:
+        writer = root.store.writer(layout.seq_of(need.ref.id))
+        replacements[need.ref.id] = write_whole(
+            writer, _chains_up_to(root, need), io_timeout_seconds
+        )
+    # All manifests are checked against the new segments before the first one is replaced.
+    renewals = {
+        path: _with_replacements(root, manifest, replacements)
+        for path, manifest in manifests.items()
+    }
+    for path, manifest in renewals.items():
+        if manifest != manifests[path]:
+            arrays.replace_file(path.parent, path.name, encode_manifest(manifest))
+            sync_directory(path.parent)
+    return tuple(
+        Rewritten(
+            need.ref.id,
+            replacements[need.ref.id].id,
+            need.leaf_count,
+            need.ref.stored_bytes,
+            replacements[need.ref.id].stored_bytes,
+        )
+        for need in sparse
+    )
+
+
+def needs(root: Root, manifests: Iterable[Manifest]) -> list[Need]:
+    """Return the leaves that steps need of each segment, ordered by the segments' identifiers.
+
+    Raises:
+        Damaged: If a step is not whole.
+        ChainBroken: If a chain has no keyframe.
+    """
+    refs: dict[str, SegmentRef] = {}
+    leaf_counts: dict[str, int] = {}
+    leaves: dict[str, dict[str, tuple[Manifest, LeafEntry]]] = {}
+    for manifest in manifests:
+        refs |= {ref.id: ref for ref in manifest.segments}
+        for path, leaf in resolve_chains(root, manifest, manifest.stored).items():
+            for segment, entry in (leaf.key, *leaf.deltas):
+                leaves.setdefault(segment.id, {}).setdefault(path, (manifest, entry))
+                leaf_counts[segment.id] = len(segment.table.leaves)
+    return [
+        Need(
+            refs[name],
+            entries,
+            is_tight=len(entries) == leaf_counts[name]
+            and all(entry.key is not None for _, entry in entries.values()),
+        )
+        for name, entries in sorted(leaves.items())
+    ]
+
+
+def _chains_up_to(root: Root, need: Need) -> dict[str, Chain]:
+    """Return the chains of the needed leaves of a segment, up to this segment."""
+    seq = layout.seq_of(need.ref.id)
+    chains: dict[str, Chain] = {}
+    for path, (manifest, entry) in need.leaves.items():
+        earlier = tuple(ref for ref in manifest.segments if layout.seq_of(ref.id) <= seq)
+        record = LeafRecord(entry.dtype, entry.shape, entry.chunk, entry.digest)
+        # A manifest that ends at the segment, and asks for the leaf as it was there.
+        truncated = msgspec.structs.replace(manifest.on(earlier), leaves={path: record}, tiles={})
+        chains |= resolve_chains(root, truncated, [path])
+    return chains
+
+
+def _with_replacements(
+    root: Root, manifest: Manifest, replacements: Mapping[str, SegmentRef]
+) -> Manifest:
+    """Return a manifest that names new segments instead of old ones.
+
+    Every chain is checked by its digests, and segments that are not needed any more are left out.
+    """
+    if not replacements.keys() & {ref.id for ref in manifest.segments}:
+        return manifest
+    after = manifest.on([replacements.get(ref.id, ref) for ref in manifest.segments])
+    chains = resolve_chains(root, after, after.stored).values()
+    needed = {segment.id for leaf in chains for segment, _ in (leaf.key, *leaf.deltas)}
+    return after.on([ref for ref in after.segments if ref.id in needed])
+
+
+def _refuse_manager(root: Root) -> None:
+    if root.is_manager_root:
+        raise StepNotFound(
+            f"{root.path} is the root of a CheckpointManager: Orbax owns its steps, so they cannot"
+            " be rewritten. Make an engine root of a step with deltacheck branch"
+        )
