@@ -14,8 +14,7 @@ import msgspec
 from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf import tiles
 from deltacheck.restore.chain import Chain, resolve_chains
-from deltacheck.save.compactor import write_whole
-from deltacheck.save.rewrite import renewed
+from deltacheck.save.whole_leaves import manifest_on, write_whole
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
@@ -73,7 +72,7 @@ def compact(root: Root, *, io_timeout_seconds: float = 600.0) -> Compacted | Non
     new_segment = write_whole(root.store.writer(seq), with_deltas, io_timeout_seconds)
     needed = {leaf.key[0].id for path, leaf in chains.items() if path not in with_deltas}
     segments = (*(ref for ref in before.segments if ref.id in needed), new_segment)
-    after = renewed(root, before, seq, segments, "compacting")
+    after = manifest_on(root, before, seq, segments, "compacting")
     receipt = commit(root.path, after, root.store.durability)
     collect.delete_checkpoint(root, before.seq)
     return Compacted(

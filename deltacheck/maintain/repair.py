@@ -27,7 +27,7 @@ from deltacheck.restore import derive, read
 from deltacheck.restore.buffers import byte_extents
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.read import apply_entry
-from deltacheck.save.rewrite import WholeLeaves, renewed
+from deltacheck.save.whole_leaves import WholeLeaves, manifest_on
 from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import encode_manifest
@@ -594,7 +594,7 @@ def _write(
                 segments = (*segments, ref)
                 result.stored_bytes += ref.stored_bytes
         renewals.append(
-            (path, manifest, renewed(root, manifest, base + number, segments, "repairing"))
+            (path, manifest, manifest_on(root, manifest, base + number, segments, "repairing"))
         )
     for path, before, after in reversed(renewals):
         backup.keep(path)

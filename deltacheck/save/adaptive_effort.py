@@ -1,5 +1,5 @@
-"""How hard the entropy stage works next: more where the storage is the bottleneck, less where the
-processor is.
+"""Choose the effort of the entropy stage: more if the storage is the bottleneck, less if it is the
+processor.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from dataclasses import dataclass
 
 from deltacheck.store.files.effort import Effort
 
-EFFORTS = ("auto", *Effort)  # what users choose from
+EFFORTS = ("auto", *Effort)
 
-_SHARE_OF_STORAGE, _SHARE_OF_PROCESSOR = (
-    0.05,
-    0.2,
-)  # of the time between saves, below which neither is a bottleneck
+# Shares of the time between saves. Below them neither side is a bottleneck.
+_STORAGE_SHARE, _PROCESSOR_SHARE = 0.05, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where one save's time went, in seconds of one thread. ``interval_seconds``: since the save
-    before.
+    """The time of one save, in seconds of one thread.
+
+    Args:
+        interval_seconds: Time since the last save began.
+        entropy_seconds: Time in the entropy stage.
+        storage_seconds: Time waiting for the storage.
     """
 
     interval_seconds: float
@@ -27,22 +29,43 @@ class Timing:
     storage_seconds: float
 
 
-def next_effort(effort: Effort, seen: Timing) -> Effort:
-    """The effort of the next save: one step up or down, or the same.
+def next_effort(effort: Effort, timing: Timing) -> Effort:
+    """Return the effort of the next save: one step up or down, or the same.
 
-    Up where the save waited for the storage for twice as long as its entropy stage took, and for a
-    twentieth of the time between saves: smaller files are then worth work. Down where it is the
-    other way round and the stage took a fifth of that time: training wants the processor. Else as
-    it was, so that the choice does not swing.
+    Up, if the save waited for the storage twice as long as its entropy stage took, and for a
+    twentieth of the time between saves: smaller files are then worth work. Down, if the entropy
+    stage took twice as long, and a fifth of that time: training wants the processor. Otherwise the
+    same, so that the choice does not swing.
     """
-    order = list(Effort)
-    at = order.index(effort)
-    if seen.storage_seconds > max(
-        2 * seen.entropy_seconds, _SHARE_OF_STORAGE * seen.interval_seconds
+    efforts = list(Effort)
+    position = efforts.index(effort)
+    if timing.storage_seconds > max(
+        2 * timing.entropy_seconds, _STORAGE_SHARE * timing.interval_seconds
     ):
-        return order[min(at + 1, len(order) - 1)]
-    if seen.entropy_seconds > max(
-        2 * seen.storage_seconds, _SHARE_OF_PROCESSOR * seen.interval_seconds
+        return efforts[min(position + 1, len(efforts) - 1)]
+    if timing.entropy_seconds > max(
+        2 * timing.storage_seconds, _PROCESSOR_SHARE * timing.interval_seconds
     ):
-        return order[max(at - 1, 0)]
+        return efforts[max(position - 1, 0)]
     return effort
+
+
+class EffortChoice:
+    """The effort of each save of one saver.
+
+    Args:
+        effort: One of ``EFFORTS``. ``"auto"``: adapted after every save, so that equal states no
+            longer give equal files; others: fixed.
+    """
+
+    def __init__(self, effort: str) -> None:
+        self._adapts = effort == "auto"
+        self.current = Effort.NORMAL if self._adapts else Effort(effort)
+        self._last_begin: float | None = None
+
+    def adapt(self, begin: float, entropy_seconds: float, storage_seconds: float) -> None:
+        """Choose the effort of the next save by the times of one that began at ``begin``."""
+        last_begin, self._last_begin = self._last_begin, begin
+        if self._adapts and last_begin is not None:
+            timing = Timing(begin - last_begin, entropy_seconds, storage_seconds)
+            self.current = next_effort(self.current, timing)

@@ -1,68 +1,38 @@
-"""Write leaves whole again from what is stored of them: behind a training, between two of its
-saves,
-or by a command.
+"""Write leaves with long chains whole, behind a training, between two of its saves.
 
-Behind a training no manifest is touched. The segment that is written has a sequence number which
-was set aside between two saves, and holds the leaves as the first of the two has them. Once it is
-durable the next save's chains hang from it, with the deltas that came after it; until then
-everything is as if there were none. So a kill at any moment leaves an unneeded segment, and nothing
-else.
+No manifest is touched. The new segment has a sequence number that was set aside between two saves,
+and it holds the leaves as the first of these saves has them. Once it is durable, the chains of the
+next save begin at it and keep the deltas that came later. Until then no chain refers to it. A kill
+at any moment therefore leaves an unneeded segment and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deltacheck.errors import SaveFailed
-from deltacheck.leaf.digest import leaf_digest
-from deltacheck.leaf.spec import batches
-from deltacheck.restore import read
-from deltacheck.restore.chain import Chain, resolve_chains
+from deltacheck.restore.chain import resolve_chains
 from deltacheck.save.job.leaf_state import LeafState
-from deltacheck.save.rewrite import WholeLeaves
+from deltacheck.save.whole_leaves import write_whole
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, Store
-from deltacheck.store.segment import SegmentWriter
 
 log = logging.getLogger("deltacheck")
 
-_BATCH_BYTES = 16 << 20  # of leaves that are read together, so that many small ones cost few calls
-
-Links = tuple[str, tuple[str, ...]]  # the segment of a leaf's keyframe, and those of its deltas
-
-
-def write_whole(
-    writer: SegmentWriter,
-    chains: Mapping[str, Chain],
-    io_timeout_seconds: float,
-    give_up: Callable[[], bool] = lambda: False,
-) -> SegmentRef:
-    """Write leaves as keyframes of a new segment, durably. Holds a few of them in memory at a time.
-
-    Raises ``Damaged`` or ``ChainBroken`` where they are not whole, ``SaveFailed`` where the storage
-    hangs or ``give_up`` says so.
-    """
-    whole = WholeLeaves(writer, [found.spec for found in chains.values()], io_timeout_seconds)
-    for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
-        if give_up():
-            raise SaveFailed("the compaction was given up")
-        batch = {path: chains[path] for path in paths}
-        data = read.read_chunks(
-            batch, {path: list(range(found.spec.chunk_count)) for path, found in batch.items()}
-        )
-        for path, found in batch.items():
-            whole.add(found.spec, leaf_digest(found.digests), found.digests, data[path])
-    return whole.finish()
+# The segment of a leaf's keyframe, and the segments of its deltas, oldest first.
+Links = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Leaves to write whole, and where each stands as of one save. ``seq``: set aside for it, right
-    after that save's.
+class CompactionPlan:
+    """Leaves to write whole.
+
+    Args:
+        seq: The sequence number of the new segment, set aside right after a save.
+        links: The chain of each leaf as of that save, by path.
     """
 
     seq: int
@@ -70,9 +40,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Compacted:
-    """The leaves of ``links`` stand in the segment ``ref`` too, as they were at the end of these
-    chains.
+class CompactedChains:
+    """Leaves that were written whole.
+
+    Args:
+        ref: The new segment.
+        links: The chain that the segment replaces, of each leaf by path.
     """
 
     ref: SegmentRef
@@ -80,7 +53,7 @@ class Compacted:
 
 
 def due(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
-    """The leaves whose chains have at least ``after`` deltas, and those chains."""
+    """Return the chains of the leaves that have at least ``after`` deltas."""
     return {
         path: (leaf.key_segment, tuple(leaf.delta_segments))
         for path, leaf in leaves.items()
@@ -88,39 +61,50 @@ def due(leaves: Mapping[str, LeafState], after: int) -> dict[str, Links]:
     }
 
 
-def hang(leaves: Mapping[str, LeafState], done: Compacted) -> int:
-    """Let the leaves' chains begin at the compacted segment, where they still begin with what was
-    compacted; how many did.
+def attach(leaves: Mapping[str, LeafState], compacted: CompactedChains) -> int:
+    """Let chains begin at the compacted segment, and return how many now do.
 
-    The deltas after it stay: the first of them is one to the digest that the leaf has in the
-    segment. REQUIRES: no save is being encoded.
+    A chain is left alone if it no longer begins with what was compacted. Later deltas stay: the
+    first of them goes from the digest that the leaf has in the segment. No save may be encoding.
     """
-    hung = 0
-    for path, (key, deltas) in done.links.items():
+    count = 0
+    for path, (key, deltas) in compacted.links.items():
         leaf = leaves.get(path)
         if (
             leaf is not None
             and leaf.key_segment == key
             and tuple(leaf.delta_segments[: len(deltas)]) == deltas
         ):
-            leaf.key_segment, leaf.delta_segments = done.ref.id, leaf.delta_segments[len(deltas) :]
+            leaf.key_segment = compacted.ref.id
+            leaf.delta_segments = leaf.delta_segments[len(deltas) :]
             leaf.delta_bytes = leaf.delta_bytes[len(deltas) :]
-            hung += 1
-    return hung
+            count += 1
+    return count
 
 
 @dataclass(slots=True)
 class _Running:
-    """A compaction under way, or one whose result nobody has taken yet."""
+    """A compaction under way, or one with a result to take.
+
+    Args:
+        thread: Its thread; ``None``: there is no compaction.
+        segments: The segments that it reads and writes.
+        result: Its result, if it succeeded.
+    """
 
     thread: threading.Thread | None = None
-    segments: set[str] = field(default_factory=set)  # that it reads and writes
-    result: Compacted | None = None
+    segments: set[str] = field(default_factory=set)
+    result: CompactedChains | None = None
 
 
 class Compactor:
-    """Compactions of one saver, one at a time, on a thread of their own. ``after``: deltas from
-    which on a leaf is due.
+    """The compactions of one saver, one at a time, each on a thread of its own.
+
+    Args:
+        store: The segments of the root.
+        after: The number of deltas from which on a leaf is due. Smaller: faster restores; larger:
+            less reading and writing beside the training.
+        io_timeout_seconds: The longest wait for the storage.
     """
 
     def __init__(self, store: Store, after: int, io_timeout_seconds: float) -> None:
@@ -131,18 +115,24 @@ class Compactor:
         self._running = _Running()
         self._stop = threading.Event()
 
-    def plan(self, leaves: Mapping[str, LeafState], seq: int) -> Plan | None:
-        """What to compact as of the save that was captured last; ``None`` where nothing is due, or
-        one is under way.
+    def plan(self, leaves: Mapping[str, LeafState], seq: int) -> CompactionPlan | None:
+        """Return what to compact as of the save that was captured last.
+
+        ``None`` if nothing is due, or a compaction is under way.
         """
         with self._lock:
             if self._running.thread is not None:
                 return None
         links = due(leaves, self._after)
-        return Plan(seq, links) if links else None
+        return CompactionPlan(seq, links) if links else None
 
-    def start(self, plan: Plan, manifest: Manifest) -> None:
-        """Begin. ``manifest``: of the save that the plan was made after, committed."""
+    def start(self, plan: CompactionPlan, manifest: Manifest) -> None:
+        """Begin a compaction.
+
+        Args:
+            plan: The leaves.
+            manifest: The committed manifest of the save after which the plan was made.
+        """
         with self._lock:
             if self._running.thread is not None or self._stop.is_set():
                 return
@@ -153,8 +143,8 @@ class Compactor:
             self._running = _Running(thread, segments)
         thread.start()
 
-    def take(self) -> Compacted | None:
-        """The result of the last compaction, once."""
+    def take(self) -> CompactedChains | None:
+        """Return the result of the last compaction, once."""
         with self._lock:
             running = self._running
             if running.thread is None or running.thread.is_alive():
@@ -163,39 +153,38 @@ class Compactor:
         return running.result
 
     def segments(self) -> set[str]:
-        """Segments that must not be removed while this is under way or its result not yet taken."""
+        """Return the segments to keep until the result of the compaction is taken."""
         with self._lock:
             return set(self._running.segments)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the compaction under way, if any."""
+        """Wait for the compaction under way, if there is one."""
         thread = self._running.thread
         if thread is not None:
             thread.join(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Give up what is under way. More than once does nothing."""
+        """Give up the compaction under way. A second call does nothing."""
         self._stop.set()
         self.wait(timeout)
 
-    def _run(self, plan: Plan, manifest: Manifest) -> None:
+    def _run(self, plan: CompactionPlan, manifest: Manifest) -> None:
         writer = self._store.writer(plan.seq)
         running = self._running
         running.segments = running.segments | {writer.id}
         try:
             root = Root(self._store.path, self._store).afresh()
-            found = resolve_chains(
-                root, manifest, [path for path in plan.links if path in manifest.stored]
-            )
+            stored = [path for path in plan.links if path in manifest.stored]
+            # The plan was made before its save was committed, so its chains may differ.
             chains = {
-                p: c
-                for p, c in found.items()
-                if (c.key[0].id, tuple(c.delta_segments)) == plan.links[p]
+                path: chain
+                for path, chain in resolve_chains(root, manifest, stored).items()
+                if (chain.key[0].id, tuple(chain.delta_segments)) == plan.links[path]
             }
             if chains:
                 ref = write_whole(writer, chains, self._io_timeout_seconds, self._stop.is_set)
-                running.result = Compacted(ref, {path: plan.links[path] for path in chains})
-        except BaseException as error:  # noqa: BLE001 - the training has lost nothing
+                running.result = CompactedChains(ref, {path: plan.links[path] for path in chains})
+        except BaseException as error:  # noqa: BLE001 - training goes on with the chains as they are
             remove_tree(writer.path, ignore_errors=True)
             if not self._stop.is_set():
                 log.warning(

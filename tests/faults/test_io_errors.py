@@ -166,15 +166,14 @@ def test_a_commit_that_ends_after_its_save_was_given_up_gives_a_whole_step_or_no
             created.set()
             return done
 
-        def hurry(work: SaveJob, refs: Any) -> Any:
-            engine._saver._setup = _with_deadline(engine, 0.1)  # of the commit alone
-            return manifest(work, refs)
+        def hurry(job: SaveJob, refs: Any) -> Any:
+            job.setup = _with_deadline(engine, 0.1)  # of the commit alone
+            return manifest(job, refs)
 
         patch.setattr(store_root.arrays, "create_file", hang)
         patch.setattr(SaveJob, "manifest", hurry)
         assert "may hang" in str(engine.save(0, state).exception(30))
         patch.setattr(SaveJob, "manifest", manifest)
-        engine._saver._setup = _with_deadline(engine, 30.0)
         saved = copy.deepcopy(state)
         for step in range(1, 1 + later):
             nudge(state)

@@ -17,7 +17,7 @@ import deltacheck
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind
-from deltacheck.save import compactor
+from deltacheck.save import compactor, whole_leaves
 from deltacheck.store import collect
 from deltacheck.store.root import open_root
 from tests.support.states import assert_same, kinds
@@ -67,7 +67,7 @@ def test_chains_stay_short_without_keyframes_and_every_step_restores(
             handle = engine.save(step, live)
             if step % 3 == 0:
                 handle.wait(timeout=60)
-                engine._saver._compactor.wait(60)  # type: ignore[union-attr]
+                engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
             written.append(handle)
         engine.wait(60)
         for handle in written[1:]:
@@ -111,7 +111,7 @@ def test_saves_go_on_while_a_compaction_is_under_way_and_hang_from_it_afterwards
             engine.save(step, live).wait(timeout=60)
         assert depths(tmp_path, 7)["big"] == 7
         go.set()
-        engine._saver._compactor.wait(60)  # type: ignore[union-attr]
+        engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
         states[8] = train(live, 8)
         engine.save(8, live).wait(timeout=60)
         assert depths(tmp_path, 8)["big"] == 6
@@ -135,7 +135,7 @@ def test_a_compaction_that_fails_is_logged_and_harms_nothing(
         for step in range(6):
             expected = train(live, step)
             engine.save(step, live).wait(timeout=60)
-            engine._saver._compactor.wait(60)  # type: ignore[union-attr]
+            engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
         assert_same(expected, engine.restore())
     assert "was not compacted; its chains stay as they are" in caplog.text
     assert "No space left" in caplog.text
@@ -149,7 +149,7 @@ def test_a_restore_of_another_step_while_a_compaction_is_under_way_is_not_misled
         for step in range(6):
             states[step] = train(live, step)
             engine.save(step, live).wait(timeout=60)
-        engine._saver._compactor.wait(60)  # type: ignore[union-attr]
+        engine._saver._chains.compactor.wait(60)  # type: ignore[union-attr]
         live = engine.restore(1)
         states[7] = train(live, 7)
         engine.save(7, live).wait(timeout=60)
@@ -163,14 +163,14 @@ def test_a_restore_of_another_step_while_a_compaction_is_under_way_is_not_misled
 def test_closing_gives_up_a_compaction_under_way_and_leaves_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = compactor.batches
+    batches = whole_leaves.batches
 
     def slowly(*of: Any) -> Any:
         for batch in batches(*of):
             time.sleep(0.3)
             yield batch
 
-    monkeypatch.setattr(compactor, "batches", slowly)
+    monkeypatch.setattr(whole_leaves, "batches", slowly)
     live = state()
     with Engine(tmp_path, compact_after=1) as engine:
         for step in range(3):

@@ -84,7 +84,7 @@ def test_a_thread_that_hangs_stops_neither_the_training_nor_later_saves(
         assert isinstance(handle.exception(1), errors.SaveFailed)
         go.set()
         until = Deadline.after(30)
-        while engine._saver._stuck and until.left:
+        while engine._saver._pipeline.stuck and until.left:
             time.sleep(0.01)
         engine.save(4, {"p": parameter}).wait(timeout=30)
         assert engine.steps() == [0, 4]

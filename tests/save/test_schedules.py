@@ -29,7 +29,7 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.restore import read
-from deltacheck.save import saver
+from deltacheck.save import pipeline
 from deltacheck.store import collect, root
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
@@ -88,7 +88,7 @@ def schedule(seed: int) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver.queue, "SimpleQueue", Queue)  # type: ignore[attr-defined]
+        patch.setattr(pipeline.queue, "SimpleQueue", Queue)  # type: ignore[attr-defined]
         for module, name in (
             (arrays, "create_file"),
             (arrays, "replace_file"),
@@ -97,7 +97,7 @@ def schedule(seed: int) -> Iterator[None]:
             (pins, "unlink_unless_pinned"),
             (collect, "delete_checkpoint"),
             (shutil, "rmtree"),
-            (root, "read_manifest"),
+            (root.documents, "read_manifest"),
             (root, "Pin"),
             (read, "apply_deltas"),
         ):

@@ -125,9 +125,9 @@ BUGS = (
         "error-swallowed",
         (
             Edit(
-                "deltacheck.save.saver",
-                "work.progress.fail(failure)",
-                "work.progress.advance('committed')",
+                "deltacheck.save.pipeline",
+                "job.progress.fail(failure)",
+                "job.progress.advance('committed')",
             ),
         ),
         ("restore/test_refusals.py::test_a_failure_at_the_end_of_the_with_block_is_raised_there",),

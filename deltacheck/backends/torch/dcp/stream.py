@@ -180,7 +180,7 @@ class Stream:
             saver.forget()
         self._written, self._manifest = task.seq, None
         restored = _restored.pop(str(self.path), None)
-        if restored is not None and not saver.leaves:
+        if restored is not None and not saver.has_chains:
             names = [
                 name for name in flat.leaves if name in restored.chains and name in restored.stored
             ]

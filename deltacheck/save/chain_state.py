@@ -1,0 +1,229 @@
+"""The chains that the next save goes on from: leaves, segments, sequence numbers and compactions.
+
+The shadow (``LeafState.base``) is the decoded content of the newest captured save. It is updated
+while a save is encoded. If that save fails afterwards, the shadow is dropped and the epoch
+advances: the next save writes keyframes, and saves already encoded on top of the failed one cannot
+be committed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from deltacheck.leaf.digest import leaf_digest
+from deltacheck.policy.keyframes import due_for_reads
+from deltacheck.restore.chain import Chain
+from deltacheck.save.compactor import CompactionPlan, Compactor, attach
+from deltacheck.save.job.leaf_state import LeafState
+from deltacheck.save.job.save_job import ChainTurn, SaveJob
+from deltacheck.save.options import SaveOptions
+from deltacheck.store.files.effort import Effort
+from deltacheck.store.manifest import Manifest, SegmentRef
+
+
+class ChainState:
+    """The chains of one saver. Its methods may be called from any thread.
+
+    Args:
+        next_seq: The sequence number of the first save.
+        compactor: Writes leaves with long chains whole. ``None``: nothing does.
+    """
+
+    def __init__(self, next_seq: int, compactor: Compactor | None) -> None:
+        self.epoch = 0
+        self.leaves: dict[str, LeafState] = {}
+        self.compactor = compactor
+        self._next_seq = next_seq
+        # The segments of the newest durable save, and the number of delta arrays in each.
+        self._refs: dict[str, SegmentRef] = {}
+        self._delta_arrays: dict[str, int] = {}
+        # The newest step that was committed, or restored since.
+        self._newest: Manifest | None = None
+        # The newest compacted segment. It is no step's yet until the next save is committed.
+        self._compacted: dict[str, SegmentRef] = {}
+        # Compactions to start when the save of a sequence number is committed.
+        self._plans: dict[int, CompactionPlan] = {}
+        # Segments of saves under way, of saves that were given up while they were committed, and
+        # manifests that are still to be read back, by sequence number.
+        self._written: set[str] = set()
+        self._uncertain: set[str] = set()
+        self._unchecked: dict[int, Manifest] = {}
+        # Reentrant: a signal handler may interrupt its holder and ask for what is protected.
+        self._lock = threading.RLock()
+
+    # --- between saves ----------------------------------------------------------------------------
+
+    def standing(self) -> tuple[int, int]:
+        """Return the epoch and the next sequence number.
+
+        The pair changes with every save that begins, and whenever the shadow is dropped or
+        replaced.
+        """
+        with self._lock:
+            return self.epoch, self._next_seq
+
+    def number_from(self, seq: int) -> None:
+        """Give the next save at least this sequence number."""
+        with self._lock:
+            self._next_seq = max(self._next_seq, seq)
+
+    def adopt(
+        self, chains: Mapping[str, Chain], bases: Mapping[str, Any] | None, manifest: Manifest
+    ) -> None:
+        """Go on from a restored step.
+
+        Args:
+            chains: The chains of the step's leaves.
+            bases: Their decoded content in the codec's form, owned from now on. ``None``: no
+                shadow is kept.
+            manifest: The manifest of the step.
+        """
+        with self._lock:
+            self.epoch += 1
+            self._refs = {ref.id: ref for ref in manifest.segments}
+            self._newest, self._compacted = manifest, {}
+            self._delta_arrays = {
+                segment.id: segment.table.delta_arrays
+                for chain in chains.values()
+                for segment, _ in chain.deltas
+            }
+            self.leaves = {
+                path: _leaf_state(chain, None if bases is None else bases[path])
+                for path, chain in chains.items()
+            }
+
+    def drop(self) -> None:
+        """Drop the shadow, so that the next save writes keyframes."""
+        with self._lock:
+            self.epoch += 1
+            self.leaves = {}
+
+    def start_over(self) -> None:
+        """Drop the shadow, and need no stored segment any more. No save may be under way."""
+        with self._lock:
+            self.drop()
+            self._refs, self._compacted = {}, {}
+
+    def protected_segments(self) -> set[str]:
+        """Return the segments that the shadow or a save under way needs."""
+        with self._lock:
+            names = self._refs.keys() | self._uncertain | self._compacted.keys() | self._written
+            for manifest in self._unchecked.values():
+                names |= {ref.id for ref in manifest.segments}
+            if self.compactor is not None:
+                names |= self.compactor.segments()
+            for leaf in list(self.leaves.values()):
+                names |= {leaf.key_segment, *leaf.delta_segments}
+            return names
+
+    # --- during a save, in this order -------------------------------------------------------------
+
+    def begin(
+        self,
+        paths: Collection[str],
+        options: SaveOptions,
+        effort: Effort,
+        make_job: Callable[[ChainTurn], SaveJob],
+    ) -> SaveJob:
+        """Begin a save on these chains. Every earlier save must be encoded.
+
+        Args:
+            paths: The leaves of the save. Chains of others end here.
+            options: The options of the saver.
+            effort: The effort of the entropy stage.
+            make_job: Return the save. If it raises, its sequence number is not used.
+        """
+        with self._lock:
+            for path in self.leaves.keys() - paths:
+                del self.leaves[path]
+            compaction = self._take_compaction()
+            delta_segments = {path: leaf.delta_segments for path, leaf in self.leaves.items()}
+            due = due_for_reads(
+                delta_segments, self._delta_arrays, options.policy.max_restore_reads
+            )
+            job = make_job(ChainTurn(self._next_seq, self.epoch, self.leaves, due, effort))
+            if compaction is not None:
+                self._plans[job.seq] = compaction
+            self._written.add(job.writer.id)
+            self._next_seq += 1
+            return job
+
+    def _take_compaction(self) -> CompactionPlan | None:
+        """Attach the chains to what has been compacted, and plan the next compaction."""
+        if self.compactor is None:
+            return None
+        compacted = self.compactor.take()
+        if compacted is not None and attach(self.leaves, compacted):
+            self._compacted = {compacted.ref.id: compacted.ref}
+        plan = self.compactor.plan(self.leaves, self._next_seq)
+        if plan is not None:
+            # The compacted segment is numbered between the last save and the one that begins.
+            self._next_seq += 1
+        return plan
+
+    def encoded(self, job: SaveJob) -> None:
+        """Record the delta arrays that a restore of this save's segment would read."""
+        self._delta_arrays[job.writer.id] = job.writer.delta_arrays
+
+    def durable(self, job: SaveJob, ref: SegmentRef | None) -> dict[str, SegmentRef]:
+        """Record that a save is durable, and return the segments that its step needs.
+
+        Args:
+            job: The save.
+            ref: Its own segment, if it has one.
+        """
+        with self._lock:
+            refs = self._refs | self._compacted | ({} if ref is None else {ref.id: ref})
+            self._refs = {name: refs[name] for name in refs if name in job.segments}
+            # Names sort by age, and no later save needs a segment older than this one's oldest.
+            oldest = min(job.segments, default="")
+            self._delta_arrays = {
+                name: count for name, count in list(self._delta_arrays.items()) if name >= oldest
+            }
+            return self._refs
+
+    def await_receipt(self, job: SaveJob, manifest: Manifest) -> None:
+        """Protect the segments of a step until it is read back."""
+        with self._lock:
+            self._unchecked[job.seq] = manifest
+
+    def end_receipt(self, job: SaveJob) -> None:
+        """Unprotect the segments of a step that was read back, or does not exist."""
+        with self._lock:
+            self._unchecked.pop(job.seq, None)
+
+    def committed(self, job: SaveJob, manifest: Manifest) -> None:
+        """Record that the step exists, and start the compaction that was planned with it."""
+        previous, self._newest = self._newest, manifest
+        plan = self._plans.pop(job.seq, None)
+        if plan is not None and previous is not None and self.compactor is not None:
+            self.compactor.start(plan, previous)
+        self._written.discard(job.writer.id)
+
+    def failed(self, job: SaveJob) -> None:
+        """Drop the shadow if the failed save has updated it."""
+        with self._lock:
+            if job.epoch == self.epoch:
+                self.drop()
+            self._written.discard(job.writer.id)
+            self._plans.pop(job.seq, None)
+
+    def protect_uncertain(self, job: SaveJob) -> None:
+        """Protect the segments of a save whose manifest may still appear."""
+        with self._lock:
+            self._uncertain |= job.segments
+
+
+def _leaf_state(chain: Chain, base: Any) -> LeafState:
+    return LeafState(
+        chain.spec,
+        chain.spec.bounds(),
+        base,
+        chain.digests,
+        leaf_digest(chain.digests),
+        chain.key[0].id,
+        chain.delta_segments,
+        chain.delta_bytes,
+    )

@@ -1,0 +1,267 @@
+"""The threads that carry saves out behind the training loop, their deadlines and their failures.
+
+Two threads serve a saver. The *encoder* captures lazy leaves, assembles parts and hands them to the
+store. The *committer* waits for the disk, writes the manifest and promotes the step. It waits on a
+third thread, which it leaves behind if the storage hangs. A save may be captured while the one
+before it is still on its way to disk. With ``verify="receipt"`` one more thread reads committed
+steps back.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait as wait_for
+from functools import partial
+from typing import TypeVar
+
+from deltacheck.errors import ReceiptFailed, SaveFailed
+from deltacheck.restore import receipt
+from deltacheck.restore.receipt import Receipt
+from deltacheck.save.adaptive_effort import EffortChoice
+from deltacheck.save.chain_state import ChainState
+from deltacheck.save.job.save_job import SaveJob
+from deltacheck.save.options import SaveOptions
+from deltacheck.save.progress import Progress, as_save_failed
+from deltacheck.store.files.background import Background
+from deltacheck.store.files.storage import remove_tree
+from deltacheck.store.manifest import Manifest
+
+log = logging.getLogger("deltacheck")
+
+_Result = TypeVar("_Result")
+
+_JOIN_SECONDS = 30.0  # for threads that have nothing left to do
+# Times io_timeout_seconds. Storage calls that can hang have deadlines of their own if possible, and
+# these give better messages. This longer one is for calls that have none, such as fsync.
+_PATIENCE = 1.5
+_MOST_REMOVAL_SECONDS = 5.0  # the longest wait for the removal of a failed save's files
+
+
+class _GaveUp(SaveFailed):
+    """The storage did not answer in time. The awaited action may still succeed."""
+
+
+class Pipeline:
+    """The threads of one saver.
+
+    Args:
+        options: The options of the saver.
+        chains: The chains that saves go on from.
+    """
+
+    def __init__(self, options: SaveOptions, chains: ChainState) -> None:
+        self.effort = EffortChoice(options.effort)
+        # Saves that were given up while a thread was in them. Until that thread returns nothing
+        # else can be saved, since it would wait behind them.
+        self.stuck: set[Progress] = set()
+        self._chains = chains
+        self._lock = threading.RLock()
+        self._stopped: Callable[[], None] | None = None
+        self._to_encode: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
+        self._to_commit: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
+        self._to_check: queue.SimpleQueue[tuple[SaveJob, Manifest] | None] = queue.SimpleQueue()
+        self._disk = Background(1, "deltacheck-disk")
+        loops = {"deltacheck-encoder": self._encode_loop, "deltacheck-committer": self._commit_loop}
+        if options.verify == "receipt":
+            loops["deltacheck-receipts"] = self._receipt_loop
+        self._threads = [
+            threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the training thread's side ---------------------------------------------------------------
+
+    def start(self, job: SaveJob) -> None:
+        """Hand a save to the encoder; all of its leaves that are not lazy are captured."""
+        self._to_encode.put(job)
+
+    def give_up(self, progress: Progress, error: BaseException) -> None:
+        """Fail a save that makes no progress, so that training does not stop with it."""
+        with self._lock:
+            if progress.done():  # it has ended since the wait for it timed out
+                return
+            self.stuck.add(progress)
+            self._chains.drop()
+        failure = as_save_failed(progress.step, error)
+        log.error("%s", failure)
+        progress.fail(failure)
+
+    def raise_stuck(self) -> None:
+        """Raise ``SaveFailed`` if a thread still hangs in a save that was given up."""
+        stuck = min(self.stuck, key=lambda progress: progress.step, default=None)
+        if stuck is not None:
+            raise SaveFailed(
+                f"the storage still hangs in the save of step {stuck.step}; nothing can be saved"
+                " before it answers, or by another process"
+            )
+
+    def stop(self, *, join: bool) -> None:
+        """Let the threads end after the saves under way. ``join``: wait for that."""
+        self._to_encode.put(None)
+        if join:
+            for thread in self._threads:
+                thread.join(_JOIN_SECONDS)
+            if self._chains.compactor is not None:
+                self._chains.compactor.close(_JOIN_SECONDS)
+
+    def when_stopped(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once the threads have ended: now, or from the last of them.
+
+        The caller must have called ``stop``.
+        """
+        with self._lock:
+            if self._threads:
+                self._stopped = callback
+                return
+        callback()
+
+    # --- the threads ------------------------------------------------------------------------------
+
+    # A thread that ended with an exception would let the training loop wait forever, so every loop
+    # catches all of them.
+
+    def _encode_loop(self) -> None:
+        while (job := self._to_encode.get()) is not None:
+            try:
+                job.capture(job.lazy)
+                # From here on the save holds none of the caller's memory.
+                job.progress.advance("captured")
+                job.encode()
+                self._chains.encoded(job)
+                job.progress.advance("encoded")
+            except BaseException as error:  # noqa: BLE001 - see above
+                self.fail(job, error)
+            else:
+                self._to_commit.put(job)
+            del job  # its memory must not wait for the next save
+        self._to_commit.put(None)
+
+    def _commit_loop(self) -> None:
+        while (job := self._to_commit.get()) is not None:
+            try:
+                self._commit(job)
+            except BaseException as error:  # noqa: BLE001 - see above
+                self.fail(job, error)
+                self._chains.end_receipt(job)
+            del job
+        self._disk.close()
+        self._to_check.put(None)
+        with self._lock:
+            callback, self._threads = self._stopped, []
+        if callback is not None:
+            callback()
+
+    def _commit(self, job: SaveJob) -> None:
+        """Make a save durable, then make its step exist."""
+        step, progress, verify = job.request.step, job.progress, job.setup.options.verify
+        if job.epoch != self._chains.epoch:
+            raise SaveFailed(
+                f"the save of step {step} stands on an earlier one that failed; the next writes"
+                " whole leaves"
+            )
+        ref = self._on_disk(job, job.finish_segment)
+        self.effort.adapt(job.begin, *job.setup.store.take_spent())
+        refs = self._chains.durable(job, ref)
+        progress.advance("durable")
+        if progress.done():
+            raise SaveFailed(f"the save of step {step} was given up before it was committed")
+        manifest = job.manifest(refs)
+        if verify == "commit":
+            store, digests = job.setup.store, job.live_digests
+            progress.give_receipt(
+                self._on_disk(
+                    job, partial(receipt.rebuild, store, manifest, digests, job.entries)
+                )
+            )
+        job.may_be_committed = True
+        if verify == "receipt":
+            # Before the commit: a collection after it must not take what is still to be read.
+            self._chains.await_receipt(job, manifest)
+            progress.awaits_receipt = True
+        written = self._on_disk(job, partial(job.request.commit, manifest))
+        self._chains.committed(job, manifest)
+        stored_bytes = written.stored_bytes + (0 if ref is None else ref.stored_bytes)
+        progress.advance("committed", job.report(stored_bytes, written.digest))
+        self._release(job)
+        if verify == "receipt":
+            self._to_check.put((job, manifest))
+
+    def _receipt_loop(self) -> None:
+        while (item := self._to_check.get()) is not None:
+            job, manifest = item
+            result = _read_back(job, manifest)
+            if isinstance(result, Exception):
+                log.error("%s", result)
+                # No later save may go on from this step, and one under way that does must fail.
+                self._chains.drop()
+            self._chains.end_receipt(job)
+            job.progress.give_receipt(result)
+            del item, job
+
+    def _on_disk(self, job: SaveJob, action: Callable[[], _Result]) -> _Result:
+        """Carry out an action that waits for the storage, on a thread that can be left behind.
+
+        Raises:
+            SaveFailed: The action takes too long. It may still go on, and end at any time; later
+                saves get another thread.
+        """
+        results: list[_Result] = []
+        seconds = _PATIENCE * job.setup.options.io_timeout_seconds
+        pending = self._disk.start(lambda: results.append(action()))
+        if not wait_for([pending], seconds).done:
+            self._disk = Background(1, "deltacheck-disk")
+            raise _GaveUp(
+                f"the save of step {job.request.step}: the storage did not answer within"
+                f" {seconds:.3g} s; it may hang"
+            )
+        pending.result()
+        return results[0]
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def fail(self, job: SaveJob, error: BaseException) -> None:
+        """End a save with an error, and remove what it has written if no step can need it."""
+        self._chains.failed(job)
+        failure = as_save_failed(job.request.step, error)
+        try:
+            if not job.progress.done():  # else the failure was logged when it was given up
+                log.error("%s", failure)
+            # Calls that hang must not block the next save.
+            job.setup.store.renew()
+            if job.request.abandon is not None:
+                Background(1, "deltacheck-abandon").start(partial(job.request.abandon, failure))
+            if not job.may_be_committed:
+                removal = self._disk.start(
+                    partial(remove_tree, job.writer.path, ignore_errors=True)
+                )
+                wait_for([removal], _MOST_REMOVAL_SECONDS)
+            elif isinstance(error, _GaveUp):
+                self._chains.protect_uncertain(job)
+            # Else the manifest may exist and need the segment; a collection decides by what it
+            # finds.
+        finally:
+            job.progress.fail(failure)
+            self._release(job)
+
+    def _release(self, job: SaveJob) -> None:
+        """Record that no thread hangs in this save. Its progress must have ended."""
+        with self._lock:
+            self.stuck.discard(job.progress)
+
+
+def _read_back(job: SaveJob, manifest: Manifest) -> Receipt | Exception:
+    """Return the receipt of a committed step, or why it could not be read back."""
+    try:
+        return receipt.rebuild(job.setup.store, manifest, job.live_digests, manifest.leaves)
+    except ReceiptFailed as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 - the thread must live on
+        failure = ReceiptFailed(
+            f"step {manifest.step} could not be read back: {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        return failure

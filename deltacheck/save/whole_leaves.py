@@ -1,0 +1,127 @@
+"""Write stored leaves once more, whole, into a new segment: for compaction, repair and reclaiming.
+
+No existing file is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from deltacheck.codec.base import U8, U64
+from deltacheck.errors import SaveFailed
+from deltacheck.leaf.digest import leaf_digest
+from deltacheck.leaf.spec import LeafSpec, batches
+from deltacheck.restore import read
+from deltacheck.restore.chain import Chain
+from deltacheck.save.job.leaf_state import await_write
+from deltacheck.store import layout
+from deltacheck.store.manifest import KeyframeAt, LeafEntry, Manifest, SegmentRef
+from deltacheck.store.root import Root
+from deltacheck.store.segment import SegmentWriter, is_packed
+
+# Bytes of leaves that are read together, so that many small leaves cost few calls.
+_BATCH_BYTES = 16 << 20
+
+
+class WholeLeaves:
+    """A segment of keyframes. The caller must hold the lease.
+
+    Args:
+        writer: The segment.
+        specs: All leaves that will be added.
+        io_timeout_seconds: The longest wait for the storage.
+    """
+
+    def __init__(
+        self, writer: SegmentWriter, specs: Sequence[LeafSpec], io_timeout_seconds: float
+    ) -> None:
+        self._writer = writer
+        self._names = layout.array_names([spec.path for spec in specs if not is_packed(spec)])
+        self._timeout_seconds = io_timeout_seconds
+        self._entries: dict[str, LeafEntry] = {}
+        self._tables: list[U64] = []
+        self._rows = 0
+
+    def add(self, spec: LeafSpec, digest: str, digests: U64, data: U8) -> None:
+        """Write a leaf; its bytes are not needed after the return.
+
+        Args:
+            spec: The leaf.
+            digest: The leaf digest.
+            digests: Its chunk digests, uint64 ``(chunks, 2)``.
+            data: Its bytes, uint8, 1-D.
+        """
+        if is_packed(spec):
+            key = self._writer.put_packed(spec, data)
+        else:
+            write = self._writer.put_natural(spec, self._names[spec.path], data)
+            await_write(write, self._timeout_seconds)
+            key = KeyframeAt(array=self._names[spec.path])
+        self._entries[spec.path] = LeafEntry(
+            spec.dtype, spec.shape, spec.chunk, digest, self._rows, key=key
+        )
+        self._tables.append(digests)
+        self._rows += digests.shape[0]
+
+    def finish(self) -> SegmentRef:
+        """Make the segment durable."""
+        deadline = time.monotonic() + self._timeout_seconds
+        return self._writer.finish(self._entries, np.concatenate(self._tables), deadline)
+
+
+def write_whole(
+    writer: SegmentWriter,
+    chains: Mapping[str, Chain],
+    io_timeout_seconds: float,
+    give_up: Callable[[], bool] = lambda: False,
+) -> SegmentRef:
+    """Write leaves as keyframes of a new segment, durably; hold a few of them in memory at a time.
+
+    Args:
+        writer: The segment.
+        chains: The chains of the leaves, by path.
+        io_timeout_seconds: The longest wait for the storage.
+        give_up: Return true to stop between two batches.
+
+    Raises:
+        Damaged: A stored leaf is damaged.
+        ChainBroken: A segment of a chain is missing.
+        SaveFailed: The storage hangs, or ``give_up`` returned true.
+    """
+    whole = WholeLeaves(writer, [chain.spec for chain in chains.values()], io_timeout_seconds)
+    for paths in batches(sorted(chains), lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
+        if give_up():
+            raise SaveFailed("the compaction was given up")
+        batch = {path: chains[path] for path in paths}
+        all_chunks = {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
+        data = read.read_chunks(batch, all_chunks)
+        for path, chain in batch.items():
+            whole.add(chain.spec, leaf_digest(chain.digests), chain.digests, data[path])
+    return whole.finish()
+
+
+def manifest_on(
+    root: Root, manifest: Manifest, seq: int, segments: Sequence[SegmentRef], activity: str
+) -> Manifest:
+    """Return the manifest of the same save as another checkpoint, on other segments.
+
+    Its nonce stays, because tags name a save by its nonce.
+
+    Args:
+        root: The root, which is now written with this durability.
+        manifest: The manifest of the save.
+        seq: The number of the new checkpoint.
+        segments: The segments that hold its leaves.
+        activity: A word for people on why it was written.
+    """
+    writer = f"process {os.getpid()} on {socket.gethostname()}, {activity}"
+    durability = root.store.durability.value
+    return msgspec.structs.replace(
+        manifest.on(segments), seq=seq, writer=writer, durability=durability
+    )
