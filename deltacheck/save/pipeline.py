@@ -173,9 +173,7 @@ class Pipeline:
         if verify == "commit":
             store, digests = job.setup.store, job.live_digests
             progress.give_receipt(
-                self._on_disk(
-                    job, partial(receipt.rebuild, store, manifest, digests, job.entries)
-                )
+                self._on_disk(job, partial(receipt.rebuild, store, manifest, digests, job.entries))
             )
         job.may_be_committed = True
         if verify == "receipt":

@@ -16,6 +16,7 @@ import torch
 import deltacheck
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
+from deltacheck.save.handle import progress_of
 from deltacheck.store.files import arrays
 from tests.support.states import assert_same, nudge, training_state
 
@@ -231,7 +232,7 @@ def test_a_failure_that_nobody_looked_at_is_raised_by_the_next_call_and_only_onc
 ) -> None:
     with Engine(tmp_path) as engine:
         full_disk.append(0)
-        engine.save(0, {"x": torch.zeros(1)})._settle("committed")
+        progress_of(engine.save(0, {"x": torch.zeros(1)})).block_until("committed")
         full_disk.clear()
         with pytest.raises(errors.SaveFailed, match="step 0"):
             engine.save(1, {"x": torch.zeros(1)})
