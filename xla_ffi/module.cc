@@ -1,6 +1,7 @@
-// deltacheck._native: the encoder for NumPy memory, and the XLA handlers for jax.ffi. Thin:
-// arguments are checked in Python (deltacheck/codec/memory.py), once; what would write out of
-// bounds is checked here again. Loads without jax or torch.
+// deltacheck._native: the encoder for NumPy memory, and the XLA handlers for jax.ffi. A thin layer:
+// deltacheck/codec/memory.py checks the arguments once, in Python, and this file repeats only the
+// checks that keep memory accesses in bounds. It loads without jax or torch.
+// docs/reference/format.md, section 4, defines rows and streams.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -28,13 +29,15 @@ namespace nb = nanobind;
 namespace deltacheck {
 namespace {
 
-// Raised with INTERFACE in deltacheck/codec/extension.py whenever a function here changes, so that
-// a stale build is noticed.
+// Incremented together with INTERFACE in deltacheck/codec/extension.py whenever a function here
+// changes, so that a stale build is detected.
 constexpr int kInterface = 5;
 
 template <typename T>
+// Contiguous, one-dimensional, in host memory. nanobind refuses every other array.
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Makes a run. Throws std::invalid_argument, which nanobind turns into ValueError.
 Run run_of(const Array<const uint64_t>& bounds, uint64_t bytes, int word_bytes) {
   if (bounds.size() == 0) throw std::invalid_argument("bounds must have at least one entry");
   const Run run{bounds.data(), bounds.size() - 1, word_bytes};
@@ -43,6 +46,8 @@ Run run_of(const Array<const uint64_t>& bounds, uint64_t bytes, int word_bytes) 
   return run;
 }
 
+// Returns the memory as a NumPy array without a copy. The capsule releases it together with the
+// array.
 nb::object array_of(Bytes&& bytes) {
   if (bytes.size == 0) return nb::none();
   uint8_t* data = bytes.data.release();
@@ -50,6 +55,7 @@ nb::object array_of(Bytes&& bytes) {
   return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes.size}, owner));
 }
 
+// Returns rows as a uint32 array (rows, kRowWidth) without a copy.
 nb::object array_of(std::vector<Row>&& rows) {
   auto* kept = new std::vector<Row>(std::move(rows));
   nb::capsule owner(kept,
@@ -68,6 +74,8 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current,
     throw std::invalid_argument("base and current must have the same size");
   if (method >= kMethods || (!base && method != kUnchanged && method < kPlanes))
     throw std::invalid_argument("method " + std::to_string(method) + " cannot be asked for");
+  // Pointers are taken before the lock is released, because nanobind objects must not be used
+  // without it.
   uint8_t* shadow = base ? base->data() : nullptr;
   const uint8_t* now = current.data();
   Encoded encoded;
@@ -91,6 +99,7 @@ nb::object array_of(std::vector<T>&& numbers) {
 using Rows = nb::ndarray<const uint32_t, nb::shape<-1, kRowWidth>, nb::c_contig, nb::device::cpu>;
 using Streams = std::vector<std::optional<Array<const uint8_t>>>;
 
+// Returns pointers to the streams; None stands for an empty stream.
 std::vector<StreamView> views_of(const Streams& streams) {
   if (streams.size() != kStreams)
     throw std::invalid_argument("streams must have one entry for each name");
@@ -136,6 +145,7 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
     throw std::invalid_argument(
         "a chunk must have 1 to 2^30 bytes, and a file that is no zarr shard one chunk");
   }
+  // Written without length + chunk_bytes - 1, which could overflow.
   const uint64_t chunks = length / chunk_bytes + (length % chunk_bytes != 0);
   if (chunks == 0 || number > (chunks - 1) / chunks_per_file) {
     throw std::invalid_argument("the stream does not reach into that file");
@@ -145,10 +155,12 @@ int write_file(int descriptor, const std::vector<Array<const uint8_t>>& pieces,
                            number);
 }
 
-// As deltacheck/store/arrays.py calls them.
+// The names of codecs in deltacheck/store/files/arrays.py.
 constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
     {"store", ChunkCodec::kStore}, {"stream", ChunkCodec::kZstd}, {"values", ChunkCodec::kBlosc}};
 
+// Returns the codecs that this build can decode; store/files/arrays.py leaves the others to
+// TensorStore.
 std::vector<std::string> readable_codecs() {
   std::vector<std::string> found;
   for (const auto& [name, codec] : kChunkCodecs) {
@@ -159,6 +171,7 @@ std::vector<std::string> readable_codecs() {
 
 std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
                       const std::string& codec, uint64_t begin, const Array<uint8_t>& out) {
+  // Bounds the memory for the index of a shard, whose length comes from metadata.
   constexpr uint64_t kMostChunks = uint64_t{1} << 20;
   if (chunk_bytes == 0 || chunk_bytes > uint64_t{1} << 30 || chunks_per_file == 0 ||
       chunks_per_file > kMostChunks || (!sharded && chunks_per_file != 1)) {
@@ -200,6 +213,7 @@ nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
 
 nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
                             const Array<const uint64_t>& bounds, const std::string& elements) {
+  // Element types are passed by name, so that their numbers are no interface.
   const auto* found = std::find(kElementNames, kElementNames + kElementTypes, elements);
   if (found == kElementNames + kElementTypes)
     throw std::invalid_argument("no elements are called '" + elements + "'");
@@ -228,6 +242,7 @@ nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<con
                         array_of(std::move(largest_difference)));
 }
 
+// Returns the address of the weights, or null without any.
 const uint8_t* weights_of(const std::optional<Array<const uint16_t>>& weights, uint64_t count) {
   if (!weights) return nullptr;
   if (weights->size() != count)
@@ -263,12 +278,13 @@ void lattice_values_arrays(const Array<const int32_t>& codes,
   lattice_values(from, cells, count, step, seed, to);
 }
 
+// Returns the form of codes after a check of its range.
 OctaveForm form_of(uint32_t fraction_bits, bool is_signed) {
   if (fraction_bits > 7) throw std::invalid_argument("fraction_bits must be at most 7");
   return octave_form(fraction_bits, is_signed);
 }
 
-// Codes come as their bytes.
+// Codes are passed as bytes, because their type (uint8 or uint16) depends on the fraction bits.
 nb::tuple octave_codes_arrays(const Array<const float>& values,
                               const std::optional<Array<const uint8_t>>& base,
                               uint32_t fraction_bits, bool is_signed, uint32_t band,
@@ -306,6 +322,8 @@ uint64_t octave_values_arrays(const Array<const uint8_t>& codes, uint32_t fracti
 }  // namespace
 }  // namespace deltacheck
 
+// noconvert() keeps nanobind from copying an array of another type: results would then be written
+// to the copy.
 NB_MODULE(_native, m) {
   using namespace deltacheck;
   m.attr("INTERFACE") = kInterface;

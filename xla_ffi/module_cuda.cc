@@ -1,7 +1,7 @@
-// deltacheck._native_cuda: the device encoder for memory that a framework owns, given as addresses.
-// Every function only enqueues on the stream; the device is the calling thread's. Loads without a
-// driver. Compiled with DELTACHECK_EMULATOR it is deltacheck._native_emulated, whose device is the
-// processor, for tests.
+// deltacheck._native_cuda: the device encoder for memory that a framework owns, passed as
+// addresses. deltacheck/backends/torch/capture calls it. Every function only enqueues work on the
+// stream, on the current device of the calling thread. It loads without a driver. Compiled with
+// DELTACHECK_EMULATOR, it is deltacheck._native_emulated, whose device is the processor, for tests.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -21,19 +21,24 @@ namespace nb = nanobind;
 namespace deltacheck {
 namespace {
 
-// Raised with INTERFACE in deltacheck/backends/torch/group.py whenever a function here changes.
+// Incremented together with INTERFACE in deltacheck/backends/torch/capture/windows.py whenever a
+// function here changes.
 constexpr int kInterface = 1;
 
+// Throws std::runtime_error with the message of CUDA, which nanobind turns into RuntimeError.
 void must_succeed(cudaError_t error) {
   if (error != cudaSuccess)
     throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
 template <typename T>
+// Addresses are passed as numbers, because torch tensors offer data_ptr() and no common buffer
+// type.
 T* at(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Returns the reason why there is no usable device, or None.
 std::optional<std::string> problem() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

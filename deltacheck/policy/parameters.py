@@ -67,6 +67,7 @@ class Roles:
             ):
                 if path is not None:
                     by_path.setdefault(path, (role, parameter))
+        # Frozen weights and buffers: they have a role, but no optimizer.
         for path in self.weights:
             by_path.setdefault(path, ("weight", Parameter(path, weight=path)))
         return by_path
@@ -94,6 +95,7 @@ def hyperparameters(roles: Roles, scalars: Mapping[str, object]) -> dict[str, Hy
 
     def value(group: str, *names: str) -> float | None:
         for name in names:
+            # Nested state dicts have slashes, flattened ones have dots.
             for path in (f"{group}/{name}", f"{group}.{name}"):
                 number = scalars.get(path)
                 if isinstance(number, int | float) or (

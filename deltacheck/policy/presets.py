@@ -239,6 +239,7 @@ class Policy:
         Raises:
             ValueError: If a value is out of its range.
         """
+        # The profile recommends an exact contract for all other leaves.
         stable_leaves = frozenset(
             path for path, leaf in profile.leaves.items() if not isinstance(leaf.recommended, Exact)
         )
@@ -248,6 +249,7 @@ class Policy:
             else (profile.optimizer.beta1, profile.optimizer.beta2)
         )
         hidden = None
+        # Without a stable start or betas, nothing is known to be safe.
         if profile.stable_start is not None and betas is not None:
             hidden = _checked_hidden(
                 Hidden(

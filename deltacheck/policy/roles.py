@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.policy.matching import match_by_name, match_by_order
 from deltacheck.policy.optimizer_state import dotted, optax_states, torch_states
 from deltacheck.policy.parameters import Roles
+from deltacheck.policy.weight_matching import match_by_name, match_by_order
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -34,6 +34,8 @@ def find(
     """
     states = [*torch_states(specs, scalars), *optax_states(specs)]
     optimizer_paths = {path for state in states for path in state.paths()}
+    # State of an optimizer that no reader lists, such as a schedule, is no part of the model
+    # either.
     roots = tuple({state.root + "/" for state in states if state.root})
     model = [
         path
@@ -49,6 +51,8 @@ def find(
     numbered_parameters, container = (
         match_by_order(numbered, specs, model) if numbered else ([], None)
     )
+    # The container of numbered weights may be the root, whose name is empty, so None stands for no
+    # container.
     containers |= {container} if container is not None else set()
     parameters = (*named_parameters, *numbered_parameters)
     masters = {parameter.master for parameter in parameters}
@@ -97,6 +101,7 @@ def prove(roles: Roles, is_cast: Callable[[str, str], bool]) -> Roles:
         if not p.proven and p.master is not None and p.weight is not None
     }
     confirmed = {name for name, p in unproven.items() if is_cast(str(p.weight), str(p.master))}
+    # A weight that one parameter owns for certain is no candidate for another.
     assigned = {p.weight for p in roles.parameters if p.name in confirmed or p.name not in unproven}
     parameters = []
     for parameter in roles.parameters:

@@ -93,6 +93,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
             deviate more; smaller: the opposite.
     """
     small = _small(history.leaves)
+    # Only second moments of a known Adam have a rule.
     candidates = [
         path
         for path, facts in history.leaves.items()
@@ -111,6 +112,7 @@ def analyse(history: History, tolerance: float = TOLERANCE_OCTAVES) -> Profile:
     total = sum(
         facts.raw_bytes for facts in history.leaves.values() if facts.role == "second_moment"
     )
+    # Weighted by bytes, because a stable embedding matters more than a stable norm.
     confident_bytes = sum(
         leaf.confidence * history.leaves[path].raw_bytes
         for path, leaf in leaves.items()
@@ -203,6 +205,7 @@ def _stable(path: str, history: History, tolerance: float) -> _Stage | None:
             or measured.violations
             or not rule_permits(rule, steps_apart, tolerance)
         ):
+            # Nothing that was observed before a disturbance describes the run after it.
             stage, good = None, 0
             continue
         quiet = (
@@ -273,6 +276,7 @@ def _leaf(
     recommended: Exact | Bounded | Reused = Exact()
     refresh = 0
     if stage is not None and facts.rule is not None:
+        # Moments cannot be refreshed between two saves.
         refresh = max(
             adam.permitted_staleness(tolerance, stage.start, facts.rule.beta2),
             _interval(history.observed),

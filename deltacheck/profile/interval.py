@@ -34,6 +34,8 @@ def daly_interval(cost_seconds: float, mtbf_seconds: float) -> float:
         mtbf_seconds: M, the mean time between failures of the whole job.
     """
     ratio = cost_seconds / (2 * mtbf_seconds)
+    # The series diverges here. A checkpoint that takes longer than two mean times between failures
+    # is hardly ever completed, whatever the interval.
     if ratio >= 1:
         return mtbf_seconds
     return (

@@ -154,8 +154,8 @@ def measure(
     for path, current in after.items():
         old = before[path]
         changed = words_of(old) != words_of(current)
-        density, touched = float(changed.mean()), float(changed.any(axis=1).mean())
-        measured = Measured(density, touched, exact_bytes=code_bytes[path])
+        density, block_share = float(changed.mean()), float(changed.any(axis=1).mean())
+        measured = Measured(density, block_share, exact_bytes=code_bytes[path])
         if role[path] != "other" and str(current.dtype) in _NUMBERS:
             parameter = roles_of[path][1]
             rule, rate = rules_by_name.get(parameter.name, (None, None))
@@ -205,7 +205,9 @@ def _second_moment(
     """
     older_count, count = counts
     live, old = after.astype(np.float32), before.astype(np.float32)
+    # A block of zeros that becomes nonzero belongs to a row that is touched for the first time.
     fresh = float(((old == 0).all(axis=1) & (live != 0).any(axis=1)).mean())
+    # A restore rescales a reused moment, so the drift is measured after the rescale.
     if rule is not None and 1 <= older_count <= count:
         old = old * np.float32(adam.bias_rescale(count, older_count, rule.beta2))
     positive = (live > 0) & (old > 0)

@@ -40,6 +40,7 @@ class Observer(ABC):
             )
         self.interval_steps = interval_steps
         self._blocks, self._optimizer, self._source = sample, optimizer, source
+        # Events need every step; the state is sampled only at intervals.
         self._detector = Detector()
         self._events: list[Event] = []
         self._observed: list[Observed] = []
@@ -78,8 +79,10 @@ class Observer(ABC):
         Raises:
             UnsupportedLeaf: If a save would refuse a leaf of the state.
         """
+        # A step that does not ascend can only come from a resume.
         resumed = self._last_step is not None and step <= self._last_step
         self._last_step = step
+        # Losses between two samples are averaged, because a single one is noisy.
         self._losses += [] if loss is None else [float(loss)]
         self._norms += [] if gradient_norm is None else [float(gradient_norm)]
         last = self._observed[-1].step if self._observed else None
@@ -104,6 +107,7 @@ class Observer(ABC):
             path: LeafSpec.of(path, leaf.shape, leaf.dtype) for path, leaf in flat.leaves.items()
         }
         scalars = tree.scalars(flat.skeleton)
+        # Another layout cannot be compared element by element, so the sampling starts anew.
         if fresh := self._plan is None or self._plan.specs != specs:
             order = tree.array_paths(flat.skeleton).values()
             self._plan = plan_samples(specs, roles.find(specs, scalars, order), self._blocks)
@@ -117,6 +121,7 @@ class Observer(ABC):
         self._rules = measure.rules(self._plan.roles, values, self._optimizer)
         groups = hyperparameters(self._plan.roles, values)
         rates = tuple(group.lr for group in groups.values() if group.lr is not None) or rates
+        # A single rate holds for every group, also for those whose state does not hold it.
         if len(rates) == 1:
             self._rules = {
                 name: (rule, rate if rate is not None else rates[0])
@@ -140,6 +145,7 @@ class Observer(ABC):
         self._losses, self._norms = [], []
         self._observed.append(Observed(step, leaves, rates, count, loss, norm))
         self._samples = samples
+        # Compared for equality only; a hash keeps the detector small.
         layout = hash(tuple((path, spec.shape, spec.dtype) for path, spec in specs.items()))
         betas = tuple((group.beta1, group.beta2, group.eps) for group in groups.values())
         return rates, (layout, betas)
@@ -154,6 +160,8 @@ class Observer(ABC):
             for parameter in self._plan.roles.parameters:
                 if parameter.weight is not None and parameter.master is not None:
                     self._ties[parameter.weight, parameter.master, "cast"] = True
+            # Candidates are leaves whose first samples are equal. A comparison of all pairs would
+            # take quadratic time.
             equal_samples: dict[tuple[object, ...], list[str]] = {}
             for path, sample in samples.items():
                 if sample.size > 1:
@@ -204,6 +212,7 @@ class Observer(ABC):
         leaves: dict[str, Facts] = {}
         embeddings = embedding_paths(self._plan.specs, self._plan.roles) if self._plan else set()
         roles_of = self._plan.roles.of() if self._plan else {}
+        # A relation between two constant leaves proves nothing, see _changed.
         derived = {
             path: (source, rule)
             for (path, source, rule), valid in self._ties.items()

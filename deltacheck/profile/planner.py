@@ -217,8 +217,11 @@ def plan(
             ``max_restore_seconds``.
     """
     state = rates.state_bytes
+    # A division by the size follows.
     if not state:
         raise ValueError("the state has no bytes; there is nothing to plan for")
+    # Each process captures and encodes its own part of the state. The storage is shared, so reads
+    # and writes are not divided by the number of processes.
     capture = state / run.processes / machine.copy
     encode = state / run.processes / machine.encode
     young, daly = (
@@ -227,6 +230,7 @@ def plan(
     )
 
     def durable(steps: float) -> float:
+        # Encoding and writing overlap, so the slower of the two determines the duration.
         return capture + max(
             encode,
             mean_bytes(at_interval(rates, steps), max_chain_depth, max_restore_ratio)
@@ -238,22 +242,24 @@ def plan(
         # Saves that are slower than their interval wait for each other. Then the storage or the
         # processor determines the interval. A longer interval makes larger deltas, hence the loop.
         steps = max(steps + 1, math.ceil(durable(steps) / run.step_seconds))
-    planned = at_interval(rates, steps)
+    projected = at_interval(rates, steps)
     depth = max_chain_depth
+    # The duration of a restore grows linearly with the depth, so two evaluations determine the
+    # largest depth within the limit.
     if max_restore_seconds is not None:
         base, longest = (
-            restore_seconds(planned, machine, run, n, max_restore_ratio)
+            restore_seconds(projected, machine, run, n, max_restore_ratio)
             for n in (0, max_chain_depth)
         )
         if longest > max_restore_seconds:
-            per_delta = restore_seconds(planned, machine, run, 1) - base
+            per_delta = restore_seconds(projected, machine, run, 1) - base
             depth = depth_for(
                 max_seconds=max_restore_seconds,
                 keyframe_seconds=base,
                 delta_seconds=per_delta,
                 max_depth=max_chain_depth,
             )
-    mean_size = mean_bytes(planned, depth, max_restore_ratio)
+    mean_size = mean_bytes(projected, depth, max_restore_ratio)
     lag = capture + max(encode, mean_size / machine.write)
     deltas = _strategy(
         "deltas",
@@ -261,25 +267,25 @@ def plan(
         mean_size,
         capture,
         lag,
-        restore_seconds(planned, machine, run, depth, max_restore_ratio),
+        restore_seconds(projected, machine, run, depth, max_restore_ratio),
         run,
     )
-    baselines = _whole(planned, machine, run, capture, deltas)
-    saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(planned)
+    baselines = _whole(projected, machine, run, capture, deltas)
+    saves_bytes = mean_size <= PAYS_SHARE * keyframe_bytes(projected)
     # A gain below 1 % is within the error of the model.
     saves_time = deltas.waste < 0.99 * min(way.waste for way in baselines[:2])
     return Plan(
         ways=(deltas, *baselines),
         state_bytes=state,
-        keyframe_bytes=keyframe_bytes(planned),
-        delta_bytes=delta_bytes(planned),
+        keyframe_bytes=keyframe_bytes(projected),
+        delta_bytes=delta_bytes(projected),
         max_chain_depth=depth,
-        read_bytes=_read_bytes(planned, depth, max_restore_ratio),
+        read_bytes=_read_bytes(projected, depth, max_restore_ratio),
         young_seconds=young,
         daly_seconds=daly,
         saves_bytes=saves_bytes,
         saves_time=saves_time,
-        reasons=_reasons(rates, planned, machine, run, deltas, baselines, depth, encode),
+        reasons=_reasons(rates, projected, machine, run, deltas, baselines, depth, encode),
     )
 
 
@@ -329,6 +335,7 @@ def _strategy(
         run: The training run.
     """
     seconds = steps * run.step_seconds
+    # Only one save runs at a time. The next one waits until this one is durable.
     blocking = cost + max(0.0, durable - cost - seconds)
     lost = waste(
         seconds,
@@ -350,12 +357,14 @@ def _whole(
     """
     state = rates.state_bytes
     writing = state / machine.write
+    # A whole checkpoint is not decoded, only copied into place.
     restore = state / machine.read + state / run.processes / machine.copy
     asynchronous_steps = max(
         _best_steps(daly_interval(capture, run.mtbf_seconds), run.step_seconds),
         math.ceil((capture + writing) / run.step_seconds),
     )
     synchronous_steps = _best_steps(daly_interval(writing, run.mtbf_seconds), run.step_seconds)
+    # Equal bytes per step: a checkpoint that is n times larger may be written every n intervals.
     equal_bytes_steps = max(1, round(deltas.interval_steps * state / deltas.bytes))
     return (
         _strategy(
@@ -384,7 +393,7 @@ def _whole(
 
 def _reasons(
     rates: Rates,
-    planned: Rates,
+    projected: Rates,
     machine: Machine,
     run: Run,
     deltas: Strategy,
@@ -394,13 +403,13 @@ def _reasons(
 ) -> tuple[str, ...]:
     """Return the reasons for or against deltas in words, with their numbers."""
     asynchronous, equal_bytes = baselines[0], baselines[2]
-    state = planned.state_bytes
+    state = projected.state_bytes
     share, delta_share = (
-        deltas.bytes / keyframe_bytes(planned),
-        delta_bytes(planned) / keyframe_bytes(planned),
+        deltas.bytes / keyframe_bytes(projected),
+        delta_bytes(projected) / keyframe_bytes(projected),
     )
     writing = state / machine.write
-    density = sum(leaf.raw_bytes * leaf.density for leaf in planned.leaves) / state
+    density = sum(leaf.raw_bytes * leaf.density for leaf in projected.leaves) / state
     reasons = [
         f"a checkpoint takes {share:.1%} of a whole one in the mean ({delta_share:.1%} without"
         f" keyframes, depth {depth})"
@@ -410,9 +419,9 @@ def _reasons(
             f"that is more than {PAYS_SHARE:.0%}: {density:.0%} of the bytes lie in words that"
             " change between two checkpoints"
         )
-    if delta_share > 0.9 and planned.interval_steps > rates.interval_steps:
+    if delta_share > 0.9 and projected.interval_steps > rates.interval_steps:
         reasons.append(
-            f"{planned.interval_steps:g} steps are so long that nearly everything has changed: a delta"
+            f"{projected.interval_steps:g} steps are so long that nearly everything has changed: a delta"
             " is as large as a whole leaf"
         )
     if encode >= writing:
@@ -438,10 +447,11 @@ def _reasons(
         f" of {deltas.interval_steps}, and a failure would lose {equal_bytes.interval_steps / 2:g} steps"
         f" instead of {deltas.interval_steps / 2:g} in the mean"
     )
-    factor = planned.interval_steps / rates.interval_steps
+    factor = projected.interval_steps / rates.interval_steps
+    # The laws of growth were measured within a factor of four, see planning.md.
     if not 0.25 <= factor <= 4:
         reasons.append(
-            f"observed were {rates.interval_steps:g} steps, not {planned.interval_steps:g}: the bytes"
+            f"observed were {rates.interval_steps:g} steps, not {projected.interval_steps:g}: the bytes"
             " are an extrapolation"
         )
     return tuple(reasons)

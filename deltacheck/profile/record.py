@@ -137,6 +137,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
             OSError: If the file cannot be written.
         """
         target = Path(path)
+        # The same folder, because a rename across file systems is not atomic.
         temporary = target.with_name(target.name + ".tmp")
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
         temporary.replace(target)

@@ -65,6 +65,8 @@ def plan_samples(specs: Mapping[str, LeafSpec], roles: Roles, blocks: int) -> Sa
     for path, spec in specs.items():
         kind = (roles_of[path][0] if path in roles_of else "other", spec.shape in embeddings)
         totals[kind] = totals.get(kind, 0) + math.prod(spec.shape)
+    # Every leaf gets blocks in proportion to its share of the largest class, so that small classes
+    # do not get more than they need.
     largest = {
         rows: max((size for kind, size in totals.items() if kind[1] is rows), default=1)
         for rows in (False, True)

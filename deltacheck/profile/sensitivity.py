@@ -126,12 +126,15 @@ def measure(
     exact = run(state, 0)
     reordered = [run(state, order) for order in range(1, orders + 1)]
     start = weights(state)
+    # ddof=1: the mean is estimated from the same few runs.
     noise_sd = float(np.std([exact.loss, *(outcome.loss for outcome in reordered)], ddof=1))
     noise_distance = float(
         np.mean([distance(outcome.weights, exact.weights) for outcome in reordered])
     )
     verdicts = []
     for name, candidate in candidates.items():
+        # Candidates use the recorded order, so that their difference from the exact run is free of
+        # the noise of the data.
         outcome = run(candidate, 0)
         displacement = distance(outcome.weights, exact.weights)
         verdict = Verdict(
@@ -301,5 +304,6 @@ def _changed(node: Any, keys: tuple[str, ...], change: Callable[[str, Any], Any]
             _changed(child, (*keys, escape_key(name)), change)
             for name, child in zip(names, node, strict=True)
         ]
+        # Named tuples take their fields as separate arguments.
         return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
     return change("/".join(keys), node)

@@ -1,4 +1,5 @@
-// Checks of the emulated tests: the first few that fail are told, and the program's result is 1.
+// Checks of the emulated tests. The first failures are printed, and the exit status of the program
+// is 1.
 
 #pragma once
 

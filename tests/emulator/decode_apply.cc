@@ -1,6 +1,6 @@
-// The device decoder, emulated, on what the host's encoder wrote: every method and size of word,
-// streams and chunks at any address. Also that encoder/delta.h's check finds the same offsets and
-// the same damage as its apply.
+// Tests the emulated device decoder on the output of the host encoder: every method and word size,
+// streams and chunks at any address. Also tests that `check` of encoder/delta.h finds the same
+// offsets and the same damage as its `apply`.
 
 #include <cstdio>
 #include <random>
@@ -56,7 +56,7 @@ Leaf leaf_of(int w, std::vector<uint64_t> bounds, uint64_t density, uint64_t mos
   return leaf;
 }
 
-// Every byte as often as any other, in every plane: no method beats the bytes themselves.
+// Every byte value is equally frequent in every plane, so no method is smaller than raw.
 template <int W>
 Leaf flat_leaf(uint64_t words) {
   Leaf leaf = leaf_of(W, {0, 512, words}, 0, 1, 256);
@@ -120,7 +120,8 @@ void check_apply(const Leaf& leaf, bool with_base, const char* what) {
     if (!same) check::fail(__FILE__, __LINE__, what, "chunk " + std::to_string(chunk) + " differs");
   }
 
-  // One byte of damage, or one stream cut: refused, or not, by both in the same words.
+  // One damaged byte, or one truncated stream: both functions refuse it, or not, with the same
+  // text.
   for (int turn = 0; turn < 4; ++turn) {
     std::vector<Row> rows = encoded.rows;
     std::vector<std::vector<uint8_t>> copies;
@@ -153,8 +154,8 @@ int main() {
     const uint64_t tile = kTileBytes / w, top = w == 1   ? 127
                                                 : w == 8 ? uint64_t{1} << 62
                                                          : (uint64_t{1} << (8 * w - 1)) - 1;
-    // Sparse with long gaps and escapes; narrow and wide differences; the edges of tiles and of
-    // what a lane takes.
+    // Sparse with long gaps and escapes; narrow and wide differences; the edges of tiles and of the
+    // portion of a lane.
     for (const uint64_t density : {1, 20, 250}) {
       for (const uint64_t most : {uint64_t{3}, uint64_t{127}, top}) {
         check_apply(leaf_of(w, {0, tile + 5, tile + 5, 3 * tile + 77}, density, most, 256), true,
@@ -173,7 +174,7 @@ int main() {
   check_apply(flat_leaf<2>(512 + 1024), false, "flat");
   check_apply(flat_leaf<4>(512 + 1024), false, "flat");
   check_apply(flat_leaf<8>(512 + 1024), false, "flat");
-  // More tiles than threads: offsets go on from one batch of tiles to the next.
+  // More tiles than threads: offsets continue from one batch of tiles to the next.
   {
     const uint64_t words = 300 * kTileBytes / 8 + 3;
     Leaf leaf = leaf_of(8, {0, words}, 0, 1, 256);
@@ -187,7 +188,8 @@ int main() {
     check_apply(leaf, true, "many tiles");
     check_apply(leaf_of(8, {0, words}, 500, 3, 2), true, "many tiles of a bitmap");
   }
-  // Gaps of exactly one escape less, one, and two; a tile whose last word alone changed.
+  // Gaps of one less than one escape, of one, and of two; a tile in which only the last word
+  // changed.
   {
     Leaf leaf = leaf_of(1, {0, 3 * kTileBytes}, 0, 1, 256);
     uint64_t at = 0;

@@ -1,7 +1,7 @@
-// Prints the digests, made by the emulated device, of parts of a file: `decode_digest FILE`, and on
-// the standard input lines `start length offset`, the last being where the part shall lie after a
-// boundary of 256 bytes. Every part is digested as a base, and the odd ones of a table as what a
-// row names.
+// Prints the digests of parts of a file, computed by the emulated device. Usage: `decode_digest
+// FILE`, with lines `start length offset` on the standard input; `offset` is the position of the
+// part after a boundary of 256 bytes. Every part is digested as a base, and the odd ones of a table
+// also as the chunk of a row.
 
 #include <cinttypes>
 #include <cstdio>
@@ -30,7 +30,7 @@ int main(int argc, char** argv) {
     parts.emplace_back(bytes.data() + start, length, offset);
     uint8_t* const part = parts.back().data();
     const uint32_t number = static_cast<uint32_t>(bases.size());
-    // Alternately with and without a base: digest takes current where there is none.
+    // Alternately with and without a base: without one, digest reads current.
     bases.push_back({part, number % 2 ? part : nullptr, static_cast<uint32_t>(length), 1});
     currents.push_back({part, nullptr, static_cast<uint32_t>(length), 1});
     if (number % 2) rows.push_back({number, kRaw, 0, 0, 0});

@@ -1,4 +1,5 @@
-// The emulated device's statistics against the host's: the same bits, for every element type.
+// Compares the statistics of the emulated device with those of the host: equal bits for every
+// element type.
 
 #include <cmath>
 #include <random>
@@ -19,8 +20,8 @@ std::mt19937_64 random_bits(3);
 
 uint64_t below(uint64_t end) { return random_bits() % end; }
 
-// Words of which a few are replaced by what is hard: infinities, NaNs, subnormals, zeros of both
-// signs, the largest.
+// Fills words and replaces a few by difficult ones: infinities, NaNs, subnormals, zeros of both
+// signs, the largest values.
 void fill(Elements elements, uint64_t words, bool hard, uint8_t* current, uint8_t* base) {
   const int w = word_bytes_of(elements);
   const uint64_t exponent = elements == Elements::kFloat16    ? 0x7c00
@@ -32,7 +33,8 @@ void fill(Elements elements, uint64_t words, bool hard, uint8_t* current, uint8_
                                sign,     exponent | 3 | sign};
   for (uint64_t i = 0; i < words; ++i) {
     uint64_t before = random_bits();
-    // Values near 1, so that sums round; exponents all over the range would leave one term.
+    // Values near 1, so that sums round. With exponents over the whole range, one term would
+    // dominate.
     if (elements >= Elements::kFloat16)
       before = (before & ~exponent) | (exponent / 2 & exponent) | (before & sign);
     uint64_t now = below(3) ? before : before + below(999);

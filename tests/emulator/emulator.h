@@ -1,15 +1,15 @@
-// Runs CUDA kernels on the host, one fiber a thread, to find what a GPU would do wrong now and
-// then.
+// Executes CUDA kernels on the host, with one fiber per thread, to find errors that a GPU shows
+// only now and then.
 //
-// A few dozen blocks are resident at once, in no order that a kernel could count on. Which fiber
-// runs next is drawn at random (from `settings().seed`) wherever threads meet: barriers, warp
-// functions, atomics. A block's shared memory starts as garbage and ends where its type ends. A
-// launch that cannot be right throws Error: threads of a block at different barriers or not at all,
-// lanes at different warp functions, a shuffle from a lane that takes no part, threads that wait
-// for ever. What it cannot see is a missing barrier; that shows as wrong results for some seeds.
+// A few dozen blocks are resident at once, in an order that no kernel can rely on. The next fiber
+// is drawn at random (from `settings().seed`) at barriers, warp functions and atomics. The shared
+// memory of a block starts as garbage and ends at the end of its type. A launch with a definite
+// error throws Error: threads of a block at different barriers or at none, lanes at different warp
+// functions, a shuffle from a lane that does not take part, threads that wait for ever. A missing
+// barrier cannot be detected directly; it shows as wrong results for some seeds.
 //
-// Only what our kernels use is here. Launches have one dimension and run at once, whatever their
-// stream. Not for several threads.
+// Only the functions that our kernels use are implemented. Launches have one dimension and execute
+// at once, on any stream. The emulator is not thread safe.
 
 #pragma once
 
@@ -43,8 +43,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-// --- the host's side of the CUDA runtime
-// ----------------------------------------------------------------------------
+// --- the CUDA runtime on the host ----------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind {
@@ -63,9 +62,9 @@ struct Error : std::runtime_error {
 struct Settings {
   uint64_t seed = 1;
   uint32_t resident_blocks = 48;
-  uint32_t shared_bytes = 48 << 10;  // a block may have
+  uint32_t shared_bytes = 48 << 10;  // limit of a block
   uint64_t patience =
-      uint64_t{1} << 22;  // voluntary switches between two steps that free some thread
+      uint64_t{1} << 22;  // switches without progress of any thread, then it is a deadlock
 };
 
 inline Settings& settings() {
@@ -108,8 +107,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 
-// --- built-in types and variables
-// -----------------------------------------------------------------------------------
+// --- built-in types and variables ----------------------------------------------------------------
 
 struct Dimension {
   uint32_t x;
@@ -125,8 +123,7 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-// --- the machine
-// ----------------------------------------------------------------------------------------------------
+// --- the machine ---------------------------------------------------------------------------------
 
 namespace emulator {
 
@@ -141,7 +138,7 @@ inline const char* name_of(Wait wait) {
   return kNames[static_cast<int>(wait)];
 }
 
-// Stacks with a page before each that nobody may touch; kept for the launches to come.
+// Stacks with an inaccessible page before each. They are kept for later launches.
 class Stacks {
  public:
   uint8_t* at(size_t index) {
@@ -155,8 +152,8 @@ class Stacks {
     return stacks_[index];
   }
 
-  // Lets go of what fibers that were left in the middle of a function had put out of bounds on the
-  // first stacks.
+  // Unpoisons the frames of fibers that were abandoned in the middle of a function, on the first
+  // stacks.
   void clean(size_t count) {
 #ifdef __SANITIZE_ADDRESS__
     for (size_t i = 0; i < count; ++i) __asan_unpoison_memory_region(stacks_[i], kStackBytes);
@@ -176,8 +173,8 @@ inline Stacks& stacks() {
 
 #ifdef __x86_64__
 using Context = void*;
-// Leaves one stack for another; returns when that leaves for this one. What a called function must
-// preserve is on it.
+// Switches to another stack and returns when that one switches back. Registers that a called
+// function must preserve are saved on the stack.
 __attribute__((naked, noinline, no_sanitize("address", "undefined"))) inline void switch_context(
     Context* /*from*/, Context* /*to*/) {
   __asm__(
@@ -214,7 +211,7 @@ struct Fiber {
   uint32_t thread;
   bool exited;
   Wait wait;
-  // At a warp function.
+  // State at a warp function.
   uint32_t lanes, source;
   uint64_t value, result;
 };
@@ -283,8 +280,7 @@ class Machine {
     }
   }
 
-  // --- called on a fiber
-  // -------------------------------------------------------------------------------------------
+  // --- functions that run on a fiber -------------------------------------------------------------
 
   uint32_t barrier(bool vote, const char* file, int line) {
     Block& block = *fiber_->block;
@@ -315,7 +311,8 @@ class Machine {
     return block.result;
   }
 
-  // `source`: the lane whose value a shuffle gives. A vote gives the lanes whose value is not 0.
+  // `source`: the lane whose value a shuffle returns. A vote returns the lanes whose value is not
+  // 0.
   uint64_t warp(Wait kind, uint32_t lanes, uint64_t value, uint32_t source) {
     Fiber* const warp = &fiber_->block->fibers[fiber_->thread / kWarp * kWarp];
     const uint32_t lane = fiber_->thread % kWarp;
@@ -335,7 +332,7 @@ class Machine {
       }
       const Wait other = warp[i].wait;
       if (other == Wait::kNothing || other == Wait::kBarrier ||
-          warp[i].lanes != lanes) {  // not here yet
+          warp[i].lanes != lanes) {  // has not arrived yet
         complete = false;
         break;
       }
@@ -360,7 +357,7 @@ class Machine {
     return fiber_->result;
   }
 
-  // Lets others run now and then.
+  // Switches to another fiber now and then.
   void pause() {
     if (random(8) != 0) return;
     if (++pauses_ > settings().patience)
@@ -406,7 +403,7 @@ class Machine {
       fiber.exited = false;
       fiber.wait = Wait::kNothing;
 #ifdef __SANITIZE_ADDRESS__
-      // The frames in which the last fiber ended here: those of `live` and `change`.
+      // The frames in which the last fiber on this stack ended: those of `live` and `change`.
       __asan_unpoison_memory_region(fiber.stack + kStackBytes - 1024, 1024);
 #endif
       make_context(&fiber.context, fiber.stack, live_current);
@@ -414,8 +411,8 @@ class Machine {
     }
   }
 
-  // Any fiber that can run, mostly of `block`; null where there is none, which is then the launch's
-  // error.
+  // Returns a fiber that can run, mostly of `block`, or null if there is none, which is then the
+  // error of the launch.
   Fiber* next(Block* block) {
     if (block->ready.empty() || random(256) == 0) {
       const size_t start = random(blocks_.size());
@@ -448,8 +445,8 @@ class Machine {
     change(fiber_, fiber, false);
   }
 
-  // Not sanitized: before a call that never returns the sanitizer looks for the end of the stack,
-  // and does not know this one yet.
+  // Not sanitized: before a call that never returns, the sanitizer looks for the end of the stack,
+  // which it does not know yet.
   __attribute__((no_sanitize("address"))) static void live_current() { running()->live(); }
 
   void live() {
@@ -466,7 +463,7 @@ class Machine {
 
   void progress() { pauses_ = 0; }
 
-  // Frames of a fiber that fails are left as they are, hence own nothing: no std::string.
+  // The frames of a failing fiber are abandoned, so they own no memory: no std::string.
   template <typename... Arguments>
   [[noreturn]] void fail(const char* why, Arguments... arguments) {
     report(*fiber_, why, arguments...);
@@ -494,8 +491,8 @@ class Machine {
 #endif
   }
 
-  // From a fiber to another one, or to the host where `to` is null. `for_ever`: it will not be
-  // resumed.
+  // Switches from a fiber to another one, or to the host if `to` is null. `for_ever`: it will not
+  // be resumed.
   void change(Fiber* from, Fiber* to, bool for_ever) {
     if (to != nullptr) set_current(to);
 #ifdef __SANITIZE_ADDRESS__
@@ -509,13 +506,13 @@ class Machine {
     arrived(from->fake_stack);
   }
 
-  // On a fiber that has just begun or resumed.
+  // Called on a fiber that has just started or resumed.
   void arrived(void* fake_stack) {
 #ifdef __SANITIZE_ADDRESS__
     const void* stack;
     size_t bytes;
     __sanitizer_finish_switch_fiber(fake_stack, &stack, &bytes);
-    if (host_stack_ == nullptr) {  // the first fiber of a launch comes from the host
+    if (host_stack_ == nullptr) {  // the host switches to the first fiber of a launch
       host_stack_ = stack;
       host_stack_bytes_ = bytes;
     }
@@ -535,7 +532,7 @@ class Machine {
   void (*const body_)(const void*);
   const void* const closure_;
   uint64_t state_;
-  std::vector<uint32_t> order_;  // blocks to come, the next one last
+  std::vector<uint32_t> order_;  // blocks to start, the next one last
   std::vector<std::unique_ptr<Block>> blocks_;
   Fiber* fiber_ = nullptr;
   uint64_t pauses_ = 0;
@@ -582,8 +579,7 @@ inline uint32_t lane() { return threadIdx.x % kWarp; }
 
 }  // namespace emulator
 
-// --- built-in functions of kernels
-// ----------------------------------------------------------------------------------
+// --- built-in functions of kernels ---------------------------------------------------------------
 
 #define DELTACHECK_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -612,7 +608,7 @@ inline uint32_t __ballot_sync(uint32_t lanes, int vote) {
 inline int __any_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) != 0; }
 inline int __all_sync(uint32_t lanes, int vote) { return __ballot_sync(lanes, vote) == lanes; }
 
-// Shuffles from beyond the warp give a lane its own value.
+// A shuffle from beyond the warp gives a lane its own value.
 template <typename T>
 T __shfl_sync(uint32_t lanes, T value, uint32_t source) {
   return emulator::shuffle(lanes, value, source % emulator::kWarp);
@@ -655,7 +651,8 @@ inline void __threadfence() { emulator::Machine::running()->pause(); }
 
 namespace emulator {
 
-// Fibers change only where they ask to: between two calls nothing interferes.
+// Fibers switch only at calls of the emulator. Nothing interferes between two calls, so this is
+// atomic.
 template <typename T, typename Change>
 T atomic(T* at, Change change) {
   Machine::running()->pause();

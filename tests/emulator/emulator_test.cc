@@ -1,5 +1,5 @@
-// That the emulator runs right kernels right and finds what is planted in wrong ones; and the
-// block-wide functions.
+// Tests that the emulator executes correct kernels correctly and detects planted errors; also tests
+// the block-wide functions.
 
 #include <cstdio>
 #include <functional>
@@ -60,7 +60,7 @@ void test_block_functions() {
   }
 }
 
-// Lanes of a warp in two groups, each with shuffles and votes of its own.
+// Two groups of lanes of a warp, each with its own shuffles and votes.
 void half_warps(uint32_t* out) {
   const uint32_t lane = threadIdx.x % 32, mask = lane < 16 ? 0x0000ffffu : 0xffff0000u;
   uint32_t value = threadIdx.x;
@@ -96,8 +96,7 @@ void test_atomics() {
   CHECK(counts[0] == 70 * 64 * 15 && counts[6] == 70 * 64 * 14 && counts[7] == 69063);
 }
 
-// --- planted mistakes
-// -----------------------------------------------------------------------------------------------
+// --- planted errors ------------------------------------------------------------------------------
 
 void some_threads_skip_the_barrier() {
   if (threadIdx.x < 100) __syncthreads();
@@ -132,8 +131,8 @@ void shuffle_from_outside_the_mask() {
 
 void mask_leaves_the_caller_out() { (void)__ballot_sync(0xffff0000u, 1); }
 
-// A ring: each block waits for the next one, and the last one for the first. However few wait, some
-// are not resident.
+// A ring: each block waits for the next one, and the last one for the first. However few they are,
+// some are not resident.
 void blocks_wait_for_one_another(uint32_t* flags) {
   if (threadIdx.x == 0) {
     while (atomicAdd(&flags[(blockIdx.x + 1) % gridDim.x], 0u) == 0) continue;
@@ -186,7 +185,7 @@ void test_misuse_is_found() {
   CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration && cudaGetLastError() == cudaSuccess);
 }
 
-// Wrong by a missing barrier: right if threads ran in their order.
+// Wrong because of a missing barrier; correct if threads ran in their order.
 void reads_a_neighbour_too_early(uint32_t* out) {
   DELTACHECK_SHARED(Shared, shared);
   shared.values[threadIdx.x] = threadIdx.x;
@@ -200,7 +199,7 @@ void forgets_that_memory_is_garbage(uint32_t* out) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = shared.values[threadIdx.x];
 }
 
-// Right only if blocks ran in their order.
+// Correct only if blocks ran in their order.
 void takes_the_block_before_for_done(uint32_t* out) {
   out[blockIdx.x] = blockIdx.x == 0 ? 1 : out[blockIdx.x - 1] + 1;
 }

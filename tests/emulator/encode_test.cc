@@ -1,4 +1,5 @@
-// The device encoder, emulated, against the host's: rows, streams, head and bases, byte for byte.
+// Compares the emulated device encoder with the host encoder: rows, streams, head and bases, byte
+// for byte.
 
 #include <algorithm>
 #include <cstdint>
@@ -46,14 +47,13 @@ struct Piece {
   void set(uint64_t i, uint64_t word) {
     std::memcpy(current.data() + i * word_bytes, &word, word_bytes);
   }
-  // With z > 0 of word_bytes bytes.
+  // Adds the difference with zigzag code z > 0 of word_bytes bytes.
   void change(uint64_t i, uint64_t z) { set(i, get(i) + ((z >> 1) ^ (0 - (z & 1)))); }
 };
 
 using Group = std::vector<std::unique_ptr<Piece>>;
 
-// --- the check
-// ------------------------------------------------------------------------------------------------------
+// --- the comparison ------------------------------------------------------------------------------
 
 struct Digested {
   std::vector<uint32_t> chunks;
@@ -65,7 +65,7 @@ struct Expected {
   uint64_t sizes[kStreams] = {};
 };
 
-// Each chunk is a run of its own, so that every size of word can be in one group.
+// Each chunk is a run of its own, so that a group may contain words of every size.
 Expected expected_of(const Group& group) {
   Expected expected;
   std::vector<uint8_t> streams[kStreams];
@@ -96,7 +96,7 @@ Expected expected_of(const Group& group) {
 
 std::set<std::pair<int, uint32_t>> methods_seen;
 
-// `missing`: by how many bytes the payload is too small.
+// `missing`: the number of bytes by which the payload is too small.
 void check_group(const Group& group, const std::string& name, uint64_t missing = 0,
                  bool digests = false) {
   const auto expect = [&](bool condition, const std::string& what) {
@@ -159,12 +159,11 @@ void check_group(const Group& group, const std::string& name, uint64_t missing =
   }
 }
 
-// --- what chunks may look like
-// --------------------------------------------------------------------------------------
+// --- contents of chunks --------------------------------------------------------------------------
 
 uint64_t random_word(int word_bytes) { return random_bits() >> (64 - 8 * word_bytes); }
 
-// Words near one value, as weights are: their top bytes are few.
+// Words near one value, as weights are: their top bytes have few values.
 uint64_t alike_word(int word_bytes) {
   const uint64_t top = 0x3d + below(3);
   return top << (8 * word_bytes - 8) | random_word(word_bytes) >> 8;
@@ -219,8 +218,7 @@ std::vector<uint64_t> sizes_around_tiles(int word_bytes) {
           17 * tile - 3};
 }
 
-// --- tests
-// ----------------------------------------------------------------------------------------------------------
+// --- tests ---------------------------------------------------------------------------------------
 
 void test_sizes_around_tiles() {
   for (const int word_bytes : kWordBytes) {
@@ -264,8 +262,8 @@ void test_gaps_around_escapes() {
   }
 }
 
-// Tiles 1 to 15, of which the sample knows nothing, have `wide` wide and `narrow` narrow changes,
-// one after the other; tile 0 has a single change.
+// Tiles 1 to 15, which are not in the sample, have `wide` wide and `narrow` narrow changes, one
+// after the other. Tile 0 has a single change.
 std::unique_ptr<Piece> piece_larger_than_it_seemed(int word_bytes, uint64_t wide, uint64_t narrow) {
   const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
   auto piece = piece_of(word_bytes, 16 * tile, 0, 0, Size::kNarrow);
@@ -275,8 +273,8 @@ std::unique_ptr<Piece> piece_larger_than_it_seemed(int word_bytes, uint64_t wide
   return piece;
 }
 
-// The sample says sparse, but the streams are as large as the chunk, or larger: raw, and the base
-// is up to date nevertheless. Slots beside them are not touched.
+// The sample predicts sparse, but the streams are as large as the chunk or larger. The method
+// becomes raw, and the base is nevertheless up to date. Neighbouring slots are not touched.
 void test_streams_that_are_not_smaller_than_the_chunk() {
   for (const int word_bytes : kWordBytes) {
     const std::string name = "not smaller, words of " + std::to_string(word_bytes);
@@ -311,7 +309,7 @@ void test_streams_that_are_not_smaller_than_the_chunk() {
   }
 }
 
-// A chunk whose first `changes` changes have been made.
+// A chunk in which the first `changes` changes have been made.
 struct Changes {
   std::unique_ptr<Piece> before;
   std::vector<uint64_t> places, z;
@@ -331,8 +329,7 @@ struct Changes {
   }
 };
 
-// Where one more changed word makes another method the best: costs that are only a little wrong
-// show there.
+// One more changed word makes another method the cheapest. Small errors of the costs show there.
 void test_both_sides_of_every_border_between_methods() {
   for (const int word_bytes : kWordBytes) {
     Group group;
@@ -415,14 +412,14 @@ void test_payload_too_small() {
   }
 }
 
-// More tiles than store sums up at a time, and several samples.
+// More tiles than the store kernel sums at a time, and several samples.
 void test_long_chunks() {
   for (const int word_bytes : kWordBytes) {
     const uint64_t tile = kTileBytes / static_cast<uint64_t>(word_bytes);
     Group group;
     group.push_back(piece_of(word_bytes, 65 * tile + 3, 0, 0.02, Size::kMixed));
     if (word_bytes == 2) group.push_back(piece_of(word_bytes, 130 * tile, 1, 0.4, Size::kMixed));
-    // Frozen but for a few tiles in its middle.
+    // Unchanged except for a few tiles in the middle.
     auto piece = piece_of(word_bytes, 40 * tile, 0, 0, Size::kNarrow);
     for (uint64_t i = 19 * tile; i < 33 * tile; i += 1 + below(300))
       piece->change(i, some_z(word_bytes, Size::kMixed));
@@ -443,7 +440,7 @@ void test_every_method_was_seen() {
 
 }  // namespace
 
-// In place of digest.cu: remembers what it was asked for.
+// Replaces digest.cu: records its arguments.
 cudaError_t deltacheck::device::enqueue_digests(const Chunk*, const Row* rows,
                                                 const uint64_t* count, uint32_t most, uint64_t*,
                                                 cudaStream_t) {

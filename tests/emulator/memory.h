@@ -1,4 +1,4 @@
-// Memory for the emulated tests: what lies around it is watched by the address sanitizer.
+// Memory for the emulated tests. The address sanitizer watches the bytes around it.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Any rows and streams: `apply` refuses them or they are what the encoder itself would have
-// written, since the format has one encoding only for given positions and differences. All kernels
+// Fuzzes `apply` with any rows and streams. It refuses them, or they are exactly the output of the
+// encoder, since the format has one encoding only for given positions and differences. All kernels
 // and numbers of threads agree.
 
 #include <algorithm>
@@ -42,8 +42,8 @@ Input input_of(const Case& made, uint8_t kernels, uint8_t threads) {
 Case case_of(Reader* reader) {
   Case made;
   made.word_bytes = some_word_bytes(reader->take<uint8_t>());
-  reader->take<uint8_t>();                             // kernels
-  const bool fitting = reader->take<uint8_t>() & 128;  // and threads
+  reader->take<uint8_t>();                             // selects the kernels
+  const bool fitting = reader->take<uint8_t>() & 128;  // selects the threads
   for (uint32_t chunks = reader->take<uint8_t>() % (kMostChunks + 1); chunks > 0; --chunks)
     made.bounds.push_back(made.bounds.back() + reader->take<uint32_t>() % kMostWords);
   for (uint32_t rows = reader->take<uint8_t>() % (kMostChunks + 2); rows > 0; --rows)
@@ -52,7 +52,8 @@ Case case_of(Reader* reader) {
     stream.resize(std::min<size_t>(reader->take<uint32_t>(), reader->left()));
     for (uint8_t& byte : stream) byte = reader->take<uint8_t>();
   }
-  // Streams as long as the rows say: else no change of a row would come further than the sizes.
+  // Streams of the lengths that the rows declare: otherwise no mutation of a row would pass the
+  // check of sizes.
   for (int stream = 0; fitting && stream < kStreams; ++stream) {
     uint64_t size = 0;
     for (const Row& row : made.rows) {
@@ -69,7 +70,7 @@ void fill(uint8_t* base, size_t size) {
   for (size_t i = 0; i < size; ++i) base[i] = static_cast<uint8_t>(i * 7 + (i >> 8));
 }
 
-// The streams in memory without slack.
+// The streams in memory of exactly their size.
 struct Views {
   explicit Views(const Case& made) {
     memory.reserve(kStreams);
@@ -97,8 +98,8 @@ std::string checked(const Case& made) {
   return check(made.run(), made.rows.data(), made.rows.size(), streams.views, &offsets);
 }
 
-// The streams of one chunk as the plain kernels write them; none where they would store the chunk
-// otherwise.
+// Returns the streams of one chunk as the plain kernels write them, or nothing if they would choose
+// another method.
 std::optional<std::vector<std::vector<uint8_t>>> written(const Case& made, Row* row,
                                                          const uint8_t* current,
                                                          const uint8_t* before, uint64_t words) {

@@ -1,5 +1,5 @@
-// The arithmetic of the format on any numbers: fast forms give what the document's definitions
-// give, and inverses are inverses.
+// Fuzzes the arithmetic of the format with any numbers: fast forms equal the definitions of the
+// document, and inverses are inverses.
 
 #include "target.h"
 
@@ -17,7 +17,7 @@ void check_word(uint64_t first, uint64_t second) {
   promise(rotated_right<W>(rotated_left<W>(current)) == current, "a rotated word comes back");
 }
 
-// 4.4, step 3, by the letter.
+// 4.4, step 3, literally.
 uint64_t cost_by_the_document(const uint32_t* histogram, uint64_t n) {
   uint64_t entropy = 0, most = 0;
   for (int byte = 0; byte < 256; ++byte) {

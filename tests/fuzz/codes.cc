@@ -1,6 +1,6 @@
-// Any bytes as codes of derived leaves, with any parameters that a manifest may have: nothing
-// outside the values is written, all kernels agree, a lattice value is finite and in its weight's
-// cell, and an octave value is coded again.
+// Fuzzes the codes of derived leaves: any bytes, with any parameters that a manifest may have.
+// Nothing is written outside of the values, all kernels agree, a lattice value is finite and in the
+// cell of its weight, and an octave value can be coded again.
 
 #include <algorithm>
 #include <cmath>
@@ -54,7 +54,7 @@ void check_octaves(Reader* reader, uint32_t fraction_bits, bool is_signed, uint8
   const OctaveErrors errors = octave_codes(values.data(), nullptr, count, form, 0, recoded.data());
   promise(errors.refused == 0 && errors.zeroed == 0, "what a code stands for has a code");
   octave_values(recoded.data(), count, form, again.data());
-  // Not the same code: subnormals are further apart than cells.
+  // The second code may differ from the first: subnormals are further apart than cells.
   promise(count == 0 || std::memcmp(values.data(), again.data(), values.size()) == 0,
           "which stands for the same");
 }

@@ -1,10 +1,10 @@
-// Mutates the target's own seeds at random, for compilers without libFuzzer. Knows nothing of
-// coverage, so it takes more inputs to find the same; every input follows from the seed and its
-// number and can be run again alone.
+// Mutates the seeds of a target at random, for compilers without libFuzzer. It uses no coverage, so
+// it needs more inputs to find the same errors. Every input follows from the seed and its number,
+// and can be repeated alone.
 //
-// `--replay FOLDER` runs every input of a kept corpus first. `--keep FOLDER`, in a build with
-// -fsanitize-coverage=trace-pc for everything but this file, writes each input there that reaches
-// code which none before it has reached.
+// `--replay FOLDER` first runs every input of a stored corpus. `--keep FOLDER`, in a build with
+// -fsanitize-coverage=trace-pc for all files but this one, writes each input that reaches new code
+// to that folder.
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +23,7 @@ size_t g_new = 0;
 
 }  // namespace
 
-// Called by the code under test at every edge, where it was built for that.
+// The code under test calls this at every edge of its control flow, in builds with coverage.
 extern "C" void __sanitizer_cov_trace_pc() {
   const auto place = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
   uint8_t* const reached = &g_reached[(place ^ (place >> 16)) % kPlaces];
@@ -51,7 +51,7 @@ void tell_input(int) {
 void mutate(Input* input, std::mt19937_64* random) {
   const auto below = [&](uint64_t bound) { return (*random)() % bound; };
   if (input->empty()) input->push_back(0);
-  // The beginning says how the rest is read, and a change there is a change of everything.
+  // The first bytes determine how the others are read, so a mutation there changes everything.
   const bool early = below(3) == 0;
   const size_t at = below(early ? std::min<size_t>(input->size(), 200) : input->size());
   const auto here = input->begin() + static_cast<int64_t>(at);

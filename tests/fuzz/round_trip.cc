@@ -1,5 +1,6 @@
-// Any words against any base, in any cuts, at any address: what is encoded comes back bit for bit,
-// the base becomes the words, and the bytes depend neither on kernels nor on threads.
+// Fuzzes the round trip: any words against any base, divided anywhere, at any address. Decoding
+// restores every bit, the base becomes the words, and the bytes depend neither on kernels nor on
+// threads.
 
 #include <algorithm>
 
@@ -47,7 +48,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int word_bytes = some_word_bytes(reader.take<uint8_t>());
   const uint8_t kernels = reader.take<uint8_t>(), threads = reader.take<uint8_t>(),
                 flags = reader.take<uint8_t>();
-  // Most runs are short: they are many times as fast, and few edges need whole tiles.
+  // Most runs are short: they are many times as fast, and few edge cases need whole tiles.
   const uint32_t words =
       reader.take<uint32_t>() % (flags & 64 ? kMostBytes / static_cast<uint32_t>(word_bytes) : 700);
   std::vector<uint64_t> bounds{0, words};
@@ -56,8 +57,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::sort(bounds.begin(), bounds.end());
   const Run run{bounds.data(), bounds.size() - 1, word_bytes};
 
-  // The base: noise or one byte. The current words: the base, then steps of some words at a time
-  // that add to one byte.
+  // The base is noise or one byte. The current words are the base, followed by changes of some
+  // words at a time that add to one byte.
   uint64_t random = reader.take<uint32_t>();
   std::vector<uint8_t> base(run.bytes());
   for (uint8_t& byte : base) {

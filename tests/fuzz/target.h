@@ -1,8 +1,8 @@
-// What every fuzz target shares: taking an input apart, memory without slack, and what it does when
-// a promise is broken.
+// The parts that all fuzz targets share: reading an input, memory of exact size, and the report of
+// a broken promise.
 //
-// A target is one file with the function that libFuzzer calls and with the inputs to begin from.
-// driver.cc stands in for libFuzzer where there is none.
+// A target is one file with the function that libFuzzer calls and with its seeds. driver.cc
+// replaces libFuzzer for compilers without it.
 
 #pragma once
 
@@ -21,10 +21,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 using Input = std::vector<uint8_t>;
 
-// Sound inputs, which mutation starts from.
+// Returns valid inputs, from which mutation starts.
 std::vector<Input> seeds();
 
-// An input from front to back; zeros once it is used up.
+// Reads an input from front to back; returns zeros after its end.
 class Reader {
  public:
   Reader(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -52,8 +52,8 @@ inline void put(Input* input, T value) {
   input->insert(input->end(), bytes, bytes + sizeof value);
 }
 
-// Memory of exactly this size, `offset` bytes past an aligned address, so that a sanitizer sees
-// every step beside it.
+// Memory of exactly this size, `offset` bytes after an aligned address, so that a sanitizer detects
+// every access next to it.
 class Exact {
  public:
   explicit Exact(size_t size, size_t offset = 0)

@@ -1,4 +1,4 @@
-"""Adam's own arithmetic, against moments that a real Adam leaves behind."""
+"""Test the arithmetic of Adam with the moments of a simulated Adam."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ C = adam.moment_limit(*BETAS)
 def simulated(
     gradients: F32, betas: tuple[float, float] = BETAS, m: F32 | None = None, v: F32 | None = None
 ) -> tuple[list[F32], list[F32]]:
-    """m and v after each step, float32, for gradients (steps, elements)."""
+    """Return m and v after each step, float32, for gradients (steps, elements)."""
     b1, b2 = (np.float32(b) for b in betas)
     m = np.zeros(gradients.shape[1], np.float32) if m is None else m
     v = np.zeros(gradients.shape[1], np.float32) if v is None else v
@@ -57,9 +57,8 @@ def test_no_live_state_of_adam_breaks_the_law(kind: str) -> None:
 
 def test_the_limit_is_the_least_that_holds() -> None:
     assert pytest.approx(52.9, abs=0.05) == C
-    grown = (
-        np.cumprod(np.full((400, 1), BETAS[1] / BETAS[0]), axis=0) * 1e-15
-    )  # the gradient for which the inequality is an equality
+    # For this gradient the inequality is an equality.
+    grown = np.cumprod(np.full((400, 1), BETAS[1] / BETAS[0]), axis=0) * 1e-15
     m, v = simulated(grown.astype(np.float32))
     assert float(m[-1][0]) ** 2 / float(v[-1][0]) > 0.99 * C
     assert adam.law_violations(m[-1], v[-1], 0.98 * C) == 1
@@ -72,15 +71,16 @@ def test_betas_without_a_limit_are_refused(betas: tuple[float, float]) -> None:
 
 
 def test_a_stale_v_without_repair_multiplies_updates_and_with_it_does_not() -> None:
-    """Law 4: rows that a stale v has never seen. With v' >= m^2 / C no element moves by more than
-    sqrt(C) learning rates.
+    """Test law 4 with rows that were untouched when v was stored.
+
+    With v' >= m^2 / C no element moves by more than sqrt(C) learning rates.
     """
     calm = gradients("noise", 100)
     calm[:, :20] = 0  # untouched until v was stored
     late = gradients("noise", 10, seed=1)
-    stored = simulated(calm)
-    m, v = simulated(late, m=stored[0][-1], v=stored[1][-1])
-    stale, live = stored[1][-1], v[-1]
+    old_run = simulated(calm)
+    m, v = simulated(late, m=old_run[0][-1], v=old_run[1][-1])
+    stale, live = old_run[1][-1], v[-1]
     assert adam.law_violations(m[-1], stale, C) == 20
     assert adam.law_violations(m[-1], live, C) == 0
     assert np.abs(adam.update(m[-1], stale, 1e-8)).max() > 1e3
@@ -93,8 +93,9 @@ def test_a_stale_v_without_repair_multiplies_updates_and_with_it_does_not() -> N
 
 
 def test_a_pair_from_one_step_obeys_the_law_however_old_it_is() -> None:
-    """Law 5: m and v reused together need no repair; after the rescale the update is of the size
-    that it had.
+    """Test law 5: m and v that are reused together need no repair.
+
+    After the rescale, the update has its former size.
     """
     m, v = simulated(gradients("heavy", 250))
     old = v[99] * np.float32(adam.bias_rescale(250, 100, BETAS[1]))
@@ -109,12 +110,14 @@ def test_a_pair_from_one_step_obeys_the_law_however_old_it_is() -> None:
 
 @pytest.mark.parametrize("step", [100, 300, 900])
 def test_v_drifts_no_more_than_the_formula_says_where_training_is_stationary(step: int) -> None:
-    """Law 7: the drift is given by how many steps v averages over, not by convergence."""
+    """Test law 7: the drift follows from the memory of v, not from convergence."""
     _, v = simulated(gradients("noise", step, elements=400))
-    for apart in (10, 20):
-        then = v[-1 - apart] * np.float32(adam.bias_rescale(step, step - apart, BETAS[1]))
-        drift = float(np.median(np.abs(np.log2(v[-1] / then))))
-        expected = adam.expected_drift(step, apart, BETAS[1])
+    for steps_apart in (10, 20):
+        older = v[-1 - steps_apart] * np.float32(
+            adam.bias_rescale(step, step - steps_apart, BETAS[1])
+        )
+        drift = float(np.median(np.abs(np.log2(v[-1] / older))))
+        expected = adam.expected_drift(step, steps_apart, BETAS[1])
         assert 0.1 * expected < drift < 1.2 * expected
 
 
@@ -126,7 +129,7 @@ def test_the_formula_reads_as_it_was_measured() -> None:
 
 
 def test_a_short_memory_permits_no_reuse() -> None:
-    """Law 7: with beta2 = .95, v is stale after three steps."""
+    """Test law 7: with beta2 = .95, v is stale after three steps."""
     assert adam.permitted_staleness(0.1, 100_000, 0.95) == 0
     assert adam.permitted_staleness(0.1, 50, 0.999) == 0
 

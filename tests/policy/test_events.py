@@ -1,4 +1,4 @@
-"""Events are found within ten steps, and what every healthy run does is none."""
+"""Test that events are detected within ten steps, and that healthy runs raise none."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STEPS = 400
 
 
 def events(observations: Sequence[RunObservation]) -> list[Event]:
-    detector, found = Detector(), []
+    detector, raised_events = Detector(), []
     for observation in observations:
-        detector, seen = detector.advance(observation)
-        found += seen
-    return found
+        detector, new_events = detector.advance(observation)
+        raised_events += new_events
+    return raised_events
 
 
 def losses(seed: int, steps: int = STEPS) -> np.ndarray[Any, Any]:
-    """A loss that falls steeply, then slowly, with the noise of batches."""
+    """Return a loss that falls steeply, then slowly, with the noise of batches."""
     t = np.arange(steps)
     return 2 + 3 * np.exp(-t / 30) + 0.1 * np.random.default_rng(seed).standard_normal(steps)
 
@@ -102,42 +102,42 @@ def test_a_jump_of_the_learning_rate_is_found_at_once_and_told_once(
     rates = [
         rate * (factor if step >= 200 else 1) for step, rate in enumerate(warmup_then_cosine())
     ]
-    (found,) = events(
+    (event,) = events(
         [RunObservation(step, learning_rate=rates[step]) for step in range(0, STEPS, every)]
     )
-    assert (found.step, found.what) == (200, "learning-rate")
-    assert found.size == pytest.approx(factor, rel=0.1)
+    assert (event.step, event.what) == (200, "learning-rate")
+    assert event.size == pytest.approx(factor, rel=0.1)
 
 
 def test_a_rate_that_comes_out_of_nothing_has_a_size_that_a_profile_can_hold() -> None:
     rates = [1e-5, 1e-5, 0.0, 0.0, 1e-5]
-    found = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
-    assert [event.step for event in found] == [2, 4]
-    assert all(math.isfinite(event.size) for event in found)
+    detected = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
+    assert [event.step for event in detected] == [2, 4]
+    assert all(math.isfinite(event.size) for event in detected)
 
 
 def test_each_group_has_a_learning_rate() -> None:
     rates = [(1e-5, 1e-6 if step < 60 else 9e-6) for step in range(100)]
-    (found,) = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
-    assert (found.step, found.what) == (60, "learning-rate")
+    (event,) = events([RunObservation(step, learning_rate=rate) for step, rate in enumerate(rates)])
+    assert (event.step, event.what) == (60, "learning-rate")
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("offset", range(3))
 def test_a_shift_of_the_loss_is_found_within_ten_steps(seed: int, offset: int) -> None:
-    loss, at = losses(seed), 200 + 2 * offset
-    loss[at:] += 0.6
-    found = [event for event in events(observed(loss, norms(seed))) if event.what == "loss"]
-    assert at < found[0].step <= at + 10
-    assert found[0].size > 0
+    loss, shift_step = losses(seed), 200 + 2 * offset
+    loss[shift_step:] += 0.6
+    shifts = [event for event in events(observed(loss, norms(seed))) if event.what == "loss"]
+    assert shift_step < shifts[0].step <= shift_step + 10
+    assert shifts[0].size > 0
 
 
 def test_a_shift_of_the_gradient_norm_is_found_within_ten_steps() -> None:
     norm = norms(1)
     norm[203:] *= 5
-    (found,) = events(observed(losses(1), norm))
-    assert found.what == "gradient"
-    assert 203 < found.step <= 213
+    (event,) = events(observed(losses(1), norm))
+    assert event.what == "gradient"
+    assert 203 < event.step <= 213
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -158,17 +158,17 @@ def test_other_betas_or_another_layout_are_an_event() -> None:
     optimizers: list[object] = (
         [((0.9, 0.999), "4 leaves")] * 20 + [None] + [((0.9, 0.95), "4 leaves")] * 20
     )
-    found = events(observed(losses(3)[:41], optimizer=optimizers))
-    assert [(event.step, event.what) for event in found] == [(22, "optimizer")]
+    detected = events(observed(losses(3)[:41], optimizer=optimizers))
+    assert [(event.step, event.what) for event in detected] == [(22, "optimizer")]
 
 
 def test_a_resume_is_an_event_and_a_new_beginning() -> None:
-    """Told by the caller, or by a step that was there before; rates before it are no trend."""
+    """The caller reports a resume, or the step does not ascend; earlier rates are no trend."""
     resumed = [RunObservation(1, resumed=True)]
     assert [event.what for event in events(resumed)] == ["resume"]
     run = [RunObservation(step, 2.0, learning_rate=1e-5) for step in range(30)]
-    again = [RunObservation(step, 2.0, learning_rate=9e-5) for step in range(20, 40)]
-    assert [(event.step, event.what) for event in events([*run, *again])] == [(20, "resume")]
+    repeated = [RunObservation(step, 2.0, learning_rate=9e-5) for step in range(20, 40)]
+    assert [(event.step, event.what) for event in events([*run, *repeated])] == [(20, "resume")]
     later = [RunObservation(50, 2.0, learning_rate=1e-5, resumed=True)]
     assert [(event.step, event.what) for event in events([*run, *later])] == [(50, "resume")]
 

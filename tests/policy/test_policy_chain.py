@@ -1,4 +1,4 @@
-"""The chain budget: how many arrays of deltas a restore opens."""
+"""Test the chain budget: the arrays and the amount of deltas that a restore reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.store.root import open_root
 
 
-def opened(root: Path, step: int) -> int:
-    """Arrays of deltas that a restore of a step opens."""
+def opened_arrays(root: Path, step: int) -> int:
+    """Return the number of delta arrays that a restore of a step opens."""
     store, manifest = open_root(root), deltacheck.open(root).manifest(step)
     chains = {leaf.spec.path: leaf for leaf in resolve_leaves(store, manifest).values()}
     segments = {segment.id: segment for chain in chains.values() for segment, _ in chain.deltas}
@@ -41,28 +41,28 @@ def test_a_restore_opens_no_more_arrays_than_the_policy_says(tmp_path: Path, res
     state = {f"w{n}": random.normal(size=5000).astype(np.float32) for n in range(12)}
     policy, limit = Policy.exact(max_restore_reads=24), 24
     engine = Engine(tmp_path, policy=policy)
-    most = 0
+    largest = 0
     for step in range(30):
         for value in state.values():
             value[random.integers(0, 5000, 40)] += np.float32(1e-3)
         engine.save(step, state).result()
-        most = max(most, opened(tmp_path, step))
-        assert most <= limit
+        largest = max(largest, opened_arrays(tmp_path, step))
+        assert largest <= limit
         if resume and step % 7 == 3:
             engine.close()
             engine = Engine(tmp_path, policy=policy)
             engine.restore()
     engine.close()
-    assert most > limit // 2  # deltas are written as long as there is room
+    assert largest > limit // 2  # deltas are written as long as there is room
     np.testing.assert_equal(deltacheck.open(tmp_path).restore(), state)
 
 
 def decoded(root: Path, step: int) -> dict[str, float]:
-    """What a restore decodes of the deltas of each leaf, in units of the leaf."""
-    found = resolve_leaves(open_root(root), deltacheck.open(root).manifest(step))
+    """Return the decoded size of the deltas of each leaf, in units of the leaf."""
+    leaves = resolve_leaves(open_root(root), deltacheck.open(root).manifest(step))
     return {
         path: sum(chain.delta_bytes) / chain.spec.raw_bytes
-        for path, chain in found.items()
+        for path, chain in leaves.items()
         if isinstance(chain, Chain)
     }
 
@@ -80,9 +80,9 @@ def test_a_restore_decodes_no_more_than_the_policy_says(tmp_path: Path, resume: 
             changed = slice(None) if path.startswith("dense") else random.integers(0, 30_000, 100)
             value[changed] *= np.float32(1 + 2**-14)
         engine.save(step, state).result()
-        found = decoded(tmp_path, step)
-        assert max(found.values()) < 4  # a delta of everything holds one leaf
-        assert found["sparse"] < 0.3
+        ratios = decoded(tmp_path, step)
+        assert max(ratios.values()) < 4  # a delta of everything holds one leaf
+        assert ratios["sparse"] < 0.3
         depths |= {len(open_root(tmp_path).manifest(step).segments)}
         if resume and step % 5 == 3:
             engine.close()
@@ -94,11 +94,11 @@ def test_a_restore_decodes_no_more_than_the_policy_says(tmp_path: Path, resume: 
 
 
 def test_keyframes_of_what_changes_everywhere_do_not_all_fall_on_one_save() -> None:
-    between = Counter(
+    distances = Counter(
         deltas_between(Policy.exact(), f"layers.{n}.weight", 1 << 20, 1 << 20) for n in range(200)
     )
-    assert between.keys() == {4, 5, 6}
-    assert min(between.values()) > 40
+    assert distances.keys() == {4, 5, 6}
+    assert min(distances.values()) > 40
     assert deltas_between(Policy.exact(max_restore_ratio=1), "w", 1 << 20, 1 << 20) == 1
     assert 15 < deltas_between(Policy.exact(max_restore_ratio=None), "w", 1 << 20, 1 << 20) <= 32
     assert 15 < deltas_between(Policy.exact(), "small", 256, 256) <= 32, (

@@ -1,5 +1,6 @@
-"""Which leaves are one parameter's: found from the paths of real optimizer states, and of those
-that must not be taken for Adam's.
+"""Test the matching of leaves to parameters, with paths of real optimizer states.
+
+Other optimizers must not be mistaken for Adam.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from deltacheck.policy.parameters import Hyperparameters, Parameter, Roles, hype
 
 
 def specs(**leaves: tuple[int, ...]) -> dict[str, LeafSpec]:
-    """Leaf specs, float32, or bfloat16 where the path begins with ``params`` or ``model``; ``__``
-    stands for ``/``.
+    """Return leaf specs: bfloat16 below ``params`` and ``model``, else float32.
+
+    ``__`` in a name stands for ``/``.
     """
     paths = {path.replace("__", "/"): shape for path, shape in leaves.items()}
     narrow = ("params", "model")
@@ -27,8 +29,8 @@ def specs(**leaves: tuple[int, ...]) -> dict[str, LeafSpec]:
     }
 
 
-def by_first(found: Roles) -> dict[str | None, Parameter]:
-    return {parameter.first: parameter for parameter in found.parameters}
+def by_first(result: Roles) -> dict[str | None, Parameter]:
+    return {parameter.first: parameter for parameter in result.parameters}
 
 
 OPTAX = {
@@ -39,8 +41,8 @@ COUNT: dict[str, tuple[int, ...]] = {"opt_state__0__count": ()}
 
 
 def test_optax_moments_belong_to_the_weight_with_their_path() -> None:
-    found = roles.find(specs(**OPTAX, **PARAMS, **COUNT), {})
-    assert by_first(found)["opt_state/0/mu/a/w"] == Parameter(
+    result = roles.find(specs(**OPTAX, **PARAMS, **COUNT), {})
+    assert by_first(result)["opt_state/0/mu/a/w"] == Parameter(
         "opt_state/0/a/w",
         weight="params/a/w",
         first="opt_state/0/mu/a/w",
@@ -48,7 +50,7 @@ def test_optax_moments_belong_to_the_weight_with_their_path() -> None:
         count="opt_state/0/count",
         adam=True,
     )
-    assert {path: role for path, (role, _) in found.of().items()} == {
+    assert {path: role for path, (role, _) in result.of().items()} == {
         "params/a/w": "weight",
         "params/b": "weight",
         "opt_state/0/mu/a/w": "first_moment",
@@ -62,14 +64,14 @@ def test_optax_moments_belong_to_the_weight_with_their_path() -> None:
 def test_a_parallel_tree_of_masters_is_found_by_its_name() -> None:
     for name in ("master", "master_params", "state__fp32_params"):
         masters = {f"{name}__a__w": (4, 4), f"{name}__b": (3,)}
-        found = by_first(roles.find(specs(**OPTAX, **PARAMS, **masters), {}))
-        assert found["opt_state/0/mu/b"].master == f"{name}__b".replace("__", "/")
-        assert found["opt_state/0/mu/b"].weight == "params/b"
+        result = by_first(roles.find(specs(**OPTAX, **PARAMS, **masters), {}))
+        assert result["opt_state/0/mu/b"].master == f"{name}__b".replace("__", "/")
+        assert result["opt_state/0/mu/b"].weight == "params/b"
 
 
 def test_of_a_narrow_and_a_wide_tree_the_wide_one_is_the_master_but_unproven() -> None:
-    found = by_first(roles.find(specs(**OPTAX, **PARAMS, other__a__w=(4, 4), other__b=(3,)), {}))
-    parameter = found["opt_state/0/mu/a/w"]
+    result = by_first(roles.find(specs(**OPTAX, **PARAMS, other__a__w=(4, 4), other__b=(3,)), {}))
+    parameter = result["opt_state/0/mu/a/w"]
     assert (parameter.weight, parameter.master, parameter.proven) == (
         "params/a/w",
         "other/a/w",
@@ -78,9 +80,9 @@ def test_of_a_narrow_and_a_wide_tree_the_wide_one_is_the_master_but_unproven() -
 
 
 def test_an_average_of_the_weights_is_not_the_weight() -> None:
-    found = roles.find(specs(**OPTAX, **PARAMS, ema_params__a__w=(4, 4), ema_params__b=(3,)), {})
-    assert [p.weight for p in found.parameters] == ["params/a/w", "params/b"]
-    assert all(p.master is None and p.proven for p in found.parameters)
+    result = roles.find(specs(**OPTAX, **PARAMS, ema_params__a__w=(4, 4), ema_params__b=(3,)), {})
+    assert [p.weight for p in result.parameters] == ["params/a/w", "params/b"]
+    assert all(p.master is None and p.proven for p in result.parameters)
 
 
 def test_a_layer_whose_name_ends_like_another_path_does_not_take_its_moments() -> None:
@@ -89,9 +91,9 @@ def test_a_layer_whose_name_ends_like_another_path_does_not_take_its_moments() -
         "opt_state__0__mu__deep__b": (3,),
         "opt_state__0__nu__deep__b": (3,),
     }
-    found = by_first(roles.find(specs(**OPTAX, **PARAMS, **extra), {}))
-    assert found["opt_state/0/mu/b"].weight == "params/b"
-    assert found["opt_state/0/mu/deep/b"].weight == "params/deep/b"
+    result = by_first(roles.find(specs(**OPTAX, **PARAMS, **extra), {}))
+    assert result["opt_state/0/mu/b"].weight == "params/b"
+    assert result["opt_state/0/mu/deep/b"].weight == "params/deep/b"
 
 
 def test_layers_called_mu_and_nu_are_no_moments() -> None:
@@ -100,32 +102,32 @@ def test_layers_called_mu_and_nu_are_no_moments() -> None:
         for m in ("mu", "nu")
         for layer in ("mu", "nu")
     }
-    found = roles.find(
+    result = roles.find(
         specs(**leaves, params__mu__kernel=(2, 2), params__nu__kernel=(2, 2), **COUNT), {}
     )
-    assert {p.first: p.weight for p in found.parameters} == {
+    assert {p.first: p.weight for p in result.parameters} == {
         "opt_state/0/mu/mu/kernel": "params/mu/kernel",
         "opt_state/0/mu/nu/kernel": "params/nu/kernel",
     }
 
 
 def test_a_leaf_elsewhere_that_is_called_like_a_weight_is_none() -> None:
-    found = roles.find(specs(**OPTAX, **PARAMS, buffers__b=(3,)), {})
-    assert by_first(found)["opt_state/0/mu/b"].weight == "params/b"
-    assert "buffers/b" not in found.of()
+    result = roles.find(specs(**OPTAX, **PARAMS, buffers__b=(3,)), {})
+    assert by_first(result)["opt_state/0/mu/b"].weight == "params/b"
+    assert "buffers/b" not in result.of()
 
 
 def test_a_frozen_weight_is_a_weight_without_an_optimizer() -> None:
-    found = roles.find(specs(**OPTAX, **PARAMS, params__frozen=(9, 9), data__x=(9, 9)), {})
-    role, parameter = found.of()["params/frozen"]
+    result = roles.find(specs(**OPTAX, **PARAMS, params__frozen=(9, 9), data__x=(9, 9)), {})
+    role, parameter = result.of()["params/frozen"]
     assert (role, parameter.first, parameter.adam) == ("weight", None, False)
-    assert "data/x" not in found.of()
+    assert "data/x" not in result.of()
 
 
 @pytest.mark.parametrize("name", ["nu_max", "exp_avg_diff", "v_row"])
 def test_another_array_for_each_parameter_makes_an_optax_state_unknown(name: str) -> None:
-    found = roles.find(specs(**OPTAX, **PARAMS, **{f"opt_state__0__{name}__a__w": (4, 4)}), {})
-    adam = {p.name: p.adam for p in found.parameters}
+    result = roles.find(specs(**OPTAX, **PARAMS, **{f"opt_state__0__{name}__a__w": (4, 4)}), {})
+    adam = {p.name: p.adam for p in result.parameters}
     assert adam == {"opt_state/0/a/w": False, "opt_state/0/b": True}
 
 
@@ -145,11 +147,11 @@ def test_injected_hyperparameters_are_read_from_leaves() -> None:
     rates = {
         f"opt_state__1__hyperparams__{name}": () for name in ("learning_rate", "b1", "b2", "eps")
     }
-    found = roles.find(specs(**inner, **PARAMS, **rates), {})
+    result = roles.find(specs(**inner, **PARAMS, **rates), {})
     group = "opt_state/1/hyperparams"
-    assert {p.group for p in found.parameters} == {group}
+    assert {p.group for p in result.parameters} == {group}
     values = {f"{group}/learning_rate": 1e-3, f"{group}/b1": 0.9, f"{group}/b2": 0.999}
-    assert hyperparameters(found, values) == {group: Hyperparameters(1e-3, 0.9, 0.999, None)}
+    assert hyperparameters(result, values) == {group: Hyperparameters(1e-3, 0.9, 0.999, None)}
 
 
 # --- torch ----------------------------------------------------------------------------------------
@@ -161,16 +163,16 @@ def flat(state: Any) -> tuple[dict[str, LeafSpec], dict[str, object], list[str]]
     from deltacheck.backends.numpy_leaves import specs_of
     from deltacheck.backends.torch.state.leaves import describe
 
-    found = tree.flatten(state, describe)
+    result = tree.flatten(state, describe)
     return (
-        specs_of(found),
-        tree.scalars(found.skeleton),
-        list(tree.array_paths(found.skeleton).values()),
+        specs_of(result),
+        tree.scalars(result.skeleton),
+        list(tree.array_paths(result.skeleton).values()),
     )
 
 
 def model_of(make: Callable[[Any], Any], tied: bool = False) -> tuple[Any, Any]:
-    """A model whose layers are not in the order of their names, trained for one step."""
+    """Return a model whose layers are not in the order of their names, trained for one step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     for name in ("10", "9", "norm"):
@@ -183,10 +185,8 @@ def model_of(make: Callable[[Any], Any], tied: bool = False) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def weights_of(model: Any, optimizer: Any, found: Roles) -> dict[str, str]:
-    """What should have been found: the state's name of each parameter -> path of its weight, by
-    identity of the tensors.
-    """
+def weights_of(model: Any, optimizer: Any, result: Roles) -> dict[str, str]:
+    """Return the true weight of each parameter name, by identity of the tensors."""
     names: dict[int, str] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names[id(tensor)] = min(f"model/{name}", names.get(id(tensor), "model/~"))
@@ -213,13 +213,13 @@ def test_numbered_torch_states_get_weights_by_shape_and_order(tied: bool, severa
     leaves, scalars, order = flat(
         {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
     )
-    found = roles.find(leaves, scalars, order)
-    assert {p.name: p.weight for p in found.parameters} == weights_of(model, optimizer, found)
-    assert all(p.adam and not p.proven and p.count == f"{p.name}/step" for p in found.parameters)
-    rates = hyperparameters(found, scalars)
+    result = roles.find(leaves, scalars, order)
+    assert {p.name: p.weight for p in result.parameters} == weights_of(model, optimizer, result)
+    assert all(p.adam and not p.proven and p.count == f"{p.name}/step" for p in result.parameters)
+    rates = hyperparameters(result, scalars)
     assert [r.lr for r in rates.values()] == ([1e-3, 1e-4] if several else [1e-3])
     assert set(rates.values()) <= {Hyperparameters(lr, 0.9, 0.999, 1e-8) for lr in (1e-3, 1e-4)}
-    assert {p.group for p in found.parameters} == rates.keys()
+    assert {p.group for p in result.parameters} == rates.keys()
 
 
 def test_parameters_without_state_and_frozen_weights_are_passed_over() -> None:
@@ -232,13 +232,15 @@ def test_parameters_without_state_and_frozen_weights_are_passed_over() -> None:
     leaves, scalars, order = flat(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     )
-    found = roles.find(leaves, scalars, order)
-    assert sorted(p.name for p in found.parameters) == [
+    result = roles.find(leaves, scalars, order)
+    assert sorted(p.name for p in result.parameters) == [
         "optimizer/state/2",
         "optimizer/state/4",
         "optimizer/state/5",
     ]
-    assert found.of()["model/10.bias"][1].first is None or not found.of()["model/10.bias"][1].proven
+    assert (
+        result.of()["model/10.bias"][1].first is None or not result.of()["model/10.bias"][1].proven
+    )
 
 
 def test_a_wrong_guess_is_put_right_by_content() -> None:
@@ -255,8 +257,8 @@ def test_a_wrong_guess_is_put_right_by_content() -> None:
     leaves, scalars, order = flat(state)
     tensors = {f"model/{k}": v for k, v in model.state_dict().items()}
     tensors |= {
-        f"optimizer/state/{i}/master": kept["master"]
-        for i, kept in state["optimizer"]["state"].items()
+        f"optimizer/state/{i}/master": fields["master"]
+        for i, fields in state["optimizer"]["state"].items()
     }
 
     def is_cast(weight: str, master: str) -> bool:
@@ -289,10 +291,10 @@ def test_other_torch_optimizers_are_not_adam(make: Any) -> None:
     leaves, scalars, order = flat(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     )
-    found = roles.find(leaves, scalars, order)
-    assert found.parameters
-    assert not any(p.adam for p in found.parameters)
-    assert all(p.unknown for p in found.parameters if p.first is not None)
+    result = roles.find(leaves, scalars, order)
+    assert result.parameters
+    assert not any(p.adam for p in result.parameters)
+    assert all(p.unknown for p in result.parameters if p.first is not None)
 
 
 @pytest.mark.parametrize("flattened", [False, True])
@@ -306,15 +308,15 @@ def test_states_under_names_get_the_weight_of_that_name(flattened: bool) -> None
     leaves, scalars, order = flat(
         {"model": {f"module._orig_mod.{k}": v for k, v in weights.items()}, "optimizer": moments}
     )
-    found = roles.find(leaves, scalars, order)
-    assert len(found.parameters) == 6
-    for parameter in found.parameters:
+    result = roles.find(leaves, scalars, order)
+    assert len(result.parameters) == 6
+    for parameter in result.parameters:
         name = parameter.name.removeprefix("optimizer/state")[1:]
         assert parameter.weight == f"model/module._orig_mod.{name}"
         assert parameter.adam
         assert parameter.proven
         assert (leaves.get(str(parameter.count)) or scalars.get(str(parameter.count))) is not None
-    assert set(hyperparameters(found, scalars).values()) == {
+    assert set(hyperparameters(result, scalars).values()) == {
         Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
     }
 
@@ -340,7 +342,7 @@ def test_a_state_of_anything_else_has_no_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "change",
     [
         "nothing",
         "rates",
@@ -351,12 +353,12 @@ def test_a_state_of_anything_else_has_no_parameters() -> None:
         "a new count",
     ],
 )
-def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
+def test_what_was_found_is_kept_only_while_it_is_still_true(change: str) -> None:
     leaves, scalars, _ = flat(two_groups())
     find = roles.Finder()
     before = find(leaves, scalars)
     path = "optimizer/state/0/exp_avg"
-    match what:
+    match change:
         case "rates":
             scalars |= {"optimizer/param_groups/0/lr": 0.125}
         case "swapped parameters":
@@ -377,7 +379,7 @@ def test_what_was_found_is_kept_only_while_it_is_still_true(what: str) -> None:
         case "a new count":
             scalars |= {"optimizer/state/0/step": 3}
     assert find(leaves, scalars) == roles.find(leaves, scalars)
-    assert (find(leaves, scalars) is before) == (what in ("nothing", "rates"))
+    assert (find(leaves, scalars) is before) == (change in ("nothing", "rates"))
 
 
 def two_groups() -> Any:

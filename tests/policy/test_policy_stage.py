@@ -1,4 +1,4 @@
-"""The stages of a run and the decisions that follow from them: pure functions."""
+"""Test the stages of a run and the decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ QUIET = dict(learning_rate=1e-5, drift_octaves=0.05)
 
 
 def stages(
-    *seen: SaveObservation, stable_from: int | None = None, first: Stage | None = None
+    *observations: SaveObservation, stable_from: int | None = None, first: Stage | None = None
 ) -> list[str]:
     stage, names = first or Stage(), []
-    for one in seen:
-        stage = advance(stage, one, 0.1, stable_from)
+    for observation in observations:
+        stage = advance(stage, observation, 0.1, stable_from)
         names.append(stage.name)
     return names
 
@@ -62,11 +62,16 @@ def test_a_save_that_has_nothing_to_compare_with_is_not_quiet() -> None:
     "event", ["loss", "gradient", "learning-rate", "nonfinite", "optimizer", "resume"]
 )
 def test_an_event_ends_a_stable_stage_at_once_and_three_quiet_saves_end_that(event: str) -> None:
-    seen = [
+    observations = [
         SaveObservation(0, **QUIET, events=(event,)),
         *(SaveObservation(n, **QUIET) for n in range(1, 4)),
     ]
-    assert stages(*seen, first=Stage(STABLE, 3, 1e-5)) == [DEGRADED, DEGRADED, DEGRADED, STABLE]
+    assert stages(*observations, first=Stage(STABLE, 3, 1e-5)) == [
+        DEGRADED,
+        DEGRADED,
+        DEGRADED,
+        STABLE,
+    ]
 
 
 def test_drift_is_a_condition_of_becoming_stable_and_not_of_staying_so() -> None:
@@ -95,9 +100,9 @@ def situation(
 
 
 def hidden(**changes: object) -> Hidden:
-    found = Policy.model_exact(**changes).hidden  # type: ignore[arg-type]
-    assert found is not None
-    return found
+    terms = Policy.model_exact(**changes).hidden  # type: ignore[arg-type]
+    assert terms is not None
+    return terms
 
 
 @pytest.mark.parametrize("stage", [WARM, DEGRADED])
@@ -107,16 +112,18 @@ def test_outside_the_stable_stage_nothing_is_inexact(stage: str) -> None:
 
 def test_weights_are_never_reused_whatever_the_policy() -> None:
     for moments in ("exact", "bounded", "reused", "dropped"):
-        found = decide(Policy.model_exact(moments=moments), STABLE, PARAMETER, SPECS, situation())
-        assert "w" not in found
-        assert found["x"].of == "w"
+        decisions = decide(
+            Policy.model_exact(moments=moments), STABLE, PARAMETER, SPECS, situation()
+        )
+        assert "w" not in decisions
+        assert decisions["x"].of == "w"
 
 
 def test_moments_are_reused_as_a_pair_or_not_at_all() -> None:
-    found = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation())
-    assert found["m"].terms == Reused(138)  # 0.1 octaves of a memory of 1,000 steps
-    assert isinstance(found["v"].terms, Reused)
-    assert found["v"].terms.max_age_steps == 138
+    decisions = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation())
+    assert decisions["m"].terms == Reused(138)  # 0.1 octaves of a memory of 1,000 steps
+    assert isinstance(decisions["v"].terms, Reused)
+    assert decisions["v"].terms.max_age_steps == 138
     early = decide(Policy.model_exact(), STABLE, PARAMETER, SPECS, situation(step=50))
     assert {"m", "v"}.isdisjoint(early)
 
@@ -157,10 +164,10 @@ def test_a_lattice_is_small_beside_the_weights() -> None:
 def test_bounded_weights_are_the_cast_of_their_bounded_master() -> None:
     terms = hidden()
     policy = Policy(32, dataclasses.replace(terms, weights="bounded"), derive=True)
-    found = decide(policy, STABLE, PARAMETER, SPECS, situation())
-    assert found["w"].how == "cast"
-    assert isinstance(found["w"].terms, Bounded)
-    assert found["x"].of == ""
+    decisions = decide(policy, STABLE, PARAMETER, SPECS, situation())
+    assert decisions["w"].how == "cast"
+    assert isinstance(decisions["w"].terms, Bounded)
+    assert decisions["x"].of == ""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The planner: its formulas are the published ones, its predictions are met, and it says when
-deltas will not pay.
-"""
+"""Test the planner: published formulas, the accuracy of predictions, and its verdicts."""
 
 from __future__ import annotations
 
@@ -51,12 +49,12 @@ DAY = Run(step_seconds=1.0, mtbf_seconds=86400.0, restart_seconds=60.0)
 
 
 def sparse(density: float = 0.01, size: int = 10**10) -> Rates:
-    """A state of bfloat16 of which a share changes, ten steps apart; a change takes 1.5 bytes."""
+    """Return a state of bfloat16 of which a share changes in ten steps, at 1.5 bytes a change."""
     return Rates(10.0, (LeafRate(size, 2, density, size / 2 * density * 1.5, size * 0.8),), 1e5)
 
 
 def dense(share: float = 0.6, size: int = 10**10) -> Rates:
-    """A state of float32 in which everything changes."""
+    """Return a state of float32 in which everything changes."""
     return Rates(10.0, (LeafRate(size, 4, 1.0, size * share, size * 0.9),), 1e5)
 
 
@@ -64,7 +62,7 @@ def dense(share: float = 0.6, size: int = 10**10) -> Rates:
 
 
 def least(waste: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum has it: golden section."""
+    """Return the minimum of a unimodal function by golden-section search."""
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(200):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
@@ -80,9 +78,9 @@ def test_youngs_interval_is_the_published_formula() -> None:
 @pytest.mark.parametrize("mtbf", [3600.0, 86400.0])
 def test_dalys_interval_is_where_the_waste_is_least(cost: float, mtbf: float) -> None:
     best = least(lambda t: waste(t, cost, mtbf), 1e-3, 3 * mtbf)
-    found = daly_interval(cost, mtbf)
-    assert found == pytest.approx(best, rel=0.002 if cost < mtbf / 50 else 0.03)
-    assert waste(found, cost, mtbf) <= waste(young_interval(cost, mtbf), cost, mtbf) + 1e-9
+    result = daly_interval(cost, mtbf)
+    assert result == pytest.approx(best, rel=0.002 if cost < mtbf / 50 else 0.03)
+    assert waste(result, cost, mtbf) <= waste(young_interval(cost, mtbf), cost, mtbf) + 1e-9
 
 
 def test_where_a_checkpoint_costs_more_than_two_failures_apart_the_interval_is_the_mtbf() -> None:
@@ -97,7 +95,7 @@ def test_waste_without_failures_is_what_checkpoints_cost() -> None:
 def test_waste_is_that_of_a_simulated_run() -> None:
     interval, cost, mtbf, restart = 100.0, 8.0, 400.0, 15.0
     random = np.random.default_rng(0)
-    seconds = done = 0.0
+    seconds = progress = 0.0
     failure = random.exponential(mtbf)  # seconds until the next one
     for _ in range(40_000):
         while failure < interval + cost:
@@ -107,12 +105,12 @@ def test_waste_is_that_of_a_simulated_run() -> None:
                 seconds += failure
                 failure = random.exponential(mtbf)
             seconds, failure = seconds + restart, failure - restart
-        seconds, done, failure = (
+        seconds, progress, failure = (
             seconds + interval + cost,
-            done + interval,
+            progress + interval,
             failure - interval - cost,
         )
-    assert waste(interval, cost, mtbf, restart) == pytest.approx(1 - done / seconds, rel=0.03)
+    assert waste(interval, cost, mtbf, restart) == pytest.approx(1 - progress / seconds, rel=0.03)
 
 
 # --- the chain ------------------------------------------------------------------------------------
@@ -132,11 +130,11 @@ def test_the_depth_is_the_largest_that_every_limit_allows(
             size is None or key + depth * delta <= size
         )
 
-    found = planner.depth_for(
+    result = planner.depth_for(
         max_reads=reads, max_bytes=size, keyframe_bytes=key, delta_bytes=delta, max_depth=64
     )
-    assert fits(found)
-    assert found == 64 or not fits(found + 1)
+    assert fits(result)
+    assert result == 64 or not fits(result + 1)
 
 
 def test_a_limit_that_a_keyframe_alone_exceeds_is_refused_with_both_numbers() -> None:
@@ -176,8 +174,8 @@ def test_the_laws_of_growth_meet_what_was_measured_within_a_quarter(
         1.0, (LeafRate(count * width, width, density, measured[0] * count, width * count),), 0.0
     )
     for steps, expected in zip((10, 50), measured[1:], strict=True):
-        found = delta_bytes(at_interval(rates, steps)) / count
-        assert expected / 1.25 < found < expected * 1.25
+        result = delta_bytes(at_interval(rates, steps)) / count
+        assert expected / 1.25 < result < expected * 1.25
 
 
 @pytest.mark.parametrize("rates", [sparse(), sparse(0.4), dense()], ids=["sparse", "half", "dense"])
@@ -212,22 +210,24 @@ def test_a_mean_checkpoint_has_its_share_of_a_keyframe() -> None:
     assert mean_bytes(rates, 8) == pytest.approx((900 + 6.5 * 100) / 7.5 + 7)
 
 
-def leaf(path: str, role: str, dtype: str, **more: Any) -> LeafProfile:
-    given = {
+def leaf(path: str, role: str, dtype: str, **options: Any) -> LeafProfile:
+    defaults = {
         "kind": "stable-changing",
         "density": Curve((10,), (1.0,)),
         "drift": Curve((10,), (0.02,)),
         "drift_unit": "octaves",
     }
-    return LeafProfile(path, (1000, 100), dtype, role, **{**given, "exact_bytes": 2.0, **more})
+    return LeafProfile(
+        path, (1000, 100), dtype, role, **{**defaults, "exact_bytes": 2.0, **options}
+    )
 
 
-def made(*leaves: LeafProfile) -> Profile:
-    return Profile(FORMAT, VERSION, "a test", 10, {one.path: one for one in leaves})
+def profile_of(*leaves: LeafProfile) -> Profile:
+    return Profile(FORMAT, VERSION, "a test", 10, {leaf.path: leaf for leaf in leaves})
 
 
 def test_an_exact_plan_takes_the_lossless_bytes_of_the_profile() -> None:
-    profile = made(
+    profile = profile_of(
         leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves")),
         leaf("frozen", "weight", "bfloat16", density=Curve((10,), (0.0,))),
     )
@@ -235,11 +235,11 @@ def test_an_exact_plan_takes_the_lossless_bytes_of_the_profile() -> None:
     assert [rate.delta_bytes for rate in rates.leaves] == [200_000.0, 0.0]
     assert rates.state_bytes == 100_000 * 6
     with pytest.raises(ValueError, match="no leaves"):
-        from_profile(made())
+        from_profile(profile_of())
 
 
 def test_a_plan_under_the_recommended_contracts_takes_fewer_bytes_leaf_by_leaf() -> None:
-    profile = made(
+    profile = profile_of(
         leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves")),
         leaf("m", "first_moment", "float32", recommended=Reused(200, 0.1), refresh_steps=100),
         leaf("w", "weight", "bfloat16", derived_from="master", how="cast"),
@@ -259,10 +259,10 @@ def test_a_plan_under_the_recommended_contracts_takes_fewer_bytes_leaf_by_leaf()
 def test_sparse_changes_on_a_slow_disk_pay() -> None:
     plan = planner.plan(sparse(), replace(DISK, write=0.1 * GB), DAY)
     assert verdict(plan) == "deltas pay: fewer bytes and less time lost"
-    deltas, behind, waiting, fewer = plan.ways
+    deltas, asynchronous, synchronous, equal_bytes = plan.ways
     assert deltas.bytes < 0.15 * plan.state_bytes
-    assert deltas.waste < behind.waste < waiting.waste
-    assert fewer.interval_steps > 4 * deltas.interval_steps
+    assert deltas.waste < asynchronous.waste < synchronous.waste
+    assert equal_bytes.interval_steps > 4 * deltas.interval_steps
 
 
 def test_deltas_will_not_pay_where_everything_changes_and_the_storage_is_fast() -> None:
@@ -293,9 +293,9 @@ def test_an_interval_after_which_everything_has_changed_is_told() -> None:
 def test_a_restore_limit_shortens_the_chain_and_is_met() -> None:
     free, tight = (
         planner.plan(
-            dense(), DISK, DAY, interval_steps=10, max_restore_ratio=None, max_restore_seconds=most
+            dense(), DISK, DAY, interval_steps=10, max_restore_ratio=None, max_restore_seconds=limit
         )
-        for most in (None, 40.0)
+        for limit in (None, 40.0)
     )
     assert tight.max_chain_depth < free.max_chain_depth == 32
     assert tight.ways[0].restore_seconds <= 40.0 < free.ways[0].restore_seconds
@@ -344,8 +344,8 @@ def test_more_speed_never_costs_and_more_failures_never_lengthen_the_interval(
     assert fast.ways[0].waste <= slow.ways[0].waste + 1e-12
     rare = planner.plan(rates, machine, replace(DAY, mtbf_seconds=DAY.mtbf_seconds * times))
     assert rare.daly_seconds >= planner.plan(rates, machine, DAY).daly_seconds
-    more = planner.plan(rates, machine, replace(DAY, processes=4), interval_steps=50)
-    assert more.ways[0].blocking_seconds <= slow.ways[0].blocking_seconds + 1e-9
+    parallel = planner.plan(rates, machine, replace(DAY, processes=4), interval_steps=50)
+    assert parallel.ways[0].blocking_seconds <= slow.ways[0].blocking_seconds + 1e-9
 
 
 @given(st.integers(0, 63))
@@ -369,8 +369,9 @@ def test_a_speed_that_is_none_is_refused(wrong: dict[str, float]) -> None:
 
 
 def train(root: Path, every: int, steps: int = 37) -> None:
-    """A small fine-tuning with AdamW, float32 masters and bfloat16 weights; the same whatever
-    ``every`` is.
+    """Train a small model with AdamW, float32 masters and bfloat16 weights.
+
+    The training does not depend on ``every``.
     """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(3)]
@@ -404,22 +405,22 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {every: folder / str(every) for every in (3, 12)}
 
 
-def stored(root: Path) -> float:
-    """Bytes of a checkpoint after the first, as they lie on the disk."""
+def stored_bytes(root: Path) -> float:
+    """Return the mean bytes on disk of the checkpoints after the first."""
     return statistics.fmean(step.written_bytes for step in collect(root).steps[1:])
 
 
 def test_what_a_root_stores_is_predicted_from_it_within_a_twentieth(roots: dict[int, Path]) -> None:
     rates = _rates(collect(roots[3]))
     assert rates.interval_steps == 3
-    assert delta_bytes(rates) == pytest.approx(stored(roots[3]), rel=0.05)
+    assert delta_bytes(rates) == pytest.approx(stored_bytes(roots[3]), rel=0.05)
 
 
 def test_what_a_root_stores_at_four_times_the_interval_is_predicted_within_a_quarter(
     roots: dict[int, Path],
 ) -> None:
     rates = at_interval(_rates(collect(roots[3])), 12)
-    assert delta_bytes(rates) == pytest.approx(stored(roots[12]), rel=0.25)
+    assert delta_bytes(rates) == pytest.approx(stored_bytes(roots[12]), rel=0.25)
 
 
 SPEEDS = [
@@ -441,7 +442,7 @@ def test_the_command_plans_from_a_root(
 def test_the_command_plans_from_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made(leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves"))).write(
+    profile_of(leaf("v", "second_moment", "float32", recommended=Bounded(0.5, "octaves"))).write(
         tmp_path / "p.json"
     )
     line = [
@@ -455,17 +456,17 @@ def test_the_command_plans_from_a_profile(
         "10",
         "--json",
     ]
-    found = []
+    result = []
     for policy in ("exact", "model_exact"):
         assert main([*line, "--policy", policy, "--state-bytes", "1000000000"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["state_bytes"] == 10**9
-    assert found[1]["delta_bytes"] < 0.2 * found[0]["delta_bytes"]
-    assert found[0]["verdict"].startswith("deltas")
+        result.append(json.loads(capsys.readouterr().out))
+    assert result[0]["state_bytes"] == 10**9
+    assert result[1]["delta_bytes"] < 0.2 * result[0]["delta_bytes"]
+    assert result[0]["verdict"].startswith("deltas")
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             ["--step-seconds", "1"],
@@ -481,15 +482,15 @@ def test_the_command_plans_from_a_profile(
 )
 def test_misuse_of_plan_names_the_way_out(
     line: list[str],
-    said: str,
+    message: str,
     roots: dict[int, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
+    profile_of(leaf("v", "second_moment", "float32")).write(tmp_path / "p.json")
     words = [str(tmp_path / "p.json") if word == "PROFILE" else word for word in line]
     assert main(["plan", str(roots[3]), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_root_of_one_step_cannot_be_planned_from(
@@ -506,8 +507,8 @@ def test_a_probe_measures_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(probe, "FILE_BYTES", 1 << 20)
     monkeypatch.setattr(probe, "STATE_BYTES", 1 << 20)
-    found = probe.measure(tmp_path)
-    assert all(1e5 < rate < 1e13 for rate in dataclasses.asdict(found).values())
+    result = probe.measure(tmp_path)
+    assert all(1e5 < rate < 1e13 for rate in dataclasses.asdict(result).values())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -524,18 +525,18 @@ def test_a_root_of_codes_is_planned_from_its_present_stage_and_its_whole_state(
 ) -> None:
     run = AdamRun((96, 96), 3)
     run.advance(100)
-    stored = []
+    reports = []
     with Engine(
         tmp_path,
         policy=Policy.model_exact(moments="dropped", max_chain_depth=100, max_restore_ratio=None),
     ) as engine:
         for _ in range(14):
             run.advance(10)
-            stored.append(engine.save(run.step, run.state()).result())
+            reports.append(engine.save(run.step, run.state()).result())
     rates = _rates(collect(tmp_path))
-    assert rates.state_bytes == stored[-1].raw_bytes
+    assert rates.state_bytes == reports[-1].raw_bytes
     delta = sum(leaf.delta_bytes for leaf in rates.leaves) + rates.tables_bytes
     assert delta == pytest.approx(
-        statistics.fmean(report.stored_bytes for report in stored[-4:]), rel=0.2
+        statistics.fmean(report.stored_bytes for report in reports[-4:]), rel=0.2
     )
-    assert delta < stored[2].stored_bytes / 2
+    assert delta < reports[2].stored_bytes / 2

@@ -1,6 +1,4 @@
-"""The profile of a run: told from recorded series of real training, and from small states where the
-answer is known.
-"""
+"""Test profiles of recorded series of real training, and of small states with known answers."""
 
 from __future__ import annotations
 
@@ -26,33 +24,34 @@ from deltacheck.profile.measure import Measured, Observed
 from deltacheck.profile.record import AdamRule
 
 SERIES = Path(__file__).parents[1] / "series"
-CHANGE = 160  # where something happens to a recorded run, as in make_series.py
+CHANGE = 160  # the step of the event of a recorded run, as in make_series.py
 
 
 @functools.cache
 def recorded(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gzip.decompress((SERIES / f"{name}.json.gz").read_bytes()))
-    return found
+    result: dict[str, Any] = json.loads(gzip.decompress((SERIES / f"{name}.json.gz").read_bytes()))
+    return result
 
 
-def history(name: str, which: str = "sampled") -> History:
-    return msgspec.convert(recorded(name)[which], History)
+def history(name: str, kind: str = "sampled") -> History:
+    return msgspec.convert(recorded(name)[kind], History)
 
 
-def profile(name: str, which: str = "sampled") -> Profile:
-    return analyse(history(name, which))
+def profile(name: str, kind: str = "sampled") -> Profile:
+    return analyse(history(name, kind))
 
 
-def second_moments(found: Profile) -> dict[str, Any]:
-    return {path: leaf for path, leaf in found.leaves.items() if leaf.role == "second_moment"}
+def second_moments(result: Profile) -> dict[str, Any]:
+    return {path: leaf for path, leaf in result.leaves.items() if leaf.role == "second_moment"}
 
 
-def start_by_drift_alone(found: History, path: str, after: int = 0) -> int:
-    """The definition of the stable start, told once more: third look in a row at which every
-    element's drift has a median of at most .1.
+def start_by_drift_alone(result: History, path: str, after: int = 0) -> int:
+    """Return the stable start by its definition.
+
+    It is the third observation in a row with a median drift of at most .1.
     """
     good = 0
-    for observed in found.observed:
+    for observed in result.observed:
         if observed.step > after and path in observed.leaves:
             good = good + 1 if observed.leaves[path].drift <= 0.1 else 0
             if good == 3:
@@ -72,20 +71,20 @@ def test_the_sample_finds_the_stable_start_of_the_whole_series(name: str) -> Non
 
 
 def test_the_stable_start_of_a_plain_run_is_where_its_drift_settles() -> None:
-    """The formula says step 92: .72 * 10 / t = .1 at t = 72, and two looks more."""
-    whole, found = history("plain", "full"), profile("plain")
+    """The formula gives step 92: .72 * 10 / t = .1 at t = 72, and two more observations."""
+    whole, result = history("plain", "full"), profile("plain")
     starts = {
         path: leaf.stable_from
-        for path, leaf in second_moments(found).items()
+        for path, leaf in second_moments(result).items()
         if leaf.stable_from is not None
     }
     assert len(starts) == 8  # the matrices; not the embedding, not the norms
     for path, start in starts.items():
         assert start == pytest.approx(start_by_drift_alone(whole, path), rel=0.2)
-    assert found.stable_start == pytest.approx(92, rel=0.2)
-    assert found.confidence > 0.5
-    assert found.events == ()
-    assert found.optimizer == AdamRule(0.9, 0.999, 1e-8)
+    assert result.stable_start == pytest.approx(92, rel=0.2)
+    assert result.confidence > 0.5
+    assert result.events == ()
+    assert result.optimizer == AdamRule(0.9, 0.999, 1e-8)
 
 
 def test_no_start_before_the_end_of_the_warmup() -> None:
@@ -100,27 +99,25 @@ def test_no_start_before_the_end_of_the_warmup() -> None:
     ("name", "event"), [("jump", "learning-rate"), ("shift", "loss"), ("restart", "resume")]
 )
 def test_what_happens_to_a_run_ends_its_stage_and_begins_another(name: str, event: str) -> None:
-    found = profile(name)
-    at = next(e.step for e in found.events if e.what == event)
-    assert CHANGE - 25 < at <= CHANGE + 10
-    assert found.stable_start is not None
+    result = profile(name)
+    event_step = next(e.step for e in result.events if e.what == event)
+    assert CHANGE - 25 < event_step <= CHANGE + 10
+    assert result.stable_start is not None
     assert all(
-        leaf.stable_from is None or leaf.stable_from >= at + 25
-        for leaf in second_moments(found).values()
+        leaf.stable_from is None or leaf.stable_from >= event_step + 25
+        for leaf in second_moments(result).values()
     )
     # Until the event it was stable, as in the run to which nothing happened.
     before = msgspec.structs.replace(
         history(name),
         observed=tuple(o for o in history(name).observed if o.step < CHANGE - 25),
-        events=tuple(e for e in found.events if e.step < CHANGE - 25),
+        events=tuple(e for e in result.events if e.step < CHANGE - 25),
     )
     assert analyse(before).stable_start == pytest.approx(profile("plain").stable_start, rel=0.25)
 
 
 def test_a_memory_too_short_for_any_reuse_is_never_stable_however_little_v_drifts() -> None:
-    """Law 7: what is permitted follows from beta2. Steady gradients hardly move v while they
-    last.
-    """
+    """Test law 7: the permitted age follows from beta2, however steady the gradients are."""
     steady = history("plain")
     leaves = {
         path: msgspec.structs.replace(facts, rule=facts.rule and AdamRule(0.9, 0.95))
@@ -138,33 +135,33 @@ def test_confidence_grows_with_the_windows_that_confirm_it() -> None:
 
 
 def test_a_short_memory_is_never_stable() -> None:
-    found = profile("short-memory")
-    assert found.stable_start is None
-    assert {leaf.stable_from for leaf in second_moments(found).values()} == {None}
-    assert {leaf.recommended for leaf in second_moments(found).values()} == {Exact()}
+    result = profile("short-memory")
+    assert result.stable_start is None
+    assert {leaf.stable_from for leaf in second_moments(result).values()} == {None}
+    assert {leaf.recommended for leaf in second_moments(result).values()} == {Exact()}
 
 
 @pytest.mark.parametrize("name", ["plain", "slow-warmup", "jump"])
 def test_loss_and_gradients_of_real_training_raise_no_alarm(name: str) -> None:
-    detector, found = Detector(), []
+    detector, result = Detector(), []
     for step, (loss, norm) in enumerate(
         zip(recorded(name)["loss"], recorded(name)["gradient_norm"], strict=True)
     ):
         detector, events = detector.advance(RunObservation(step, loss, norm))
-        found += events
-    assert found == []
+        result += events
+    assert result == []
 
 
 def test_weights_and_first_moments_are_never_stable_and_small_leaves_are_exact() -> None:
-    """Laws 1, 3, 6 and 8."""
-    found = profile("plain")
-    for leaf in found.leaves.values():
+    """Test laws 1, 3, 6 and 8."""
+    result = profile("plain")
+    for leaf in result.leaves.values():
         stable = leaf.kind == "stable-changing"
         assert stable == (leaf.stable_from is not None) == isinstance(leaf.recommended, Reused)
         assert not stable or leaf.role == "second_moment"
         if len(leaf.shape) < 2 or leaf.role in ("count", "other", "first_moment", "weight"):
             assert leaf.recommended == Exact()
-    embedding = found.leaves["optimizer/state/0/exp_avg_sq"]
+    embedding = result.leaves["optimizer/state/0/exp_avg_sq"]
     assert embedding.shape[0] == 260
     assert (embedding.stable_from, embedding.recommended) == (None, Exact())
 
@@ -180,8 +177,10 @@ def test_a_recommendation_says_how_long_a_moment_may_be_reused() -> None:
 
 
 def test_sizes_are_of_the_order_that_was_measured() -> None:
-    """fp32 master 1.3 to 2.4, exp_avg about 3.4, exp_avg_sq 1.6 to 2.9 of 4 bytes, bf16 weights
-    nothing: they are their masters, cast.
+    """Compare with measured sizes per element, of 4 bytes.
+
+    fp32 masters 1.3 to 2.4, exp_avg about 3.4, exp_avg_sq 1.6 to 2.9. bf16 weights take nothing,
+    because they are the cast of their masters.
     """
     sizes = {
         role: [
@@ -217,22 +216,24 @@ def test_an_optimizer_that_breaks_adams_law_is_not_trusted() -> None:
         }
         return msgspec.structs.replace(observed, leaves=leaves)
 
-    found = analyse(msgspec.structs.replace(broken, observed=tuple(map(breaking, broken.observed))))
-    assert found.leaves[path].stable_from is None
-    assert found.stable_start is not None  # the others
+    result = analyse(
+        msgspec.structs.replace(broken, observed=tuple(map(breaking, broken.observed)))
+    )
+    assert result.leaves[path].stable_from is None
+    assert result.stable_start is not None  # the others
 
 
 def test_rows_that_are_seen_for_the_first_time_end_a_stage() -> None:
-    found, path = history("plain"), "optimizer/state/11/exp_avg_sq"
-    late = found.observed[-1]
+    result, path = history("plain"), "optimizer/state/11/exp_avg_sq"
+    late = result.observed[-1]
     for change in ({"fresh": 0.1}, {"touched": 0.5}, {"drift": 0.16}):
         measured: Measured = msgspec.structs.replace(late.leaves[path], **change)
         observed = (
-            *found.observed[:-1],
+            *result.observed[:-1],
             msgspec.structs.replace(late, leaves={**late.leaves, path: measured}),
         )
         assert (
-            analyse(msgspec.structs.replace(found, observed=observed)).leaves[path].stable_from
+            analyse(msgspec.structs.replace(result, observed=observed)).leaves[path].stable_from
             is None
         )
 
@@ -241,9 +242,7 @@ def test_rows_that_are_seen_for_the_first_time_end_a_stage() -> None:
 
 
 class Adam:
-    """A real Adam on two matrices of random gradients, as a tree of NumPy arrays in optax's
-    form.
-    """
+    """An Adam on two matrices with random gradients, as NumPy arrays in the form of optax."""
 
     def __init__(self, rows: int = 40, extra: dict[str, Any] | None = None) -> None:
         self.random = np.random.default_rng(0)
@@ -289,8 +288,8 @@ def run(adam: Adam, steps: int, profiler: Profiler | None = None) -> Profiler:
 
 
 def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
-    found = run(Adam(), 121).profile()
-    kinds = {path: (leaf.role, leaf.kind) for path, leaf in found.leaves.items()}
+    result = run(Adam(), 121).profile()
+    kinds = {path: (leaf.role, leaf.kind) for path, leaf in result.leaves.items()}
     assert kinds["params/frozen"] == ("weight", "frozen")
     assert kinds["params/a"] == ("weight", "derived")
     assert kinds["params/copy"][1] == "derived"
@@ -299,29 +298,27 @@ def test_a_run_of_numpy_arrays_is_told_apart_into_its_kinds() -> None:
     assert kinds["opt_state/inner/nu/a"] == ("second_moment", "stable-changing")
     assert kinds["opt_state/inner/count"][0] == "count"
     assert {
-        (leaf.derived_from, leaf.how) for leaf in found.leaves.values() if leaf.kind == "derived"
+        (leaf.derived_from, leaf.how) for leaf in result.leaves.values() if leaf.kind == "derived"
     } == {
         ("master/a", "cast"),
         ("master/b", "cast"),  # ones, that such steps do not move
         ("params/a", "same"),
     }
-    assert found.leaves["params/frozen"].exact_bytes == 0
-    assert found.leaves["params/frozen"].density.values == (0.0,) * 12
-    assert found.interval_steps == 10
-    assert found.optimizer == AdamRule(float(np.float32(0.9)), float(np.float32(0.999)), 1e-8)
-    assert found.learning_rate.values[0] == pytest.approx(1e-5)
-    assert found.loss.values == (2.0,) * 13
+    assert result.leaves["params/frozen"].exact_bytes == 0
+    assert result.leaves["params/frozen"].density.values == (0.0,) * 12
+    assert result.interval_steps == 10
+    assert result.optimizer == AdamRule(float(np.float32(0.9)), float(np.float32(0.999)), 1e-8)
+    assert result.learning_rate.values[0] == pytest.approx(1e-5)
+    assert result.loss.values == (2.0,) * 13
 
 
 def test_a_master_is_bounded_though_its_weight_never_changed_where_the_sample_looked() -> None:
-    """At the rates of reinforcement learning a sample of 64 elements may see no bf16 weight move in
-    all of a profile.
-    """
+    """At the rates of reinforcement learning, no bf16 weight of a sample may change."""
     adam = Adam()
     middles = adam.random.uniform(0.5, 1.0, (40, 100)).astype(ml_dtypes.bfloat16)
     adam.master["a"] = middles.astype(np.float32)  # 100 steps from the ends of their cells
-    found = run(adam, 41, Profiler(interval_steps=1)).profile()
-    weight, master = found.leaves["params/a"], found.leaves["master/a"]
+    result = run(adam, 41, Profiler(interval_steps=1)).profile()
+    weight, master = result.leaves["params/a"], result.leaves["master/a"]
     assert max(weight.density.values) == 0 < min(master.density.values)
     assert (weight.kind, weight.derived_from, weight.how) == ("derived", "master/a", "cast")
     assert master.recommended == Bounded(MASTER_ERROR_LR, "lr")
@@ -336,9 +333,9 @@ def test_an_unknown_optimizer_leaves_everything_exact() -> None:
     adam = Adam(
         extra={"momentum": {"a": np.zeros((40, 100), np.float32), "b": np.zeros(7, np.float32)}}
     )
-    found = run(adam, 121).profile()
-    assert (found.optimizer, found.stable_start, found.confidence) == (None, None, 0.0)
-    assert {leaf.recommended for leaf in found.leaves.values()} == {Exact()}
+    result = run(adam, 121).profile()
+    assert (result.optimizer, result.stable_start, result.confidence) == (None, None, 0.0)
+    assert {leaf.recommended for leaf in result.leaves.values()} == {Exact()}
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -351,21 +348,21 @@ def test_between_intervals_the_state_is_not_looked_at() -> None:
     profiler = Profiler(interval_steps=5)
     adam = Adam()
     adam.advance()
-    asked = []
+    calls = []
 
     def state() -> Any:
-        asked.append(len(asked))
+        calls.append(len(calls))
         return adam.state()
 
-    looked = [profiler.observe(step, state) for step in range(1, 12)]
-    assert len(asked) == 3
-    assert looked == [step % 5 == 1 for step in range(1, 12)]
+    samples = [profiler.observe(step, state) for step in range(1, 12)]
+    assert len(calls) == 3
+    assert samples == [step % 5 == 1 for step in range(1, 12)]
     with pytest.raises(ValueError, match="interval_steps"):
         Profiler(interval_steps=0)
 
 
 def test_a_master_that_is_as_wide_as_its_weight_proves_it_too() -> None:
-    """torch's numbered states: a weight that is equal to its master is the same leaf twice."""
+    """In torch's numbered states, a weight may be equal to its master."""
     random = np.random.default_rng(0)
     masters = [random.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
 
@@ -404,24 +401,26 @@ def test_another_layout_is_an_event_and_begins_anew() -> None:
     adam = Adam()
     profiler = run(adam, 41)
     adam.extra = {"another": np.zeros(3, np.float32)}
-    found = run(adam, 21, profiler).profile()
-    assert [(event.step, event.what) for event in found.events] == [(51, "optimizer")]
-    assert found.leaves["master/a"].density.steps == (11, 21, 31, 41, 61)
+    result = run(adam, 21, profiler).profile()
+    assert [(event.step, event.what) for event in result.events] == [(51, "optimizer")]
+    assert result.leaves["master/a"].density.steps == (11, 21, 31, 41, 61)
 
 
 def test_a_resume_forgets_the_steps_that_are_done_again() -> None:
     adam = Adam()
     profiler = run(adam, 41)
     adam.step = 25
-    found = run(adam, 26, profiler).profile()
-    assert [(event.step, event.what) for event in found.events] == [(26, "resume")]
-    assert found.leaves["master/a"].density.steps == (11, 21, 36, 46)
-    assert found.loss.steps == (1, 11, 21, 26, 36, 46)
+    result = run(adam, 26, profiler).profile()
+    assert [(event.step, event.what) for event in result.events] == [(26, "resume")]
+    assert result.leaves["master/a"].density.steps == (11, 21, 36, 46)
+    assert result.loss.steps == (1, 11, 21, 26, 36, 46)
 
 
 def test_an_exact_code_takes_what_its_entropy_says() -> None:
-    """Changed elements alone: where they are, and two bytes of each; noise: all its bytes, though a
-    small sample repeats none of them.
+    """Compare with known entropies.
+
+    Sparse changes take their positions and two bytes each. Noise takes all its bytes, although no
+    byte string is repeated in a small sample.
     """
     random = np.random.default_rng(0)
     tree = {"noise": np.float32(0), "sparse": random.integers(0, 1 << 16, (64, 64), np.uint16)}
@@ -436,16 +435,14 @@ def test_an_exact_code_takes_what_its_entropy_says() -> None:
         profiler.observe(step, tree)
     leaves = profiler.profile().leaves
     share = leaves["sparse"].density.values[0]
-    where = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / 8
-    assert leaves["sparse"].exact_bytes == pytest.approx(where + 2 * share, rel=0.1)
+    place_bytes = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / 8
+    assert leaves["sparse"].exact_bytes == pytest.approx(place_bytes + 2 * share, rel=0.1)
     assert leaves["sparse"].kind == "sparse"
     assert leaves["noise"].exact_bytes == pytest.approx(4, abs=0.05)
 
 
 def test_an_embedding_is_a_class_of_its_own() -> None:
-    """Beside much larger matrices it would get a block or two, and its rows are touched at very
-    different rates.
-    """
+    """Its rows change at very different rates; among larger matrices it would get few blocks."""
     profiler = Profiler()
     profiler.observe(
         0, {"embed": np.zeros((100, 64), np.float32), "other": np.zeros((4000, 100), np.float32)}
@@ -488,22 +485,22 @@ def test_torch_and_numpy_give_the_same_profile() -> None:
             return tree
         if tree.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(tree.view(np.int16).copy()).view(torch.bfloat16)
-        found = torch.from_numpy(tree.copy())
-        return found.T.contiguous().T if found.ndim == 2 else found  # not in C order
+        result = torch.from_numpy(tree.copy())
+        return result.T.contiguous().T if result.ndim == 2 else result  # not in C order
 
-    adam, ours, theirs = Adam(), Profiler(), Profiler()
+    adam, expected_profiler, profiler = Adam(), Profiler(), Profiler()
     for _ in range(41):
         adam.advance()
-        ours.observe(adam.step, adam.state())
-        theirs.observe(adam.step, as_tensors(adam.state()))
-    assert theirs.profile() == ours.profile()
+        expected_profiler.observe(adam.step, adam.state())
+        profiler.observe(adam.step, as_tensors(adam.state()))
+    assert profiler.profile() == expected_profiler.profile()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_jax_and_numpy_give_the_same_profile(
     on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``on_host=False``: as arrays on a device are read, by a gather for each of its shards."""
+    """With ``on_host=False``, arrays are read as on a device, by a gather for each shard."""
     jax = pytest.importorskip("jax")
     from deltacheck.backends.orbax.state import sampling as adapter
 
@@ -514,14 +511,14 @@ def test_jax_and_numpy_give_the_same_profile(
     def as_jax(value: Any) -> Any:
         return jax.device_put(value, split) if value.ndim == 2 else jax.numpy.asarray(value)
 
-    adam, ours, theirs = Adam(), Profiler(), Profiler()
+    adam, expected_profiler, profiler = Adam(), Profiler(), Profiler()
     for _ in range(21):
         adam.advance()
         state = adam.state()
-        ours.observe(adam.step, state)
+        expected_profiler.observe(adam.step, state)
         arrays = {key: state[key] for key in ("params", "master", "opt_state")}
-        theirs.observe(adam.step, {**jax.tree.map(as_jax, arrays), "step": adam.step})
-    assert theirs.profile() == ours.profile()
+        profiler.observe(adam.step, {**jax.tree.map(as_jax, arrays), "step": adam.step})
+    assert profiler.profile() == expected_profiler.profile()
 
 
 def test_optax_states_are_known_once_their_betas_are_given() -> None:
@@ -534,8 +531,8 @@ def test_optax_states_are_known_once_their_betas_are_given() -> None:
         updates, state = optimizer.update({"dense": params["dense"] * 1e-3}, state, params)
         params = optax.apply_updates(params, updates)
         profiler.observe(step, {"params": params, "opt_state": state})
-    found = profiler.profile()
-    assert found.optimizer == AdamRule(0.9, 0.999)
-    roles = {path: leaf.role for path, leaf in found.leaves.items()}
+    result = profiler.profile()
+    assert result.optimizer == AdamRule(0.9, 0.999)
+    roles = {path: leaf.role for path, leaf in result.leaves.items()}
     assert roles["opt_state/0/nu/dense"] == "second_moment"
-    assert found.leaves["params/dense"].drift_unit == "relative"
+    assert result.leaves["params/dense"].drift_unit == "relative"

@@ -1,6 +1,4 @@
-"""Sensitivity: candidates are judged by what training on from them does, element by element, and
-never by the mean loss alone.
-"""
+"""Test that candidates are judged element by element, never by the mean loss alone."""
 
 from __future__ import annotations
 
@@ -26,14 +24,15 @@ from deltacheck.profile.sensitivity import (
 
 RATE, STEPS, ROWS, WIDTH = 1e-3, 12, 40, 8
 RULE = AdamRule(0.9, 0.999)
-RARE = np.arange(30, ROWS)  # rows that the first batches touch, for once, and no later ones
+RARE = np.arange(30, ROWS)  # rows that a single batch touches
 
 State = dict[str, Any]
 
 
 class Embeddings:
-    """A table that learns noisy targets row by row under Adam, which also moves the rows that a
-    batch does not touch.
+    """A table that learns noisy targets row by row with Adam.
+
+    Adam also moves the rows that a batch does not touch.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ def batches(count: int, first_seed: int) -> list[tuple[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def states() -> tuple[State, State]:
-    """(live, ten steps older): in between, the rare rows are touched for the first time."""
+    """Return (live, ten steps older); in between, the rare rows are touched for the first time."""
     training = Embeddings()
     for batch in batches(60, 0):
         training.train(batch)
@@ -101,8 +100,8 @@ def moments(state: State) -> Iterator[tuple[str, Any, Any]]:
 
 
 def verdicts(state: State, **candidates: State) -> dict[str, Verdict]:
-    found = measure(run, state, candidates, lr=RATE, weights=weights, moments=moments, rule=RULE)
-    return {verdict.name: verdict for verdict in found}
+    results = measure(run, state, candidates, lr=RATE, weights=weights, moments=moments, rule=RULE)
+    return {verdict.name: verdict for verdict in results}
 
 
 def is_second(path: str) -> bool:

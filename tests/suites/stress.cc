@@ -1,6 +1,6 @@
-// Many threads encode and apply at once, with other numbers of threads and other kernels from call
-// to call, while children are forked: for a sanitizer that watches threads. Every result is
-// compared with what one thread gives.
+// Encodes and applies on many threads at once, with varying numbers of threads and kernels, while
+// children are forked. For a sanitizer that watches threads. Every result is compared with that of
+// one thread.
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,8 +1,9 @@
-// Decodes rows, format.md section 4: one block of threads a row, one warp a tile where there are
-// positions.
+// Decodes rows (docs/reference/format.md, section 4) on the device: one thread block per row, one
+// warp per tile if there are positions. Implements `apply` of device.h.
 //
-// Streams lie at any address, so they are read byte by byte; neighbouring threads read neighbouring
-// bytes. Chunks are aligned to their words.
+// Streams may have any address, so they are read byte by byte; neighbouring threads read
+// neighbouring bytes, which the hardware combines into few transactions. Chunks are aligned to
+// their words.
 
 #include <cstdint>
 
@@ -13,15 +14,15 @@ namespace deltacheck {
 namespace device {
 namespace {
 
-constexpr uint32_t kResident = 4;     // blocks that a processor should hold: 64 registers a thread
-constexpr uint32_t kBytesOfLane = 4;  // of gaps or bitmap, that a lane takes at once
+constexpr uint32_t kResident = 4;     // blocks per multiprocessor; leaves 64 registers per thread
+constexpr uint32_t kBytesOfLane = 4;  // bytes of gaps or bitmap that a lane processes at once
 constexpr uint32_t kBytesOfWarp = kBytesOfLane * kWarpThreads;
-constexpr uint32_t kUnroll = 4;  // words that a thread has under way
+constexpr uint32_t kUnroll = 4;  // loads in flight per thread
 
 struct Shared {
   BlockScratch scratch;
   uint32_t values[kBlockThreads], gaps[kBlockThreads],
-      wide[kBlockThreads];  // where each tile's part begins
+      wide[kBlockThreads];  // offset of each tile's part
 };
 
 // One row's parts of the streams.
@@ -54,7 +55,7 @@ __device__ inline void add_to(typename Word<W>::type* word, typename Word<W>::ty
   *word = static_cast<typename Word<W>::type>(*word + unzigzag<W>(z));
 }
 
-// One tile, by a warp. `values`, `wide`: what the tile owns.
+// Decodes one tile, by a warp. `values`, `wide`: the parts that the tile owns.
 template <int W>
 __device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* gaps,
                                   uint32_t gap_bytes, const uint8_t* values, const uint8_t* wide) {
@@ -62,6 +63,8 @@ __device__ inline void apply_gaps(typename Word<W>::type* words, const uint8_t* 
   uint32_t words_before = 0, changed_before = 0, wide_before = 0;
   for (uint32_t start = 0; start < gap_bytes; start += kBytesOfWarp) {
     const uint32_t first = start + kBytesOfLane * lane_of_thread();
+    // Both sums share one register and one scan: a tile has at most 16384 words, so neither
+    // overflows 16 bits.
     uint32_t bytes[kBytesOfLane], sums = 0;  // unchanged words << 16 | changed ones
     for (uint32_t k = 0; k < kBytesOfLane; ++k) {
       const bool inside = first + k < gap_bytes;
@@ -114,7 +117,8 @@ __device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t
     const uint32_t count = __popc(mask), up_to = warp_inclusive_sum(count),
                    rank = changed_before + up_to - count;
     changed_before += __shfl_sync(kAllLanes, up_to, kWarpThreads - 1);
-    // Each lane's bits in turn, so that the warp goes through the words side by side.
+    // One turn per lane decodes the bits of that lane with all threads, so that the warp accesses
+    // neighbouring words.
     for (uint32_t turn = 0; turn < kWarpThreads; ++turn) {
       const uint32_t some = __shfl_sync(kAllLanes, mask, turn);
       if (some == 0) continue;
@@ -133,7 +137,7 @@ __device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t
   }
 }
 
-// Sparse or bitmap.
+// Decodes a sparse or bitmap chunk.
 template <int W>
 __device__ inline void apply_positions(const Row& row, const Parts& parts,
                                        typename Word<W>::type* base, uint64_t words,
@@ -153,7 +157,7 @@ __device__ inline void apply_positions(const Row& row, const Parts& parts,
                    gap_bytes = inside ? entry_of(tiles, tile, 1) : 0,
                    wide_count = inside ? entry_of(tiles, tile, 2) : 0;
     uint32_t all_changed, all_gaps, all_wide;
-    // Begins with a barrier: the warps are done with the tiles before.
+    // Begins with a barrier, so all warps have finished the previous tiles.
     const uint32_t values_at = block_exclusive_sum(changed, shared.scratch, &all_changed);
     shared.values[threadIdx.x] = values_at;
     shared.gaps[threadIdx.x] = block_exclusive_sum(gap_bytes, shared.scratch, &all_gaps);
@@ -179,7 +183,7 @@ __device__ inline void apply_positions(const Row& row, const Parts& parts,
   }
 }
 
-// diff or planes.
+// Decodes a diff or planes chunk.
 template <int W, bool kDifference>
 __device__ inline void apply_planes(const Parts& parts, typename Word<W>::type* base,
                                     uint64_t words) {
@@ -208,15 +212,15 @@ __device__ inline void apply_planes(const Parts& parts, typename Word<W>::type* 
   }
 }
 
-// `to` is written in aligned words of 4 bytes; where `from` is not aligned alike, each is put
-// together from two.
+// Copies bytes in aligned words of 4 bytes of `to`. If `from` has another alignment, each word is
+// combined from two aligned words.
 __device__ inline void copy(uint8_t* to, const uint8_t* from, uint64_t bytes) {
   uint64_t head = (4 - reinterpret_cast<uintptr_t>(to) % 4) % 4;
   head = head < bytes ? head : bytes;
   const uint32_t misplaced = reinterpret_cast<uintptr_t>(from + head) % 4;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(from + head - misplaced);
   uint64_t count = (bytes - head) / 4;
-  if (misplaced != 0 && count > 0) --count;  // reads no byte that lies after the stream's part
+  if (misplaced != 0 && count > 0) --count;  // never reads behind the stream's part
   uint32_t* const aligned = reinterpret_cast<uint32_t*>(to + head);
   for (uint64_t first = threadIdx.x; first < count; first += kUnroll * kBlockThreads) {
     uint32_t some[kUnroll];

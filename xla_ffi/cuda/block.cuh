@@ -1,8 +1,9 @@
-// What the threads of a block work out together. Every thread of the block must call; all of them
-// get the result.
+// Sums and maxima over the threads of a block, used by all kernels. Every thread of the block must
+// call them, and all threads get the result. The warp scans follow Hillis & Steele, "Data parallel
+// algorithms" (1986).
 //
-// A call begins with a barrier, so `scratch` may be shared by any number of calls, and what the
-// caller wrote to shared memory before one is seen by all after it.
+// Each function begins with a barrier. So any number of calls may share `scratch`, and everything
+// that a thread wrote to shared memory before a call is visible to all threads after it.
 
 #pragma once
 
@@ -15,7 +16,7 @@ namespace device {
 
 constexpr uint32_t kWarpThreads = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr uint32_t kBlockThreads = 256;  // of every kernel
+constexpr uint32_t kBlockThreads = 256;  // threads per block, in every kernel
 constexpr uint32_t kBlockWarps = kBlockThreads / kWarpThreads;
 
 struct BlockScratch {
@@ -25,7 +26,7 @@ struct BlockScratch {
 __device__ inline uint32_t lane_of_thread() { return threadIdx.x % kWarpThreads; }
 __device__ inline uint32_t warp_of_thread() { return threadIdx.x / kWarpThreads; }
 
-// The sum up to this lane, its own value included.
+// Returns the sum of the values up to this lane, inclusive.
 template <typename T>
 __device__ inline T warp_inclusive_sum(T value) {
   for (uint32_t by = 1; by < kWarpThreads; by *= 2) {
@@ -51,7 +52,7 @@ __device__ inline T warp_max(T value) {
   return value;
 }
 
-// The sum of the values of all threads below this one. T: uint32_t or uint64_t.
+// Returns the sum of the values of all threads below this one. T: uint32_t or uint64_t.
 template <typename T>
 __device__ inline T block_exclusive_sum(T value, BlockScratch& scratch, T* total) {
   const T inclusive = warp_inclusive_sum(value);

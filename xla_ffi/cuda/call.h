@@ -1,4 +1,5 @@
-// One call of the device encoder from a table that lies in host memory.
+// One call of the device encoder with a table in host memory. Used by module_cuda.cc and
+// handlers/cuda.cc.
 
 #pragma once
 
@@ -7,7 +8,8 @@
 namespace deltacheck {
 namespace device {
 
-// Device memory that a call needs beside its results: the table and the encoder's scratch.
+// The device memory that a call needs in addition to its results: the table and the scratch of the
+// encoder.
 struct Workspace {
   Workspace(uint32_t chunks, uint64_t bytes)
       : table_bytes((chunks * sizeof(Chunk) + 255) / 256 * 256),
@@ -17,8 +19,8 @@ struct Workspace {
 };
 
 // Copies `host_table` to the workspace and encodes. `arguments` needs no table and no scratch. The
-// table may change when this returns if it lies in pageable memory, else when the stream has come
-// to the end of the copy.
+// caller may change a table in pageable memory when this returns. A table in pinned memory must
+// stay unchanged until the stream has executed the copy.
 inline cudaError_t encode_from_host(const Chunk* host_table, uint8_t* workspace,
                                     const Workspace& sizes, EncodeArguments arguments,
                                     cudaStream_t stream) {

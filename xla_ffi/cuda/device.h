@@ -1,9 +1,10 @@
-// The encoder on a device: the same rows and streams as encoder/delta.h gives for the same chunks,
-// bit for bit.
+// The encoder on a device. It produces the same rows and streams as encoder/delta.h for the same
+// chunks, bit for bit; docs/reference/format.md, section 4, defines them. Called by module_cuda.cc
+// and handlers/cuda.cc.
 //
-// Everything here only enqueues work on a stream and returns the first CUDA error; nothing waits,
+// All functions only enqueue work on a stream and return the first CUDA error. None of them waits,
 // allocates or copies to the host. All pointers are device memory unless the name says host. Sizes
-// are bounded by what the caller has allocated; no kernel writes past it.
+// are bounded by the caller's allocations; no kernel writes past them.
 
 #pragma once
 
@@ -17,63 +18,65 @@
 namespace deltacheck {
 namespace device {
 
-// One chunk of a group: a group holds the chunks of any number of leaves, so that small ones share
-// a launch.
+// A chunk of a group. A group holds the chunks of any number of leaves, so that small leaves share
+// a kernel launch.
 struct Chunk {
-  const uint8_t* current;  // null where there is only a base (apply, digest)
-  uint8_t* base;           // null: encoded by itself
+  const uint8_t* current;  // null if there is only a base (apply, digest)
+  uint8_t* base;           // null: the chunk is encoded by itself
   uint32_t words;
-  uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to it, and need not be to more
+  uint32_t word_bytes;  // 1, 2, 4 or 8; both pointers are aligned to this
 };
 
 struct EncodeArguments {
   const Chunk* table;
   uint32_t chunks;
   uint8_t* scratch;  // scratch_bytes(..), 256-byte aligned
-  Row* rows;  // room for `chunks`; of the chunks that changed, ascending; `chunk` counts in the
-              // table
-  uint64_t* head;          // kHeadEntries
-  uint8_t* payload;        // the streams one after the other, each as encoder/delta.h has it
-  uint64_t payload_bytes;  // its size; where it does not suffice, it holds nothing useful and head
-                           // says so
-  uint64_t* digests;       // room for (chunks, 2): xxh3_128 (high, low) of the new content of every
-                           // row's chunk; or null
+  // Room for `chunks` rows: those of the changed chunks, ascending. `Row::chunk` indexes the table.
+  Row* rows;
+  uint64_t* head;  // kHeadEntries numbers
+  // The streams one after the other, each as encoder/delta.h has it. If the size does not suffice,
+  // the content is undefined and head reports the overflow.
+  uint8_t* payload;
+  uint64_t payload_bytes;
+  // Null, or room for (chunks, 2): xxh3_128 (high, low) of the new content of every row's chunk.
+  uint64_t* digests;
 };
 
-// Scratch for a group of so many chunks that have so many bytes together.
+// Returns the scratch bytes for a group of `chunks` chunks that have `bytes` bytes together.
 size_t scratch_bytes(uint32_t chunks, uint64_t bytes);
 
-// Encodes every chunk against its base, which becomes equal to it also where the payload overflows.
+// Encodes every chunk against its base, which becomes equal to it even if the payload overflows.
 cudaError_t encode(const EncodeArguments& arguments, cudaStream_t stream);
 
 struct ApplyArguments {
   const Chunk* table;
-  const Row* rows;  // REQUIRES: checked against the streams by encoder/delta.h; rows under
-                    // unchanged may follow
+  // REQUIRES: `check` of encoder/delta.h accepted the rows and streams. Rows of unchanged chunks
+  // may follow.
+  const Row* rows;
   uint32_t row_count;
   const uint8_t* const* streams;  // kStreams pointers; null where empty
-  const uint64_t* offsets;  // (row_count, kStreams): where each row's part of every stream begins
+  const uint64_t* offsets;        // (row_count, kStreams): start of each row's part of a stream
 };
 
-// Turns the bases of the table into what was encoded.
+// Applies the rows to the bases of the table.
 cudaError_t apply(const ApplyArguments& arguments, cudaStream_t stream);
 
-// Of encode: digests[i] = xxh3_128 (high, low) of the current content of chunk rows[i].chunk of the
-// table, for i < *count. REQUIRES: *count <= most.
+// A part of encode: writes digests[i] = xxh3_128 (high, low) of the current content of chunk
+// rows[i].chunk of the table, for i < *count. REQUIRES: *count <= most.
 cudaError_t enqueue_digests(const Chunk* table, const Row* rows, const uint64_t* count,
                             uint32_t most, uint64_t* digests, cudaStream_t stream);
 
-// digests[i] = xxh3_128 (high, low) of the base of the table's entry i; its current where there is
-// no base.
+// Writes digests[i] = xxh3_128 (high, low) of the base of the table's entry i, or of its current if
+// it has no base.
 cudaError_t digest(const Chunk* table, uint32_t chunks, uint64_t* digests, cudaStream_t stream);
 
-// results[i]: of the table's entry i, whose words are elements[i]. The bits are those of the host.
-// REQUIRES: every entry has a base.
+// Writes the statistics of each entry i of the table, whose words are elements[i]. The bits equal
+// those of the host. REQUIRES: every entry has a base.
 cudaError_t statistics(const Chunk* table, const Elements* elements, uint32_t chunks,
                        Statistics* results, cudaStream_t stream);
 
-// The same numbers in columns: counts (chunks, 2), and the other three as (chunks, 3) doubles, or
-// floats where not `wide`.
+// Separates statistics into columns: counts (chunks, 2), and the other three fields as (chunks, 3)
+// doubles, or floats without `wide`.
 cudaError_t separate(const Statistics* statistics, uint32_t chunks, uint32_t* counts, void* values,
                      bool wide, cudaStream_t stream);
 

@@ -1,11 +1,12 @@
-// XXH3, 128 bits, seed 0, default secret (Collet, xxHash 0.8, doc/xxhash_spec.md): one warp for
-// each chunk.
+// XXH3 with 128 bits, seed 0 and the default secret (Y. Collet, xxHash 0.8, doc/xxhash_spec.md):
+// one warp per chunk. Implements the digests of device.h.
 //
-// A block of 1 KiB has 16 stripes of 8 words; what they add to the 8 accumulators can be summed in
-// any order, and only then is scrambled. So lane i takes word i % 8 of the stripes i / 8, i / 8 +
-// 4, .., and a block is 4 loads in a row of every lane, several blocks ahead of the sums. All loads
-// are aligned: where the chunk is not, each word is put together from two, and the bytes of an
-// aligned word of 8 that lie before the chunk may be read, none after it.
+// A block of 1 KiB has 16 stripes of 8 words. Their contributions to the 8 accumulators may be
+// summed in any order; only then are the accumulators scrambled. So lane i takes word i % 8 of the
+// stripes i / 8, i / 8 + 4, .., and a block is 4 consecutive loads of every lane, several blocks
+// ahead of the sums. All loads are aligned. If the chunk is not, each word is combined from two
+// aligned ones. Bytes of an aligned word of 8 that lie before the chunk may be read, but none
+// behind it.
 
 #include <cstdint>
 
@@ -16,9 +17,8 @@ namespace deltacheck {
 namespace device {
 namespace {
 
-constexpr uint32_t kThreads =
-    64;  // few: a warp works alone, and a few hundred chunks should meet all processors
-constexpr uint32_t kResident = 16;  // blocks that a processor should hold: 64 registers a thread
+constexpr uint32_t kThreads = 64;  // small, so that a few hundred chunks occupy all multiprocessors
+constexpr uint32_t kResident = 16;  // blocks per multiprocessor; leaves 64 registers per thread
 constexpr uint32_t kStripeBytes = 64, kBlockBytes = 1024, kRows = 4, kAccumulators = 8;
 constexpr uint32_t kSecretBytes = 192;
 
@@ -40,14 +40,14 @@ struct Hash {
   uint64_t low, high;
 };
 
-// Eight bytes of the secret from any byte on.
+// Returns eight bytes of the secret from any byte on.
 __device__ inline uint64_t secret(uint32_t byte) {
   const uint32_t shift = byte % 8 * 8;
   const uint64_t low = kSecret[byte / 8];
   return shift == 0 ? low : low >> shift | kSecret[byte / 8 + 1] << (64 - shift);
 }
 
-// Eight or four bytes at any address.
+// Returns eight or four bytes at any address.
 __device__ inline uint64_t read64(const uint8_t* from) {
   if (reinterpret_cast<uintptr_t>(from) % 8 == 0) return *reinterpret_cast<const uint64_t*>(from);
   uint64_t word = 0;
@@ -85,8 +85,7 @@ __device__ inline uint64_t avalanche_of_xxh64(uint64_t hash) {
   return hash ^ hash >> 32;
 }
 
-// --- up to 240 bytes: by one thread
-// --------------------------------------------------------------------------------
+// --- up to 240 bytes: by one thread --------------------------------------------------------------
 
 __device__ inline Hash hash_to_16(const uint8_t* input, uint32_t length) {
   if (length == 0) {
@@ -152,11 +151,11 @@ __device__ inline Hash hash_to_240(const uint8_t* input, uint32_t length) {
           0 - avalanche(hash.low * kPrime1 + hash.high * kPrime4 + length * kPrime2)};
 }
 
-// --- more: by a warp
-// -----------------------------------------------------------------------------------------------
+// --- more: by a warp -----------------------------------------------------------------------------
 
-// What a lane has of the words of a block: kRows rows of 32 words; where the chunk is not aligned,
-// of the aligned words that hold them, and the first lane also the word after them.
+// The words of a block that a lane holds: kRows rows of 32 words. If the chunk is not aligned,
+// these are the aligned words that contain them, and the first lane also holds the word behind
+// them.
 template <bool kAligned>
 struct Loaded {
   uint64_t rows[kRows], next;
@@ -177,8 +176,8 @@ struct Loaded {
   }
 };
 
-// The sums of one lane until they go to the accumulators: `own` to that of its words, `other` to
-// its neighbour's.
+// The sums of one lane before they enter the accumulators: `own` for the accumulator of its words,
+// `other` for its neighbour's. XXH3 adds each input word to the neighbouring accumulator.
 struct Sums {
   uint64_t own = 0, other = 0;
 
@@ -188,7 +187,7 @@ struct Sums {
     other += word;
   }
 
-  // Of all lanes with the same accumulator.
+  // Returns the sum over all lanes of the same accumulator.
   __device__ inline uint64_t together() const {
     uint64_t sum = own + __shfl_xor_sync(kAllLanes, other, 1u);
     sum += __shfl_xor_sync(kAllLanes, sum, 8u);
@@ -200,8 +199,8 @@ __device__ inline uint64_t scrambled(uint64_t accumulator, uint64_t key) {
   return (accumulator ^ accumulator >> 47 ^ key) * kShort1;
 }
 
-// `blocks` whole blocks. REQUIRES: not aligned: the last aligned word that holds a byte of them
-// ends inside the chunk.
+// Adds `blocks` whole blocks. REQUIRES, if not aligned: the last aligned word that holds a byte of
+// them ends inside the chunk.
 template <bool kAligned, uint32_t kAhead>
 __device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, const uint64_t* keys,
                                        uint64_t scramble, uint64_t accumulator) {
@@ -228,7 +227,7 @@ __device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, co
   return accumulator;
 }
 
-// The end of the hash, for all lanes. `key`: of the accumulator.
+// Returns the final mix of the accumulators, to all lanes. `key`: the secret of the accumulator.
 __device__ inline uint64_t merged(uint64_t accumulator, uint64_t key, uint64_t start) {
   const uint64_t keyed = accumulator ^ key, neighbour = __shfl_xor_sync(kAllLanes, keyed, 1u);
   uint64_t sum = folded(keyed, neighbour);
@@ -259,7 +258,7 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
     done = length - uint64_t{blocks} * kBlockBytes < 8 ? blocks - 1 : blocks;
     accumulator = hash_blocks<false, 1>(input, done, keys, scramble, accumulator);
   }
-  // The rest: perhaps one more whole block, then stripes of the last one.
+  // The remainder: possibly one more whole block, then stripes of the last one.
   for (;; ++done) {
     const uint8_t* block = input + uint64_t{done} * kBlockBytes;
     const uint64_t stripes = (length - 1 - uint64_t{done} * kBlockBytes) / kStripeBytes;
@@ -272,7 +271,7 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
       accumulator = scrambled(accumulator + sums.together(), scramble);
       continue;
     }
-    if (stripe == 0) {  // the last 64 bytes, whether or not they were in a stripe
+    if (stripe == 0) {  // the last 64 bytes, even if some were in a stripe already
       sums.add(read64(input + length - kStripeBytes + 8 * lane),
                secret(kSecretBytes - kStripeBytes - 7 + 8 * mine));
     }
@@ -284,7 +283,7 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
                  ~(length * kPrime2))};
 }
 
-// By a whole warp.
+// Computes and writes a digest, by a whole warp.
 __device__ inline void write_digest(const uint8_t* input, uint64_t length, uint64_t* digest) {
   Hash hash;
   if (length > 240)

@@ -1,13 +1,13 @@
-// The encoder of device.h. One block works on one chunk from its first tile to its last, so no
-// block ever waits for another, and the bytes do not depend on how they are scheduled. What they
-// need to know of each other, the places of their streams, is settled between two kernels:
+// The encoder of device.h. One thread block processes one chunk from its first tile to its last. So
+// no block ever waits for another, and the bytes do not depend on their scheduling. The places of
+// the streams depend on all chunks; they are computed between two kernels:
 //
-//   lay_out        where in scratch each chunk has its slot
+//   lay_out        the slot of each chunk in scratch
 //   choose_method  4.4 of docs/reference/format.md, from the sample
-//   compact        sparse and bitmap chunks: their streams into their slots, their bases
-//   place          where each chunk's part of each stream goes; the rows
-//   store          slots, and all other chunks straight from memory, into the payload; the other
-//   bases
+//   compact        sparse and bitmap chunks: their streams into their slots; their bases
+//   place          the place of each chunk's part of each stream; the rows
+//   store          slots, and all other chunks directly from memory, into the payload; the other
+//                  bases
 
 #include <type_traits>
 
@@ -18,19 +18,20 @@ namespace deltacheck {
 namespace device {
 namespace {
 
+// Slots begin at multiples of a memory transaction, so that aligned stores stay aligned.
 constexpr uint64_t kSlotAlignment = 256;
 
-// What is known of a chunk.
+// The state of a chunk between two kernels.
 struct Entry {
-  uint64_t slot;   // from the first slot
-  Row row;         // under diff, planes and raw `changed` is found last of all
-  uint32_t place;  // of its row; where it has one
+  uint64_t slot;   // offset from the first slot
+  Row row;         // for diff, planes and raw, `changed` is computed last
+  uint32_t place;  // index of its row, if it has one
 };
 
 struct Job {
   EncodeArguments arguments;
   Entry* entries;
-  uint64_t* offsets;  // (kStreams, chunks): of each chunk's part within each stream
+  uint64_t* offsets;  // (kStreams, chunks): offset of each chunk's part in a stream
   uint8_t* slots;
 };
 
@@ -38,12 +39,12 @@ DELTACHECK_HD uint64_t rounded_up(uint64_t bytes) {
   return (bytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
 }
 
-// No chunk is stored in more bytes than it has.
+// Returns the room of a slot. No chunk is stored in more bytes than it has.
 __device__ inline uint64_t slot_bytes(const Chunk& chunk) {
   return rounded_up(uint64_t{chunk.words} * chunk.word_bytes);
 }
 
-// Calls `function` with a constant that has the bytes of a word as its type's `value`.
+// Calls `function` with an integral constant that is the number of bytes of a word.
 template <typename Function>
 __device__ inline void with_word(uint32_t word_bytes, Function function) {
   switch (word_bytes) {
@@ -58,7 +59,7 @@ __device__ inline void with_word(uint32_t word_bytes, Function function) {
   }
 }
 
-// Shared memory for a word of any size.
+// Shared memory for words of any size.
 template <template <int> class Of>
 union ForAnyWord {
   Of<1> one;
@@ -72,11 +73,10 @@ union ForAnyWord {
   __device__ operator Of<8>&() { return eight; }
 };
 
-// --- one tile: which words have changed
-// -----------------------------------------------------------------------------
+// --- one tile: comparison of its words -----------------------------------------------------------
 
-// A thread compares kUnits units of a tile. Neighbours compare neighbouring units: unit `thread`,
-// then `kBlockThreads + thread`, and so on.
+// Each thread compares kUnits units of a tile: unit `thread`, then `kBlockThreads + thread`, and so
+// on. So neighbouring threads load neighbouring units.
 constexpr uint32_t kUnitBytes = sizeof(uint4);
 constexpr uint32_t kUnits = kTileBytes / (kUnitBytes * kBlockThreads);
 template <int W>
@@ -118,14 +118,14 @@ __device__ inline uint32_t differing_words(const uint4& current, const uint4& ba
   return bits;
 }
 
-// The changed words of this thread's units.
+// Compares the units of this thread and holds the bits of the changed words.
 template <int W>
 __device__ inline PerUnit changed_words(const Tile<W>& tile) {
   PerUnit changed = 0;
   const uintptr_t addresses =
       reinterpret_cast<uintptr_t>(tile.current) | reinterpret_cast<uintptr_t>(tile.base);
   if (tile.words == kTileWords<W> && addresses % kUnitBytes == 0) {
-    uint4 current[kUnits], base[kUnits];  // all on their way at once
+    uint4 current[kUnits], base[kUnits];  // all loads are in flight at once
 #pragma unroll
     for (uint32_t unit = 0; unit < kUnits; ++unit) {
       current[unit] =
@@ -145,7 +145,7 @@ __device__ inline PerUnit changed_words(const Tile<W>& tile) {
   return changed;
 }
 
-// The places of the changed words, ascending; returns how many there are.
+// Lists the positions of the changed words, ascending; returns their number.
 template <int W>
 __device__ inline uint32_t list_positions(PerUnit changed, uint16_t* positions,
                                           BlockScratch& scratch) {
@@ -169,7 +169,7 @@ __device__ inline uint32_t gap_before(const uint16_t* positions, uint32_t k) {
   return k == 0 ? positions[0] : positions[k] - positions[k - 1] - 1u;
 }
 
-// Calls put(index, byte) for the bytes of the tile's bitmap that are this thread's.
+// Calls put(index, byte) for this thread's bytes of the bitmap of the tile.
 template <int W, typename Put>
 __device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
   constexpr uint32_t kByteUnits = W <= 2 ? 1 : W / 2;  // units that share a byte
@@ -184,11 +184,10 @@ __device__ inline void bitmap_bytes(PerUnit changed, uint32_t words, Put put) {
   }
 }
 
-// --- scans over all chunks, by one block
-// ----------------------------------------------------------------------------
+// --- scans over all chunks, by one block ---------------------------------------------------------
 
-// Calls use(chunk, the sum of size(chunk) of the chunks before it) for each chunk; returns the sum
-// of all.
+// Calls use(chunk, sum of size(chunk) of the preceding chunks) for each chunk; returns the sum over
+// all chunks.
 template <typename Size, typename Use>
 __device__ inline uint64_t scan_chunks(uint32_t chunks, Size size, Use use, BlockScratch& scratch) {
   uint64_t before = 0;
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(kBlockThreads) lay_out(Job job) {
       [&](uint64_t chunk, uint64_t slot) { job.entries[chunk].slot = slot; }, scratch);
 }
 
-// One block for each stream, one for the rows.
+// One block for each stream, and one for the rows.
 __global__ void __launch_bounds__(kBlockThreads) place(Job job) {
   DELTACHECK_SHARED(BlockScratch, scratch);
   const EncodeArguments& arguments = job.arguments;
@@ -244,11 +243,10 @@ __global__ void __launch_bounds__(kBlockThreads) place(Job job) {
   }
 }
 
-// --- 4.4: how the method is chosen
-// ----------------------------------------------------------------------------------
+// --- 4.4: the choice of the method ---------------------------------------------------------------
 
-// Most bytes of most histograms are 0, and additions to one counter wait for each other: entry 0 is
-// left out, it follows from the others.
+// Most bytes of most histograms are 0, and atomic additions to one counter are serialised. So entry
+// 0 is not counted; it follows from the others.
 using Histogram = uint32_t[256];
 static_assert(kBlockThreads == 256, "a thread for each entry");
 
@@ -269,7 +267,7 @@ __device__ inline void count_planes(Histogram* planes, typename Word<W>::type wo
   for (int k = 0; k < W; ++k) count(planes[k], static_cast<uint8_t>(word >> (8 * k)));
 }
 
-// The cost of n bytes, by one warp.
+// Returns the cost of n bytes, by one warp.
 __device__ inline uint64_t warp_cost(const Histogram& histogram, uint64_t n, bool skew) {
   if (n == 0) return 0;
   constexpr uint32_t kEach = 256 / kWarpThreads;
@@ -325,8 +323,8 @@ __device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_wor
   }
   if (changed == 0) return {};
   const uint64_t wide_count = block_sum(uint64_t{wide_here}, shared.scratch);
-  // Until here `wide` has the low bytes of wide differences. A narrow difference is its low byte;
-  // it has that byte alone in `values`, and nothing in `wide`.
+  // Up to here, `wide` holds the low bytes of wide differences. A narrow difference is equal to its
+  // low byte; it has this byte alone in `values`, and nothing in `wide`.
   const uint32_t byte = threadIdx.x;
   shared.values[(byte + 255) % 256] =
       byte != 0 ? shared.planes[0][byte] - shared.wide[byte] : static_cast<uint32_t>(wide_count);
@@ -354,8 +352,8 @@ __device__ inline Costs difference_costs(const Chunk& chunk, uint64_t sample_wor
   return costs;
 }
 
-// Whether value planes cost less than `bound` on the sample, of which no more is read than it takes
-// to know.
+// Returns true if value planes cost less than `bound` on the sample. Reads no more of the sample
+// than the answer needs.
 template <int W>
 __device__ inline bool planes_cost_less(const Chunk& chunk, uint64_t sample_words, uint64_t bound,
                                         ChooseShared<W>& shared) {
@@ -415,12 +413,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4) choose_method(Job job) {
   if (threadIdx.x == 0) job.entries[blockIdx.x].row = row;
 }
 
-// --- sparse and bitmap
-// ----------------------------------------------------------------------------------------------
+// --- sparse and bitmap ---------------------------------------------------------------------------
 
-// A slot holds, from its start, the tiles' entries, the bitmap if there is one, and then for each
-// tile its values and its gaps; and from its end down, for each tile its wide differences, so that
-// they are aligned.
+// A slot holds, from its start, the entries of the tiles, the bitmap if there is one, and then for
+// each tile its values and its gaps. From its end downwards it holds the wide differences of each
+// tile, so that they are aligned.
 template <int W>
 struct Slot {
   using U = typename Word<W>::type;
@@ -443,15 +440,15 @@ struct CompactShared {
   BlockScratch scratch;
 };
 
-// What one tile owns.
+// The sizes of the parts that one tile owns.
 struct Owned {
   uint32_t words, gap_bytes, wide;
 };
 
-// The changed words of one tile, whose positions are listed: their values and their gaps, their
-// wide differences before `wide_end`; base becomes current. Nothing is written but the base where
-// `values` is null, nor what would make the chunk larger than `room` bytes; and no gaps where
-// `bitmap`. Each warp has a part of the words.
+// Writes the values and the gaps of one tile, whose changed positions are listed, its wide
+// differences before `wide_end`, and the new base. If `values` is null, only the base is written.
+// Nothing is written that would make the chunk larger than `room` bytes, and no gaps for `bitmap`.
+// Each warp processes a part of the words.
 template <int W>
 __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool bitmap,
                                       uint8_t* values, typename Word<W>::type* wide_end,
@@ -509,8 +506,8 @@ __device__ inline Owned store_changes(const Tile<W>& tile, uint32_t words, bool 
   return owned;
 }
 
-// Fills the row's counts, brings base to current. The method becomes raw where the streams are not
-// smaller than the chunk; the slot then holds nothing useful.
+// Fills the counts of the row and copies current to the base. If the streams are not smaller than
+// the chunk, the method becomes raw, and the content of the slot is undefined.
 template <int W>
 __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
                                      CompactShared<W>& shared, Row* row) {
@@ -531,7 +528,7 @@ __device__ inline void compact_chunk(const Chunk& chunk, uint8_t* slot_start,
     Owned owned{0, 0, 0};
     if (__syncthreads_or(bits != 0)) {
       const uint32_t words = list_positions<W>(bits, shared.positions, shared.scratch);
-      fits = fits && used + words * (bitmap ? 1u : 2u) < limit;  // the least that it takes
+      fits = fits && used + words * (bitmap ? 1u : 2u) < limit;  // the smallest possible size
       uint8_t* const values = fits ? slot.records + changed + gap_bytes : nullptr;
       owned =
           store_changes<W>(tile, words, bitmap, values, slot.wide_end - wide, limit - used, shared);
@@ -572,8 +569,7 @@ __global__ void __launch_bounds__(kBlockThreads, 4) compact(Job job) {
   if (threadIdx.x == 0) entry.row = row;
 }
 
-// --- the payload
-// ----------------------------------------------------------------------------------------------------
+// --- the payload ---------------------------------------------------------------------------------
 
 __device__ inline uint64_t payload_needed(const EncodeArguments& arguments,
                                           int streams = kStreams) {
@@ -582,24 +578,24 @@ __device__ inline uint64_t payload_needed(const EncodeArguments& arguments,
   return bytes;
 }
 
-// Where the block's chunk has its part of a stream.
+// Returns the place of the chunk's part of a stream.
 __device__ inline uint8_t* place_of(const Job& job, int stream) {
   return job.arguments.payload + payload_needed(job.arguments, stream) +
          job.offsets[uint64_t{static_cast<uint32_t>(stream)} * job.arguments.chunks + blockIdx.x];
 }
 
-// `thread` of `threads` copies its part.
+// Copies the share of thread `thread` of `threads`.
 __device__ inline void copy_bytes(uint8_t* __restrict__ to, const uint8_t* __restrict__ from,
                                   uint64_t bytes, uint32_t thread, uint32_t threads) {
 #pragma unroll 4
   for (uint64_t i = thread; i < bytes; i += threads) to[i] = from[i];
 }
 
-// A chunk that compact has put into its slot. A warp copies what one tile owns.
+// Copies a chunk from its slot to the payload. Each warp copies the parts of one tile.
 template <int W>
 __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entry& entry,
                                   BlockScratch& scratch, uint64_t* before_tile) {
-  // Three sums of 21 bits each fit a word as long as no more tiles are summed up than this.
+  // Three sums of 21 bits each fit into a word for up to this number of tiles.
   constexpr uint32_t kTogether = 64, kSumBits = 21;
   static_assert(kTogether * kTileBytes < 1 << kSumBits && kTogether <= kBlockThreads);
   const bool bitmap = entry.row.method == kBitmap;
@@ -645,8 +641,8 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
   }
 }
 
-// A chunk under diff, planes or raw, from memory; base becomes current. Returns how many of this
-// thread's words had changed. Nothing is written but the base where `overflow`.
+// Writes a diff, planes or raw chunk from memory, and copies current to the base. Returns the
+// number of changed words of this thread. With `overflow`, it only writes the base.
 template <int W>
 __device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint32_t method,
                                        bool overflow) {
@@ -663,7 +659,7 @@ __device__ inline uint32_t store_words(const Job& job, const Chunk& chunk, uint3
                               : place_of(job, kPlane0 + k);
   }
   const uint64_t step = method == kRaw ? W : 1;
-  constexpr uint32_t kAtOnce = W == 8 ? 4 : 8;  // words on their way
+  constexpr uint32_t kAtOnce = W == 8 ? 4 : 8;  // loads in flight
   uint32_t changed = 0;
   for (uint64_t start = threadIdx.x; start < chunk.words; start += kAtOnce * kBlockThreads) {
     U now[kAtOnce], before[kAtOnce];
@@ -717,7 +713,8 @@ __global__ void __launch_bounds__(kBlockThreads, 4) store(Job job) {
     changed = store_words<decltype(bytes)::value>(job, chunk, method, overflow);
   });
   changed = block_sum(changed, shared.scratch);
-  // Without a base, and where compact has seen to it, all is known and nothing was found here.
+  // Without a base, and after `compact`, the count is already known and this kernel counted
+  // nothing.
   if (threadIdx.x == 0) job.arguments.rows[entry.place].changed += changed;
 }
 

@@ -1,5 +1,6 @@
-// What changed, as values: one block of threads a chunk, one warp a tile, a lane of the definition
-// (encoder/elements.h) a thread. The bits are those of the host.
+// The statistics of changes (encoder/elements.h): one thread block per chunk, one warp per tile,
+// one thread per lane of the definition. Implements `statistics` of device.h. The bits equal those
+// of the host.
 
 #include <cmath>
 #include <cstdint>
@@ -12,8 +13,10 @@ namespace deltacheck {
 namespace device {
 namespace {
 
+// A lane of the sums is a lane of the warp. So the order of the additions is that of the
+// definition.
 static_assert(kLanes == kWarpThreads);
-constexpr uint32_t kResident = 4;  // blocks that a processor should hold: 64 registers a thread
+constexpr uint32_t kResident = 4;  // blocks per multiprocessor; leaves 64 registers per thread
 
 enum Sum { kOfDifferences, kOfBases, kSums };
 
@@ -22,7 +25,7 @@ struct Shared {
   double tiles[kSums][kSpanTiles];
 };
 
-// What a thread has seen.
+// The counts and the maximum of one thread.
 struct Seen {
   uint64_t changed = 0, nonfinite = 0;
   double largest = 0;
@@ -42,6 +45,7 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
     if constexpr (Element<kElements>::kNumbers) {
       const bool finite = is_finite<kElements>(now);
       seen->nonfinite += !finite;
+      // The definition omits pairs of which either value is not finite.
       if (!finite || !is_finite<kElements>(before)) continue;
       const Number<kElements> value = value_of<kElements>(before),
                               d = value_of<kElements>(now) - value;
@@ -53,7 +57,7 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
   }
 }
 
-// In halves, for lane 0.
+// Returns the sum over the lanes, added in halves; valid in lane 0.
 __device__ inline double added_in_halves(double sum) {
   for (uint32_t half = kLanes / 2; half > 0; half /= 2)
     sum += __shfl_down_sync(kAllLanes, sum, half);
@@ -64,7 +68,7 @@ template <Elements kElements>
 __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Shared& shared) {
   constexpr uint32_t kTile = kTileWords<Element<kElements>::kWordBytes>;
   Seen seen;
-  double total = 0;  // of the first kSums threads
+  double total = 0;  // used by the first kSums threads only
   const uint64_t tile_count = tiles_of(chunk.words, Element<kElements>::kWordBytes);
   for (uint64_t span = 0; span < tile_count; span += kSpanTiles) {
     const uint32_t tiles =
@@ -84,6 +88,8 @@ __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Share
     }
     if constexpr (Element<kElements>::kNumbers) {
       __syncthreads();
+      // One thread per sum adds the tiles one after the other, because the definition fixes this
+      // order.
       if (threadIdx.x < kSums) {
         double sum = 0;
         for (uint32_t tile = 0; tile < tiles; ++tile) sum += shared.tiles[threadIdx.x][tile];
@@ -94,7 +100,7 @@ __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Share
   }
   const uint64_t changed = block_sum(seen.changed, shared.scratch);
   const uint64_t nonfinite = block_sum(seen.nonfinite, shared.scratch);
-  uint64_t bits;  // which order magnitudes as their values do
+  uint64_t bits;  // bit patterns of magnitudes have the order of their values
   memcpy(&bits, &seen.largest, sizeof bits);
   bits = block_max(bits, shared.scratch);
   if (threadIdx.x == kOfDifferences) {

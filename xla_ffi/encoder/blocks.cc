@@ -15,20 +15,20 @@
 namespace deltacheck {
 namespace {
 
-constexpr size_t kLeastKept = size_t{128} << 10;  // smaller ones malloc keeps by itself
-constexpr size_t kMostBlocks = 64;                // kept at a time: they take address space, too
-// From here on a block comes from the system and goes back to it. What malloc is given back it may
-// keep for ever, and for one of its threads alone.
+constexpr size_t kLeastKept = size_t{128} << 10;  // malloc itself keeps smaller ones
+constexpr size_t kMostBlocks = 64;                // limits the address space in use
+// Larger blocks come directly from the system and return to it. malloc may keep freed memory for
+// ever, and for one of its threads alone.
 constexpr size_t kLeastMapped = size_t{1} << 20;
 constexpr size_t kLead = 16;  // before the header of a mapped block
 
-// Stands in front of every block. Its size brings the bytes of large blocks, which begin kLead
-// bytes after a page, to a line of the cache.
+// Precedes every block. Its size shifts the bytes of large blocks, which begin kLead bytes after
+// the start of a page, to the start of a cache line.
 struct alignas(16) Header {
   size_t room;
-  size_t filled;         // most that it can have held: the system has made no memory behind it
-  size_t filled_before;  // the same without its present use
-  size_t mapped;         // bytes that the system gave, lead and header included; 0: malloc did
+  size_t filled;         // highest byte that may have been written: no page exists behind it
+  size_t filled_before;  // the same before its present use
+  size_t mapped;         // mapped bytes, with lead and header; 0 for memory of malloc
   uint8_t unused[48 - 4 * sizeof(size_t)];
 };
 static_assert(sizeof(Header) == 48);
@@ -36,7 +36,7 @@ static_assert(sizeof(Header) == 48);
 Header* header_of(uint8_t* data) { return reinterpret_cast<Header*>(data) - 1; }
 uint8_t* data_of(Header* header) { return reinterpret_cast<uint8_t*>(header + 1); }
 
-// A block with room for `size`; null where there is no memory.
+// Returns a block with room for `size`, or null if there is no memory.
 Header* obtain(size_t size) {
   void* found;
   size_t mapped = 0;
@@ -63,8 +63,8 @@ void release(Header* block) {
   std::free(block);
 }
 
-// The block with room for `size`, less than it has, maybe elsewhere; null where that failed, and it
-// stays as it is.
+// Returns the block with less room, possibly at another address. Returns null on failure; the block
+// is then unchanged.
 Header* shrink(Header* block, size_t size) {
 #ifdef __linux__
   if (block->mapped != 0) {
@@ -82,18 +82,18 @@ Header* shrink(Header* block, size_t size) {
 }
 
 struct Kept {
-  std::mutex mutex;            // only ever tried: after a fork it may be held for ever
+  std::mutex mutex;            // only try_lock: after a fork it may be locked for ever
   std::deque<Header*> blocks;  // oldest first
   size_t bytes = 0;
 };
 
-// Never destroyed: blocks are given back until the process ends.
+// Never destroyed, because blocks are released until the process ends.
 Kept& kept() {
   static Kept* const all = new Kept;
   return *all;
 }
 
-// A kept block with room for `size`, not for much more; or null.
+// Returns a kept block with room for `size` but not much more, or null.
 Header* take(size_t size) {
   std::unique_lock lock(kept().mutex, std::try_to_lock);
   if (!lock.owns_lock()) return nullptr;
@@ -108,7 +108,7 @@ Header* take(size_t size) {
   return found;
 }
 
-// Keeps a block and lets older ones go for it. False where it must be freed.
+// Keeps a block and releases older ones in its place. Returns false if the caller must free it.
 bool keep(Header* block) {
   if (block->room < kLeastKept || block->filled > kKeptBytes) return false;
   std::deque<Header*> old;

@@ -10,9 +10,11 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78;  // bits reversed, as everything here
+constexpr uint32_t kPolynomial = 0x82f63b78;  // bit-reversed, like all values in this file
 
-// table[k][b]: what byte b followed by k zero bytes does to the register.
+// table[k][b] is the effect of byte b, followed by k zero bytes, on the register: the slicing-by-8
+// method (Kounavis & Berry, "A systematic approach to building high performance software-based CRC
+// generators", 2005).
 constexpr std::array<std::array<uint32_t, 256>, 8> make_tables() {
   std::array<std::array<uint32_t, 256>, 8> table{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -32,8 +34,9 @@ constexpr std::array<std::array<uint32_t, 256>, 8> make_tables() {
 constexpr auto kTables = make_tables();
 
 #if defined(__x86_64__)
-// The instruction takes three cycles and can begin one every cycle, so three stretches run at once;
-// their registers are joined by a table of what kStretch zero bytes do to a register.
+// The instruction takes three cycles and can start every cycle, so three streams run in parallel
+// (Gopal et al., "Fast CRC computation for iSCSI polynomial using CRC32 instruction", 2011). Their
+// registers are combined with a table of the effect of kStretch zero bytes on the register.
 constexpr size_t kStretch = 4096;
 
 constexpr uint32_t after_zeros(uint32_t value, size_t zeros) {
@@ -46,7 +49,7 @@ using ShiftTable = std::array<std::array<uint32_t, 256>, 4>;
 ShiftTable make_shift_table() {
   ShiftTable table{};
   for (int byte = 0; byte < 4; ++byte) {
-    // Linear: eight bits give all 256 values.
+    // The operation is linear, so the results of eight single bits give all 256 values.
     for (int bit = 0; bit < 8; ++bit)
       table[byte][1 << bit] = after_zeros(uint32_t{1} << (8 * byte + bit), kStretch);
     for (uint32_t value = 1; value < 256; ++value) {

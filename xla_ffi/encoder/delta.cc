@@ -21,8 +21,7 @@
 namespace deltacheck {
 namespace {
 
-// --- which kernels
-// -------------------------------------------------------------------------------------------------
+// --- selection of the kernels --------------------------------------------------------------------
 
 std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> usable;
@@ -57,11 +56,11 @@ std::atomic<int>& thread_count() {
   return count;
 }
 
-// --- encode
-// --------------------------------------------------------------------------------------------------------
+// --- encode --------------------------------------------------------------------------------------
 
-// Asks for large pages from `start` on: making small ones costs more than filling them. A large
-// page is made whole by its first byte, so `start` leaves out what may stay nearly empty.
+// Requests huge pages from `start` on, because mapping small pages costs more than filling them.
+// The first byte written to a huge page maps all of it, so `start` excludes the part that may
+// remain nearly empty.
 void advise_large_pages(const Bytes& bytes, size_t start) {
 #ifdef __linux__
   constexpr uintptr_t kLargePage = uintptr_t{2} << 20;
@@ -74,8 +73,8 @@ void advise_large_pages(const Bytes& bytes, size_t start) {
 #endif
 }
 
-// What one thread works with. Room for the largest chunk's positions: pages that are not written to
-// are never made.
+// The memory of one thread. It has room for the positions of the largest chunk; pages that are
+// never written are never mapped.
 class Worker {
  public:
   Worker(uint64_t most_words, int word_bytes) {
@@ -90,7 +89,7 @@ class Worker {
   }
   uint8_t* at(int stream) { return buffers_[stream].data.get(); }
 
-  // At an address of the cache's lines in a block, so that it is warm, too.
+  // Aligned to a cache line inside a kept block, so that it is likely in the cache already.
   Scratch* scratch() {
     const uintptr_t start = reinterpret_cast<uintptr_t>(scratch_.data.get());
     return reinterpret_cast<Scratch*>((start + alignof(Scratch) - 1) / alignof(Scratch) *
@@ -148,6 +147,7 @@ class Encoder {
     uint8_t* at[kStreams] = {};
     const uint64_t first_tile =
         base != nullptr ? kernels_.first_difference(run_.word_bytes, current, base, words) : 0;
+    // Unchanged chunks take their turn as well, so that `placed_` counts every chunk.
     if (first_tile == tiles_of(words, run_.word_bytes)) {
       reserve(row, words, at);
       return;
@@ -170,11 +170,12 @@ class Encoder {
         }
         return;
       }
+      // The streams became larger than the chunk. The base is already updated, so raw only copies.
       method = kRaw;
       base_done = true;
     }
-    // The sizes follow from the method alone, so the streams are written where they stay; only
-    // `changed` is not known before.
+    // The sizes follow from the method alone, so the streams are written in their final place. Only
+    // `changed` is known later.
     row.method = method;
     Row* const stored = reserve(row, words, at);
     if (base_done) {
@@ -186,9 +187,9 @@ class Encoder {
                                             worker->scratch(), at + place);
   }
 
-  // Waits until the chunks before have their places, then gives this one its own. The thread that
-  // has the lowest chunk never waits, so the line moves whatever the number of threads. Returns
-  // where the row stands.
+  // Waits until all earlier chunks have their places, then reserves the place of this one. The
+  // thread with the lowest chunk never waits, so there is progress with any number of threads.
+  // Returns the stored row.
   Row* reserve(const Row& row, uint64_t words, uint8_t** at) {
     std::unique_lock lock(mutex_);
     turn_.wait(lock, [&] { return failed_ || placed_ == row.chunk; });
@@ -196,7 +197,7 @@ class Encoder {
     Row* stored = nullptr;
     if (row.method != kUnchanged) {
       if (result_.rows.capacity() == 0)
-        result_.rows.reserve(run_.chunks);  // rows never move: threads fill them in
+        result_.rows.reserve(run_.chunks);  // rows must not move: threads write to them later
       result_.rows.push_back(row);
       stored = &result_.rows.back();
       for (int stream = 0; stream < kStreams; ++stream) {
@@ -218,8 +219,8 @@ class Encoder {
     return stored;
   }
 
-  // Most bytes that the run can have in a stream, all of them together at most the run's: a chunk
-  // is never stored in more than its own.
+  // Returns the largest number of bytes that the run can have in a stream. All streams together
+  // have at most the bytes of the run, because a chunk is never stored in more bytes than its own.
   size_t most_bytes(int stream) const {
     if (stream == kTiles) return kTileEntryBytes * tiles_;
     if (stream == kBits) return run_.words() / 8 + run_.chunks;
@@ -235,15 +236,14 @@ class Encoder {
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable turn_;
   uint64_t placed_ = 0;
   bool failed_ = false;
   Encoded result_;
 };
 
-// --- apply
-// ---------------------------------------------------------------------------------------------------------
+// --- apply ---------------------------------------------------------------------------------------
 
 std::string counted(uint64_t number) { return std::to_string(number); }
 
@@ -251,7 +251,7 @@ std::string in_chunk(uint64_t chunk, const std::string& why) {
   return "chunk " + counted(chunk) + ": " + why;
 }
 
-// What is wrong with a row by itself; empty if nothing is.
+// Returns the defect of a row by itself, or an empty string.
 std::string problem_with(const Row& row, uint64_t words) {
   if (row.method == kUnchanged || row.method >= kMethods)
     return "method " + counted(row.method) + " is not known";
@@ -266,9 +266,10 @@ std::string problem_with(const Row& row, uint64_t words) {
   return "";
 }
 
-// Where each row's part of every stream begins; or why there is none.
+// Computes the offset of each row in every stream. Returns the reason if that is impossible.
 std::string place(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   std::vector<uint64_t>* offsets) {
+  // All rows are checked first: sizes are only defined for a valid chunk number and method.
   uint64_t taken[kStreams] = {};
   offsets->resize(row_count * kStreams);
   for (uint64_t i = 0; i < row_count; ++i) {
@@ -296,6 +297,7 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
     }
   }
   for (int stream = 0; stream < kStreams; ++stream) {
+    // Surplus bytes are refused as well: one delta has exactly one form.
     const uint64_t rest = streams[stream].size - taken[stream];
     if (rest != 0)
       return std::string("stream ") + kStreamNames[stream] + " has " + counted(rest) +
@@ -304,6 +306,8 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
   return "";
 }
 
+// Returns the text of a refusal. The reference codec in deltacheck/codec/reference.py has the same
+// texts, which a test compares.
 std::string told(const Row& row, const Refusal& refusal) {
   const std::string found = counted(refusal.found), said = counted(refusal.said);
   const std::string tile = "chunk " + counted(row.chunk) + ", tile " + counted(refusal.tile) + ": ";
@@ -333,7 +337,7 @@ std::string told(const Row& row, const Refusal& refusal) {
   return "";
 }
 
-// One row's parts of the streams. REQUIRES: they were placed.
+// Returns one row's parts of the streams. REQUIRES: place() succeeded.
 ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const StreamView* streams,
                         const uint64_t* offsets) {
   ChunkStreams parts;
@@ -344,7 +348,7 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const St
   return parts;
 }
 
-// Checks every row; where there is a base, applies each that passed.
+// Checks every row and, if there is a base, applies each row that passed.
 std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
                        const StreamView* streams, uint8_t* base, std::vector<uint64_t>* offsets) {
   const std::string problem = place(run, rows, row_count, streams, offsets);
@@ -352,12 +356,12 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   const Kernels& kernels = *chosen().load();
   std::atomic<uint64_t> next_row{0}, bad_row{row_count};
   std::mutex mutex;
-  Refusal refusal;  // of bad_row, under the mutex
+  Refusal refusal;  // of bad_row; guarded by the mutex
   const auto work = [&] {
     for (;;) {
       const uint64_t i = next_row.fetch_add(1);
-      // Rows before a bad one are all taken by now, and each thread finishes its own: the first bad
-      // row is found on any number of threads.
+      // All rows before a bad one have been distributed by now, and each thread completes its own.
+      // So the first bad row is found with any number of threads.
       if (i >= bad_row.load()) return;
       const Row& row = rows[i];
       const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
@@ -382,10 +386,10 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   return bad_row < row_count ? told(rows[bad_row], refusal) : "";
 }
 
-// --- arithmetic
-// ----------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------
 
-// IEEE arithmetic on this thread while it lives: frameworks let subnormals be flushed to zero.
+// Sets IEEE arithmetic on this thread during its lifetime: frameworks enable flushing of subnormals
+// to zero, which would change codes.
 class PlainArithmetic {
  public:
   PlainArithmetic() {
@@ -400,7 +404,7 @@ class PlainArithmetic {
   fenv_t before_;
 };
 
-// Calls `work` for 0 to `count` - 1, shared by as many threads as are of use.
+// Calls `work` for 0 to `count` - 1, on as many threads as are useful.
 template <typename Work>
 void for_each(uint64_t count, const Work& work) {
   std::atomic<uint64_t> next{0};

@@ -21,8 +21,8 @@ namespace {
 
 constexpr uint64_t kBlock = ZSTD_BLOCKSIZE_MAX;
 
-// A chunk is judged by a sample: kPieces pieces of it, together a kSampleShare of it within these
-// bounds.
+// A chunk is judged by a sample: kPieces pieces of it, together a fraction 1 / kSampleShare of its
+// bytes within these bounds.
 constexpr uint64_t kSampleShare = 32, kLeastSample = 4096, kMostSample = 16384, kPieces = 4;
 
 void put_little_endian(uint64_t value, int bytes, uint8_t* out) {
@@ -33,7 +33,7 @@ void put_crc(uint8_t* data, uint64_t size) {
   put_little_endian(crc32c(data, size), kCrcBytes, data + size);
 }
 
-// 0 or an errno.
+// Writes all bytes. Returns 0 or an errno.
 int write_at(int descriptor, const uint8_t* data, uint64_t size, uint64_t at) {
   while (size > 0) {
     const ssize_t written = pwrite(descriptor, data, size, static_cast<off_t>(at));
@@ -46,7 +46,7 @@ int write_at(int descriptor, const uint8_t* data, uint64_t size, uint64_t at) {
   return 0;
 }
 
-// Makes frames; each thread has its own.
+// Compresses frames. Each thread has its own, because a zstd context is not thread safe.
 class Compressor {
  public:
   Compressor() : context_(ZSTD_createCCtx()) {
@@ -57,11 +57,11 @@ class Compressor {
   Compressor(const Compressor&) = delete;
   Compressor& operator=(const Compressor&) = delete;
 
-  // One frame of `size` bytes in `out`, which has room for ZSTD_compressBound(max(size,
-  // kMostSample)). Its size.
+  // Writes one frame of `size` bytes to `out`, which has room for ZSTD_compressBound(max(size,
+  // kMostSample)). Returns its size.
   uint64_t frame(int level, const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     ZSTD_CCtx_setParameter(context_, ZSTD_c_compressionLevel, level);
-    // Matches cost time: at the lowest level they must be worth it.
+    // Matches take time. At the lowest level they must save enough bytes.
     least_gain_ = level > 1 ? UINT64_MAX : 64;
     const uint64_t piece = std::clamp(size / kSampleShare, kLeastSample, kMostSample) / kPieces;
     bool matches;
@@ -78,9 +78,9 @@ class Compressor {
   }
 
  private:
-  // Whether finding matches makes a frame smaller by more than what it costs in time is worth. A
-  // Huffman code takes a bit for each byte at least: fewer mean that the data is one byte over and
-  // over, and what differs elsewhere is rare.
+  // Returns true if matches make a frame smaller by more than their time is worth. A Huffman code
+  // takes at least one bit per byte. A smaller frame means that the data repeats one byte, and
+  // differences elsewhere are rare.
   bool matches_pay(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     const uint64_t without = literals_only(data, size, out, room);
     return without < size / 16 ||
@@ -91,7 +91,8 @@ class Compressor {
     return checked(ZSTD_compress2(context_, out, room, data, size));
   }
 
-  // Blocks of literals alone: zstd then has nothing to do but to code them, by Huffman's method.
+  // Writes blocks of literals alone, without a search for matches. zstd then only encodes them with
+  // Huffman codes.
   uint64_t literals_only(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t room) {
     blocks_.clear();
     for (uint64_t at = 0; at < size || at == 0; at += kBlock) {
@@ -101,14 +102,14 @@ class Compressor {
         ZSTD_compressSequences(context_, out, room, blocks_.data(), blocks_.size(), data, size));
   }
 
-  // With enough room, zstd can fail for want of memory only.
+  // With sufficient room, zstd can only fail for lack of memory.
   static uint64_t checked(size_t result) {
     if (ZSTD_isError(result)) throw std::bad_alloc();
     return result;
   }
 
   ZSTD_CCtx* const context_;
-  uint64_t least_gain_ = 64;  // the part of a frame that matches must save
+  uint64_t least_gain_ = 64;  // matches must save a fraction 1 / least_gain_ of a frame
   std::vector<ZSTD_Sequence> blocks_;
 };
 
@@ -126,7 +127,7 @@ class File {
     for (const StreamView& piece : pieces) starts_.push_back(starts_.back() + piece.size);
     const uint64_t chunks = (starts_.back() + cut.chunk_bytes - 1) / cut.chunk_bytes;
     chunks_ = std::min(cut.chunks_per_file, chunks - first_);
-    // Chunks that the array does not have are all ones in the index.
+    // In the index of a shard, absent chunks are all ones (zarr v3, sharding codec).
     if (cut.sharded) index_.assign(cut.chunks_per_file * kIndexEntryBytes + kCrcBytes, 0xff);
   }
 
@@ -153,7 +154,7 @@ class File {
     }
   }
 
-  // False where another chunk has failed.
+  // Returns false if another chunk has failed.
   bool write_chunk(uint64_t chunk) {
     const uint64_t size = cut_.chunk_bytes;
     thread_local std::vector<uint8_t> gathered, framed;
@@ -175,7 +176,7 @@ class File {
            noted(write_at(descriptor_, crc, kCrcBytes, static_cast<uint64_t>(at) + size));
   }
 
-  // The bytes of one chunk: where they lie, or gathered from their pieces and filled up.
+  // Returns the bytes of one chunk: in their place, or gathered from their pieces and padded.
   const uint8_t* contiguous(uint64_t chunk, std::vector<uint8_t>* gathered) const {
     const uint64_t begin = chunk * cut_.chunk_bytes,
                    end = std::min(begin + cut_.chunk_bytes, starts_.back());
@@ -195,9 +196,9 @@ class File {
     return gathered->data();
   }
 
-  // Where a chunk of `size` bytes goes, after those before it; waits for them. The thread that has
-  // the lowest chunk never waits, so the line moves whatever the number of threads. -1 where
-  // another chunk has failed.
+  // Returns the offset of a chunk of `size` bytes behind the earlier chunks; waits for them. The
+  // thread with the lowest chunk never waits, so there is progress with any number of threads.
+  // Returns -1 if another chunk has failed.
   int64_t place(uint64_t chunk, uint64_t size) {
     std::unique_lock lock(mutex_);
     turn_.wait(lock, [&] { return no_memory_ || error_ != 0 || placed_ == chunk; });
@@ -231,7 +232,7 @@ class File {
   std::vector<uint64_t> starts_;
   std::atomic<uint64_t> next_chunk_{0};
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable turn_;
   uint64_t placed_ = 0, end_ = 0;
   bool no_memory_ = false;

@@ -22,8 +22,10 @@
 namespace deltacheck {
 namespace {
 
+// The index entry of an absent chunk (zarr v3, sharding codec).
 constexpr uint64_t kNoChunk = ~uint64_t{0};
 
+// Byte by byte, because entries of an index have no alignment.
 uint64_t little_endian(const uint8_t* from, int bytes) {
   uint64_t value = 0;
   for (int k = 0; k < bytes; ++k) value |= uint64_t{from[k]} << (8 * k);
@@ -34,6 +36,7 @@ bool crc_fits(const uint8_t* data, uint64_t size, const uint8_t* stored) {
   return crc32c(data, size) == little_endian(stored, kCrcBytes);
 }
 
+// A zstd context for decompression. Each thread has its own.
 class Decompressor {
  public:
   Decompressor() : context_(ZSTD_createDCtx()) {
@@ -43,8 +46,8 @@ class Decompressor {
   Decompressor(const Decompressor&) = delete;
   Decompressor& operator=(const Decompressor&) = delete;
 
-  // "", or why `size` bytes are not frames of exactly `wanted` bytes. In one go, so no window is
-  // made as large as a header says.
+  // Decodes in one call. zstd then needs no window, whose size a damaged header could set to any
+  // value. Returns "", or the reason why `size` bytes are not frames of exactly `wanted` bytes.
   std::string decode(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
     const size_t made = ZSTD_decompressDCtx(context_, out, wanted, data, size);
     if (ZSTD_isError(made)) return ZSTD_getErrorName(made);
@@ -58,10 +61,11 @@ class Decompressor {
   ZSTD_DCtx* const context_;
 };
 
-// "", or why `size` bytes are no blosc frame of exactly `wanted` bytes.
+// Returns "", or the reason why `size` bytes are no blosc frame of exactly `wanted` bytes.
 std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
 #ifdef DELTACHECK_BLOSC
   size_t says = 0;
+  // blosc itself trusts the sizes in its header, so they are validated first.
   if (blosc_cbuffer_validate(data, size, &says) != 0) return "it is no blosc frame";
   if (says != wanted) {
     return "its frame says that it has " + std::to_string(says) + " bytes and not " +
@@ -76,6 +80,8 @@ std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint6
 #endif
 }
 
+// Reads a range of one file. Threads take chunks from `next_chunk_`; the first refusal stops them
+// all.
 class File {
  public:
   File(int descriptor, const FileCut& cut, ChunkCodec codec, uint64_t begin, uint64_t end,
@@ -105,6 +111,7 @@ class File {
   }
 
  private:
+  // The index is at the end of the file (index_location "end"), followed by its checksum.
   std::string read_index() {
     index_.resize(cut_.chunks_per_file * kIndexEntryBytes + kCrcBytes);
     if (chunks_end_ < index_.size()) return "it is too short for the index of its chunks";
@@ -124,6 +131,7 @@ class File {
         if (refusal.empty()) continue;
         std::lock_guard lock(mutex_);
         refusal_ = "chunk " + std::to_string(chunk) + ": " + refusal;
+        // No other thread starts a chunk from here on.
         next_chunk_ = stop_;
       }
     } catch (const std::bad_alloc&) {
@@ -138,13 +146,16 @@ class File {
       at = little_endian(index_.data() + chunk * kIndexEntryBytes, 8);
       size = little_endian(index_.data() + chunk * kIndexEntryBytes + 8, 8);
       if (at == kNoChunk && size == kNoChunk) return "it is not there";
+      // Written as a subtraction, because at + size may overflow.
       if (at > chunks_end_ || size > chunks_end_ - at) return "the index leads out of the file";
     }
     if (size < kCrcBytes) return "it has no room for a checksum";
     const uint64_t content = size - kCrcBytes, start = chunk * cut_.chunk_bytes;
     const uint64_t from = std::max(begin_, start), to = std::min(end_, start + cut_.chunk_bytes);
+    // Kept until the thread ends: the next chunk needs the same memory.
     thread_local std::vector<uint8_t> framed, decoded;
     uint8_t* whole = out_ + (from - begin_);
+    // A chunk that is requested whole is decoded directly into the output.
     const bool in_place = to - from == cut_.chunk_bytes;
     if (!in_place) {
       if (decoded.size() < cut_.chunk_bytes) decoded.resize(cut_.chunk_bytes);
@@ -171,7 +182,7 @@ class File {
 
   std::string compressed(uint64_t at, uint64_t content, uint8_t* whole,
                          std::vector<uint8_t>* framed) const {
-    // No frame of so many bytes is longer, but for those that hold nothing.
+    // Every frame of this many bytes is shorter, except for frames with empty blocks.
     if (content > ZSTD_compressBound(cut_.chunk_bytes) + 64)
       return "it is longer than any encoding of it";
     if (framed->size() < content + kCrcBytes) framed->resize(content + kCrcBytes);
@@ -187,6 +198,7 @@ class File {
 
   std::string read_at(uint8_t* into, uint64_t size, uint64_t at) const {
     while (size > 0) {
+      // pread has no shared file position, so threads may read at the same time.
       const ssize_t got = pread(descriptor_, into, size, static_cast<off_t>(at));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) return std::strerror(errno);
@@ -205,10 +217,10 @@ class File {
   uint8_t* const out_;
   std::atomic<uint64_t> next_chunk_;
   const uint64_t stop_;
-  uint64_t chunks_end_ = 0;  // of the file's bytes: where its index begins
+  uint64_t chunks_end_ = 0;  // offset of the index, or the size of the file
   std::vector<uint8_t> index_;
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::string refusal_;
   bool no_memory_ = false;
 };

@@ -1,6 +1,7 @@
-// Compiled once for each instruction set, with DELTACHECK_KERNELS the name of the table and
-// DELTACHECK_INSTRUCTION_SET its text. No function of this file but those behind the table may have
-// external linkage: the linker would pick one copy for all processors.
+// Defines one table of kernels.h. This file is compiled once for each instruction set.
+// DELTACHECK_KERNELS is the name of the table and DELTACHECK_INSTRUCTION_SET its text. No function
+// of this file except those behind the table may have external linkage: the linker would select one
+// copy for all processors.
 
 #include "kernels.h"
 
@@ -10,7 +11,7 @@
 namespace deltacheck {
 namespace {
 
-// Calls `function<W>` for the W that `word_bytes` says. REQUIRES: 1, 2, 4 or 8.
+// Calls `function<W>` for the W that equals `word_bytes`. REQUIRES: 1, 2, 4 or 8.
 #define DELTACHECK_FOR_WORD(function, ...) \
   switch (word_bytes) {                    \
     case 1:                                \

@@ -1,9 +1,10 @@
-// The encoder of one chunk, docs/reference/format.md section 4: which method, its streams, the new
-// base; and back, checked.
+// The encoder of one chunk (docs/reference/format.md, section 4): the choice of the method, the
+// streams and the new base; and the inverse, with all checks. Compiled by kernels.cc once for each
+// instruction set and called through kernels.h.
 //
-// Knows no framework, allocates nothing, starts no thread. Internal linkage throughout, see
-// format.h. Functions are templates on the bytes of a word; words may lie at any address. Lengths
-// are in words unless the name says bytes. The host is little endian.
+// This file depends on no framework, allocates nothing and starts no thread. All functions have
+// internal linkage, see format.h. They are templates on the bytes of a word; words may lie at any
+// address. Lengths are in words unless the name says bytes. The host is little endian.
 
 #pragma once
 
@@ -22,10 +23,10 @@ namespace deltacheck {
 
 namespace {
 
-// --- one tile: the streams of its changed words
-// ----------------------------------------------------------------------
+// --- one tile: the streams of its changed words --------------------------------------------------
 
-// The gaps of one tile; returns their bytes. Up to 8 after them may be overwritten.
+// Writes the gaps of one tile and returns their bytes. Up to 8 bytes behind them may be
+// overwritten.
 inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* __restrict out) {
   if (count == 0) return 0;
   uint16_t most = positions[0];
@@ -41,8 +42,8 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
       out[k] = static_cast<uint8_t>(positions[k] - positions[k - 1] - 1);
     return count;
   }
-  // Long gaps are rare or they are everywhere: eight escapes are written at once, needed or not,
-  // and the next gap goes over those that were not.
+  // Long gaps are either rare or everywhere. Eight escapes are written at once, needed or not, and
+  // the next gap overwrites those that were not.
   uint8_t* at = out;
   uint32_t next = 0;
   for (uint32_t k = 0; k < count; ++k) {
@@ -58,8 +59,8 @@ inline uint32_t write_gaps(const uint16_t* positions, uint32_t count, uint8_t* _
   return static_cast<uint32_t>(at - out);
 }
 
-// The values of one tile, and its wide differences; returns how many these are. 64 bytes after them
-// may be overwritten.
+// Writes the values of one tile and its wide differences; returns the number of the latter. Up to
+// 64 bytes behind them may be overwritten.
 template <int W>
 inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restrict values,
                              uint8_t* __restrict wide) {
@@ -80,6 +81,7 @@ inline uint32_t write_values(const uint8_t* z, uint32_t count, uint8_t* __restri
   }
 }
 
+// Writes the entry of a tile, three 16-bit numbers (4.3).
 inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_t gap_bytes,
                         uint32_t wide_count) {
   const uint16_t entry[3] = {static_cast<uint16_t>(changed), static_cast<uint16_t>(gap_bytes),
@@ -87,10 +89,10 @@ inline void write_entry(uint8_t* tiles, uint64_t tile, uint32_t changed, uint32_
   std::memcpy(tiles + kTileEntryBytes * tile, entry, sizeof entry);
 }
 
-// --- 4.4: how the method is chosen
-// ---------------------------------------------------------------------------------
+// --- 4.4: the choice of the method ---------------------------------------------------------------
 
-// Histograms of byte planes, kWays of each.
+// The number of copies of each byte-plane histogram, see Scratch. Wider words have more planes, so
+// two copies of each suffice to avoid waiting for a store.
 template <int W>
 constexpr int kWays = W <= 2 ? 4 : 2;
 
@@ -99,7 +101,7 @@ inline void clear_planes(Scratch* scratch) {
   std::memset(scratch->counts, 0, W * kWays<W> * sizeof scratch->counts[0]);
 }
 
-// Adds the planes from `kFirst` on.
+// Adds the byte planes from `kFirst` on to their histograms.
 template <int W, int kFirst, bool kRotate>
 inline void count_planes(const typename Word<W>::Memory* words, uint32_t count,
                          uint32_t (*counts)[256]) {
@@ -114,7 +116,7 @@ inline void count_planes(const typename Word<W>::Memory* words, uint32_t count,
   for (; i < count; ++i) add(i, 0);
 }
 
-// Brings the ways of a histogram together in the first, and clears the others.
+// Adds all copies of a histogram to the first one and clears the others.
 inline uint32_t* together(uint32_t (*ways)[256], int count) {
   for (int way = 1; way < count; ++way) {
     for (int byte = 0; byte < 256; ++byte) {
@@ -130,10 +132,10 @@ inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
   return together(counts + kWays<W> * plane, kWays<W>);
 }
 
-// Adds differences, none of them 0. Low bytes of narrow and of wide ones are counted apart, in the
-// lower and the upper half: only the first are in `values`. Entries 0 of the planes above may be
-// left out: most differences are small, and what is all zero in several words is not counted word
-// by word.
+// Adds differences, none of them 0, to the histograms. The low bytes of narrow and of wide
+// differences are counted separately, in the lower and the upper half, because only narrow ones are
+// in `values`. Entries 0 of the higher planes may be omitted: most differences are small, and 64
+// words whose high bytes are all zero are not counted word by word.
 template <int W>
 inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
   using U = typename Word<W>::type;
@@ -160,7 +162,7 @@ inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch
   }
 }
 
-// Adds the gaps between changed words to their histogram; returns their bytes.
+// Adds the gaps between changed words to their histogram and returns their bytes.
 inline uint64_t count_gaps(const uint16_t* positions, uint32_t count, uint32_t (*counts)[256]) {
   uint64_t escapes = 0;
   uint32_t next = 0;
@@ -174,8 +176,8 @@ inline uint64_t count_gaps(const uint16_t* positions, uint32_t count, uint32_t (
   return escapes + count;
 }
 
-// The same where nearly all words have changed, from their bits: those right after a changed one
-// are counted by the block.
+// Does the same from the bit masks, for tiles in which nearly all words have changed. Words right
+// after a changed one are counted a block at a time.
 inline uint64_t count_short_gaps(const uint64_t* masks, uint32_t blocks, uint32_t* counts) {
   uint64_t bytes = 0;
   uint64_t carry = 0;  // the last bit of the block before
@@ -202,7 +204,7 @@ inline uint64_t count_short_gaps(const uint64_t* masks, uint32_t blocks, uint32_
   return bytes;
 }
 
-// Adds a tile's bytes of bitmap to their histogram.
+// Adds the bitmap bytes of a tile to their histogram.
 inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t (*counts)[256]) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(masks);
   uint32_t block = 0;
@@ -218,8 +220,8 @@ inline void count_bits(const uint64_t* masks, uint32_t words, uint32_t (*counts)
   for (uint32_t i = 8 * block; i < (words + 7) / 8; ++i) ++counts[0][bytes[i]];
 }
 
-// Whether value planes cost less than `bound` on the sample. Most chunks can be told from a small
-// part of it, which is looked at each time that it has doubled.
+// Returns true if value planes cost less than `bound` on the sample. A small part of the sample
+// suffices for most chunks, so the cost is tested each time that the part has doubled.
 template <int W>
 inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sample_words,
                              uint64_t bound, Scratch* scratch) {
@@ -227,7 +229,7 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   constexpr uint32_t kStep = 256;
   const uint64_t rounding = kRoundingCost * sample_words * W;
   clear_planes<W>(scratch);
-  // Fewer words than these cannot cost as much, even if all their bits are in use.
+  // A smaller number of words cannot cost as much, even if all their bits are in use.
   uint64_t seen = 0, next_look = (bound + rounding) / (kByteCost * W);
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const Memory* c = reinterpret_cast<const Memory*>(current + tile * kTileBytes);
@@ -249,8 +251,8 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   return sum < bound;
 }
 
-// The costs of diff, bitmap and sparse on the sample. Returns its changed words; the costs hold if
-// there are any. Tiles before `first` are known to be equal.
+// Computes the costs of diff, bitmap and sparse on the sample, and returns its number of changed
+// words. The costs are valid if there is any. Tiles before `first` are known to be equal.
 template <int W>
 inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint64_t words,
                                uint64_t sample_words, uint64_t first, Scratch* scratch,
@@ -281,7 +283,8 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
     count_differences<W>(scratch->z, count, scratch);
   }
   if (changed == 0) return 0;
-  // A narrow difference is its low byte; it has that byte alone in `values`, and nothing in `wide`.
+  // A narrow difference is equal to its low byte; it has this byte alone in `values`, and nothing
+  // in `wide`.
   uint32_t low[256], values[256];
   uint64_t wide[256], wide_count = 0;
   for (int byte = 0; byte < 256; ++byte) {
@@ -313,8 +316,8 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   return changed;
 }
 
-// The first tile that differs; the number of tiles where none does. At the speed of memory: most
-// chunks of some leaves are equal to the end, and those of others differ at once.
+// Returns the first tile that differs, or the number of tiles if none does. It runs at the speed of
+// memory: most chunks of some leaves are equal to the end, and those of others differ at once.
 template <int W>
 inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, uint64_t words) {
   const uint64_t tiles = tiles_of(words, W);
@@ -325,8 +328,8 @@ inline uint64_t first_difference(const uint8_t* current, const uint8_t* base, ui
   return tile;
 }
 
-// The method with the least estimated cost. `base`: null where there is none. `first`: tiles before
-// it are known to be equal. REQUIRES: words > 0.
+// Returns the method with the least estimated cost. `base`: null if there is none. `first`: tiles
+// before it are known to be equal. REQUIRES: words > 0.
 template <int W>
 inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words, uint64_t first,
                      Scratch* scratch) {
@@ -345,10 +348,9 @@ inline Method choose(const uint8_t* current, const uint8_t* base, uint64_t words
                                                                                : best.method;
 }
 
-// --- encode
-// --------------------------------------------------------------------------------------------------------
+// --- encode --------------------------------------------------------------------------------------
 
-// Words of a run that differ; base becomes current.
+// Returns the number of words of a run that differ, and copies current to base.
 template <int W>
 inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t words,
                             Scratch* scratch) {
@@ -364,9 +366,9 @@ inline uint64_t update_base(const uint8_t* current, uint8_t* base, uint64_t word
   return changed;
 }
 
-// Sparse or bitmap. Tiles before `first` are known to be equal. Fills the row's counts, brings base
-// to current. False where the streams are not smaller than the chunk: they are then not complete,
-// but `changed` and the base are.
+// Encodes a sparse or bitmap chunk. Tiles before `first` are known to be equal. Fills the counts of
+// the row and copies the changed words to the base. Returns false if the streams are not smaller
+// than the chunk; they are incomplete then, but `changed` and the base are correct.
 template <int W>
 inline bool encode_positions(Method method, const uint8_t* current, uint8_t* base, uint64_t words,
                              uint64_t first, Scratch* scratch, const PositionStreams& out,
@@ -380,8 +382,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
     uint8_t* b = base + tile * kTileBytes;
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>), bytes_of_bits = (size + 7) / 8;
     uint8_t* bits = out.positions + tile * (kTileWords<W> / 8);  // under bitmap
-    // Where the tile before was equal this one likely is, and to know that is cheaper than to know
-    // which words differ.
+    // If the previous tile was equal, this one likely is, too. Testing that is cheaper than finding
+    // the words that differ.
     quiet = tile < first || (quiet && equal_bytes(c, b, size * W));
     const uint32_t count = quiet ? 0 : compact<W, true>(c, b, size, scratch);
     if (count == 0) {
@@ -415,7 +417,8 @@ inline bool encode_positions(Method method, const uint8_t* current, uint8_t* bas
   return fits;
 }
 
-// Byte planes of a tile's z. Returns the changed words; base becomes current.
+// Writes the byte planes of a tile's differences. Returns the changed words; copies current to
+// base.
 template <int W>
 inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_t words,
                                   uint8_t* const* planes) {
@@ -426,7 +429,7 @@ inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_
   uint8_t* p[W];
   for (int k = 0; k < W; ++k) p[k] = planes[k];
   constexpr uint32_t kBlock =
-      W == 1 ? 128 : kTileWords<W>;  // so that a count of its words fits a word
+      W == 1 ? 128 : kTileWords<W>;  // so that a count of its words fits into a word
   uint32_t changed = 0;
   for (uint32_t start = 0; start < words; start += kBlock) {
     const uint32_t end = words - start < kBlock ? words : start + kBlock;
@@ -443,7 +446,7 @@ inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_
   return changed;
 }
 
-// Byte planes of a tile's values.
+// Writes the byte planes of a tile's values.
 template <int W>
 inline void value_planes(const uint8_t* current, uint32_t words, uint8_t* const* planes) {
   using U = typename Word<W>::type;
@@ -458,9 +461,10 @@ inline void value_planes(const uint8_t* current, uint32_t words, uint8_t* const*
   }
 }
 
-// diff, planes or raw: sizes follow from the method, so streams are written where they stay. `out`:
-// the W planes, or the one of raw. `base`: null where there is none. Returns the changed words;
-// base becomes current. Plain stores: those that go past the caches were slower.
+// Encodes a chunk as diff, planes or raw. Their sizes follow from the method, so the streams are
+// written in their final place. `out`: the W planes, or the one raw stream. `base`: null if there
+// is none. Returns the changed words; copies current to base. Plain stores are used: non-temporal
+// stores were slower.
 template <int W>
 inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* base, uint64_t words,
                              Scratch* scratch, uint8_t* const* out) {
@@ -485,11 +489,10 @@ inline uint32_t encode_dense(Method method, const uint8_t* current, uint8_t* bas
   return static_cast<uint32_t>(changed);
 }
 
-// --- decode
-// --------------------------------------------------------------------------------------------------------
+// --- decode --------------------------------------------------------------------------------------
 
-// Everything that 4.3 asks for inside the streams of one chunk. REQUIRES: they have the sizes that
-// follow from the row.
+// Performs all checks of 4.3 inside the streams of one chunk. REQUIRES: the streams have the sizes
+// that the row implies.
 template <int W>
 inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t words) {
   if (row.method != kSparse && row.method != kBitmap) return {};
@@ -506,7 +509,7 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
   const uint8_t* bits = streams.at[kBits];
   if (row.method == kBitmap && words % 8 != 0 && bits[words / 8] >> (words % 8))
     return {Check::kUnusedBit, 0, 0, 0};
-  // From here on no offset can leave a stream: the sums are the streams' sizes.
+  // From here on no offset can leave a stream, because the sums are the sizes of the streams.
   const uint8_t* gaps = streams.at[kGaps];
   const uint8_t* values = streams.at[kValues];
   const typename Word<W>::Memory* wide =
@@ -517,8 +520,7 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
                    wide_count = entries[3 * tile + 2];
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     if (row.method == kSparse) {
-      // Positions ascend by construction, so it is enough to know how many there are and the last
-      // of them.
+      // Positions ascend by construction, so their number and the last one suffice.
       uint32_t ends = 0, sum = 0;
 #pragma omp simd reduction(+ : ends, sum)
       for (uint32_t i = 0; i < gap_bytes; ++i) {
@@ -550,7 +552,7 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
   return {};
 }
 
-// Add the differences of a sparse or bitmap chunk. REQUIRES: check_chunk passed.
+// Adds the differences of a sparse or bitmap chunk to the base. REQUIRES: check_chunk passed.
 template <int W>
 inline void apply_positions(const Row& row, const ChunkStreams& streams, uint8_t* base,
                             uint64_t words) {
@@ -603,7 +605,7 @@ inline void apply_planes(const uint8_t* const* planes, uint8_t* base, uint64_t w
   }
 }
 
-// base becomes the chunk that was encoded. REQUIRES: check_chunk passed.
+// Turns the base into the encoded chunk. REQUIRES: check_chunk passed.
 template <int W>
 inline void apply_chunk(const Row& row, const ChunkStreams& streams, uint8_t* base,
                         uint64_t words) {

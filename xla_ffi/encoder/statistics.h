@@ -1,9 +1,10 @@
-// What (current, base) are as values: the definition is in elements.h.
+// The statistics of (current, base) as numbers. elements.h has their definition; kernels.cc
+// compiles this file once for each instruction set, and delta.cc calls it through kernels.h.
 //
-// A block at a time, so that all of it but the first look is done within the nearest cache. Lanes
-// are kept in vectors of the width that the instruction set has, as many at a time as there are
-// registers for. Where not all values are finite, which is rare, they are added up one element
-// after the other. Internal linkage throughout, see format.h.
+// Chunks are processed in blocks, so that all passes but the first find their data in the nearest
+// cache. Lanes are held in vectors of the width of the instruction set, as many at a time as there
+// are registers. If not all values are finite, which is rare, elements are added one by one. All
+// functions have internal linkage, see format.h.
 
 #pragma once
 
@@ -21,15 +22,15 @@
 namespace deltacheck {
 namespace {
 
-constexpr uint32_t kBlockBytes = 2048;         // of current, added up at once
-constexpr uint32_t kMeasureAheadBytes = 4096;  // how far on memory is asked for
+constexpr uint32_t kBlockBytes = 2048;         // bytes of current in a block
+constexpr uint32_t kMeasureAheadBytes = 4096;  // prefetch distance in bytes
 constexpr uint32_t kVectorLanes = kVectorBytes / sizeof(double);
 constexpr uint32_t kVectors = 4;  // of each sum at a time
 constexpr uint32_t kPassLanes = kVectors * kVectorLanes;
 static_assert(kLanes % kPassLanes == 0);
 
-// Where a lane is kept. The elements of 16 bits that share 32 go to two vectors, and so do the
-// halves of these.
+// The place of a lane in the vectors. Elements of 16 bits share 32-bit words, so their two halves
+// go to separate vectors.
 template <int W>
 constexpr uint32_t place_of(uint32_t lane) {
   if (W != 2) return lane;
@@ -37,14 +38,15 @@ constexpr uint32_t place_of(uint32_t lane) {
   return pass + lane % 2 * (kPassLanes / 2) + pair;
 }
 
-// The sums of a tile so far, by place.
+// The partial sums of a tile, by place.
 struct Lanes {
   alignas(64) double squared_difference[kLanes] = {};
   alignas(64) double squared_base[kLanes] = {};
   double largest_difference = 0;
 };
 
-// From element `first` of the block on, one by one. REQUIRES: the block begins with lane 0.
+// Adds elements one by one, from element `first` of the block on. REQUIRES: the block begins with
+// lane 0.
 template <Elements kElements>
 inline void add_elements(const uint8_t* current, const uint8_t* base, uint32_t first,
                          uint32_t words, Lanes* lanes, uint64_t* nonfinite) {
@@ -64,7 +66,7 @@ inline void add_elements(const uint8_t* current, const uint8_t* base, uint32_t f
   }
 }
 
-// Vector `v` of the kPassLanes elements of up to 32 bits at `memory`: half of them.
+// Loads half of the kPassLanes elements of up to 32 bits at `memory`: vector `v` of them.
 template <Elements kElements>
 inline Floats load(const uint8_t* memory, uint32_t v) {
   typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
@@ -77,7 +79,7 @@ inline Floats load(const uint8_t* memory, uint32_t v) {
   if constexpr (kElements == Elements::kBfloat16) {
     return reinterpret_cast<Floats>(v == 0 ? bits << 16 : bits & 0xffff0000u);
   }
-  // As value_of has it, and not finite where the half is not.
+  // Converts as value_of does. The result is not finite if the half is not.
   bits = v == 0 ? bits & 0xffffu : bits >> 16;
   const Bits magnitude = bits & 0x7fffu, subnormal = reinterpret_cast<Bits>(magnitude < 0x400u),
              infinite = reinterpret_cast<Bits>(magnitude >= 0x7c00u);
@@ -88,8 +90,8 @@ inline Floats load(const uint8_t* memory, uint32_t v) {
   return reinterpret_cast<Floats>(reinterpret_cast<Bits>(value) | (bits & 0x8000u) << 16);
 }
 
-// Adds `groups` times kLanes elements, and leaves a sum that is not finite where one of them is
-// not. Without `kChanged` current is not looked at: it equals base.
+// Adds `groups` times kLanes elements. If one of them is not finite, neither is a sum. Without
+// `kChanged`, current is not read, because it equals base.
 template <Elements kElements, bool kChanged>
 inline void add_groups(const uint8_t* current, const uint8_t* base, uint32_t groups, Lanes* lanes) {
   constexpr int W = Element<kElements>::kWordBytes;
@@ -158,7 +160,7 @@ inline double added_in_halves(const double* places) {
   return lanes[0];
 }
 
-// Sums never fall, so one that is not finite stays so.
+// Sums of squares never decrease, so a sum that is not finite stays so.
 inline bool all_finite(const Lanes& lanes) {
   Doubles any{};
   for (uint32_t first = 0; first < kLanes; first += kVectorLanes) {
@@ -186,8 +188,8 @@ inline uint32_t count_differing(const uint8_t* current, const uint8_t* base, uin
   return count;
 }
 
-// Adds a block. Where not all of its values are finite, that is seen afterwards, and it is done
-// again.
+// Adds a block. Values that are not finite are detected afterwards, from the sums, and the block is
+// then added again element by element. The common case so needs no test per element.
 template <Elements kElements>
 inline void add_block(const uint8_t* current, const uint8_t* base, uint32_t words, bool changed,
                       Lanes* lanes, uint64_t* nonfinite) {
@@ -202,7 +204,7 @@ inline void add_block(const uint8_t* current, const uint8_t* base, uint32_t word
   add_elements<kElements>(current, base, finite ? groups * kLanes : 0, words, lanes, nonfinite);
 }
 
-// The statistics of at most one span. REQUIRES: words <= kSpanTiles * kTileWords.
+// Returns the statistics of at most one span. REQUIRES: words <= kSpanTiles * kTileWords.
 template <Elements kElements>
 inline Statistics span_statistics(const uint8_t* current, const uint8_t* base, uint32_t words) {
   constexpr int W = Element<kElements>::kWordBytes;

@@ -18,8 +18,8 @@ struct Job {
   Job(const std::function<void()>* work, int wanted) : work(work), wanted(wanted) {}
 
   const std::function<void()>* work;
-  int wanted;       // threads that may still join
-  int running = 0;  // threads that have joined and not finished
+  int wanted;       // number of threads that may still join
+  int running = 0;  // number of threads that have joined and not finished
   std::condition_variable idle;
 };
 
@@ -44,7 +44,8 @@ class Pool {
   const pid_t process;
 
  private:
-  // REQUIRES: mutex_ is held. Fewer threads than asked for are no error: the caller works too.
+  // Starts threads. REQUIRES: mutex_ is held. Fewer threads than requested are no error, because
+  // the caller works, too.
   void grow(int wanted) {
     try {
       for (; threads_ < wanted; ++threads_) std::thread([this] { serve(); }).detach();
@@ -72,8 +73,8 @@ class Pool {
   int threads_ = 0;
 };
 
-// Never destroyed: its threads run until the process ends. After a fork the child has none of them,
-// and the parent's mutex may be held for ever; the child leaves that pool alone and makes its own.
+// Never destroyed: its threads run until the process ends. A forked child has none of them, and the
+// parent's mutex may be locked for ever in it. So the child abandons that pool and makes its own.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* seen = current.load(std::memory_order_acquire);

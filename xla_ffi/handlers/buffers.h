@@ -1,4 +1,6 @@
-// What handlers ask of XLA's buffers, and how numbers travel in them.
+// Checks of XLA buffers, and the representation of numbers in them. Shared by the handlers for the
+// CPU (cpu.cc) and for CUDA (cuda.cc). docs/reference/format.md, section 4, defines rows and
+// streams.
 
 #pragma once
 
@@ -27,8 +29,8 @@ inline std::string shape_of(const ffi::AnyBuffer& buffer) {
   return text + ")";
 }
 
-// Bytes of a buffer. False for element types of less than a byte, which XLA packs, and for those
-// that are newer than these headers.
+// Returns the bytes of a buffer. Returns false for element types of less than a byte, which XLA
+// packs, and for types that are newer than these headers.
 inline bool bytes_of(const ffi::AnyBuffer& buffer, uint64_t* bytes) {
   switch (const ffi::DataType type = buffer.element_type()) {
     case ffi::DataType::S1:
@@ -46,7 +48,7 @@ inline bool bytes_of(const ffi::AnyBuffer& buffer, uint64_t* bytes) {
   }
 }
 
-// Empty if `buffer` has the element type and the shape; a negative size stands for any.
+// Returns an empty string if `buffer` has the type and the shape. A negative size matches any size.
 inline std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, ffi::DataType type,
                             const char* type_name, int64_t rows, int64_t columns = 0) {
   const auto sizes = buffer.dimensions();
@@ -60,7 +62,8 @@ inline std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, f
          " of shape " + shape_of(buffer);
 }
 
-// 64-bit numbers travel as pairs of uint32, low half first: JAX has no uint64 unless it is told to.
+// 64-bit numbers are passed as pairs of uint32, low half first, because JAX has no uint64 unless
+// jax_enable_x64 is set.
 inline uint64_t number_at(const uint32_t* pairs, int64_t i) {
   return pairs[2 * i] | uint64_t{pairs[2 * i + 1]} << 32;
 }
@@ -70,7 +73,7 @@ inline void set_number(uint32_t* pairs, int64_t i, uint64_t number) {
   pairs[2 * i + 1] = static_cast<uint32_t>(number >> 32);
 }
 
-// What the statistics of an element type are, and the bytes of its words.
+// Returns the kind of statistics of an element type, which also determines the bytes of its words.
 inline Elements elements_of(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F16:
@@ -96,8 +99,8 @@ inline Elements elements_of(ffi::DataType type) {
   }
 }
 
-// Checks the operands of statistics, whose `values` may be double, or float for a JAX that knows 32
-// bits only. Returns what is wrong, or an empty string.
+// Checks the operands of statistics. `values` may be double, or float for a JAX with 32 bits only.
+// Returns the first problem, or an empty string.
 inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer& base,
                             ffi::Span<const int64_t> bounds, const ffi::AnyBuffer& counts,
                             const ffi::AnyBuffer& values, Run* run, Elements* elements,
@@ -124,17 +127,17 @@ inline std::string measured(const ffi::AnyBuffer& current, const ffi::AnyBuffer&
   return problem;
 }
 
-// The leaves of one call: operands are n current arrays and then their n bases, the first n results
-// the new bases, which must be the bases themselves.
+// A leaf of a call. The operands are n current arrays followed by their n bases. The first n
+// results are the new bases, which must be aliases of the bases.
 struct Leaf {
   Run run;
   const uint8_t* current;
   uint8_t* base;
 };
 
-// Checks the leaves and the results that every platform has. `word_bytes`, `chunks`: one a leaf;
-// `bounds`: the chunks + 1 of every leaf, one after the other. Returns what is wrong, or an empty
-// string.
+// Checks the leaves, and the results that exist on every platform. `word_bytes`, `chunks`: one
+// number per leaf; `bounds`: the chunks + 1 bounds of every leaf, one leaf after the other. Returns
+// the first problem, or an empty string.
 inline std::string leaves_of(ffi::RemainingArgs& arguments, ffi::RemainingRets& results,
                              size_t more_results, ffi::Span<const int64_t> word_bytes,
                              ffi::Span<const int64_t> chunks, ffi::Span<const int64_t> bounds,

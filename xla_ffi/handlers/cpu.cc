@@ -1,7 +1,7 @@
-// XLA FFI handlers for the CPU: check every buffer, then call the encoder. Results have static
-// shapes, so the streams lie one after the other in one payload, and head says how long they are. A
-// payload as large as the arrays always suffices: a chunk is never stored in more than its own
-// bytes.
+// XLA FFI handlers for the CPU: they check every buffer, then call the encoder (encoder/delta.h).
+// Results have static shapes, so the streams lie one after the other in one payload, and head holds
+// their lengths. A payload as large as the arrays always suffices, because a chunk is never stored
+// in more bytes than its own. deltacheck/backends/orbax/capture/ffi.py calls the handlers.
 
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Checks `bounds` and makes the run of it. `offsets` holds what the run points at.
+// Checks `bounds` and makes a run. `offsets` owns the memory that the run points to.
 std::string make_run(const ffi::AnyBuffer& bounds, uint64_t bytes, int64_t word_bytes,
                      std::vector<uint64_t>* offsets, Run* run) {
   std::string problem = mismatch("bounds", bounds, ffi::DataType::U32, "uint32", -1, 2);
@@ -46,6 +46,7 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
   try {
     std::vector<Encoded> encoded;
     uint64_t rows = 0, bytes = 0;
+    // Chunk numbers continue from leaf to leaf: the rows of a call form one table.
     uint32_t first_chunk = 0;
     for (const Leaf& leaf : leaves) {
       encoded.push_back(encode(leaf.run, leaf.current, leaf.base));
@@ -57,6 +58,8 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
       first_chunk += static_cast<uint32_t>(leaf.run.chunks);
       for (const Bytes& content : encoded.back().streams) bytes += content.size;
     }
+    // If the payload is too small, head still holds the sizes, so that the caller can repeat the
+    // call.
     const bool fits = bytes <= result(2)->size_bytes();
     set_number(head, kHeadRows, rows);
     set_number(head, kHeadOverflow, !fits);
@@ -70,6 +73,7 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
       }
       set_number(head, kHeadStreams + stream, size);
     }
+    // No exception may leave a handler: XLA is a C interface.
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       std::string(kName) + ": out of host memory");
@@ -102,6 +106,7 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   if (!problem.empty()) return wrong(kName, problem);
   const uint32_t* numbers = head.typed_data<uint32_t>();
   const uint64_t row_count = number_at(numbers, kHeadRows);
+  // head is data that was read from storage, so none of its numbers is trusted.
   if (row_count > static_cast<uint64_t>(rows.dimensions()[0]))
     return wrong(kName, "head names more rows than there are");
   StreamView streams[kStreams];
@@ -120,7 +125,7 @@ ffi::Error apply_on_cpu(ffi::AnyBuffer base, ffi::AnyBuffer rows, ffi::AnyBuffer
   } catch (const std::exception& error) {
     return wrong(kName, error.what());
   }
-  // DATA_LOSS is how the Python side tells damage from misuse.
+  // The Python side uses DATA_LOSS to distinguish damage from misuse.
   if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kDataLoss, problem);
   return ffi::Error::Success();
 }
@@ -161,6 +166,7 @@ ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base,
   return ffi::Error::Success();
 }
 
+// The order of operands and results below is an interface: deltacheck/backends/orbax relies on it.
 XLA_FFI_DEFINE_HANDLER(kEncodeOnCpu, encode_on_cpu,
                        ffi::Ffi::Bind()
                            .RemainingArgs()

@@ -1,6 +1,6 @@
-// XLA FFI handlers for CUDA: check every buffer, then enqueue the device encoder on XLA's stream.
-// Nothing here waits for the device. Beside the results of the CPU's handler there are digests and
-// a workspace.
+// XLA FFI handlers for CUDA: they check every buffer, then enqueue the device encoder
+// (cuda/device.h) on the stream of XLA. No handler waits for the device. In addition to the results
+// of the CPU handlers there are digests and a workspace.
 
 #include <cstdint>
 #include <string>
@@ -17,6 +17,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 #ifdef DELTACHECK_EMULATOR
+// The emulator has no streams, so its handlers bind no stream of XLA and pass a default one.
 constexpr const char* kPlatform = "cpu";
 #  define DELTACHECK_HANDLER(name, function, operands)                          \
     XLA_FFI_DEFINE_HANDLER(                                                     \
@@ -29,6 +30,7 @@ constexpr const char* kPlatform = "CUDA";
                            ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>() operands)
 #endif
 
+// Adds the chunks of a run to the table of a call.
 void add_chunks(const Run& run, const uint8_t* current, uint8_t* base,
                 std::vector<device::Chunk>* table) {
   const uint64_t width = static_cast<uint64_t>(run.word_bytes);
@@ -57,6 +59,8 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments,
     add_chunks(leaf.run, leaf.current, leaf.base, &table);
     bytes += leaf.run.bytes();
   }
+  // XLA allocates the workspace as a result, since a handler must not allocate device memory
+  // itself.
   const device::Workspace sizes(static_cast<uint32_t>(table.size()), bytes);
   const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(leaves.size() + i); };
   problem = mismatch("digests", *result(3), ffi::DataType::U32, "uint32",
@@ -78,8 +82,8 @@ ffi::Error encode_on_cuda(cudaStream_t stream, ffi::RemainingArgs arguments,
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }
 
-// The rows and the places of their streams in the payload were checked against each other on the
-// host.
+// The host has already checked the rows and the offsets of their streams, with `check` of
+// encoder/delta.h.
 ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffer rows,
                          ffi::AnyBuffer offsets, ffi::AnyBuffer payload, int64_t word_bytes,
                          ffi::Span<const int64_t> bounds, ffi::Result<ffi::AnyBuffer> new_base,
@@ -107,11 +111,14 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
   std::vector<device::Chunk> table;
   add_chunks(run, nullptr, static_cast<uint8_t*>(new_base->untyped_data()), &table);
   const size_t table_bytes = table.size() * sizeof(device::Chunk);
-  // All streams lie in the payload: offsets count from its start.
+  // All streams lie in the payload, so every stream begins at its start and offsets count from
+  // there.
   const std::vector<const uint8_t*> streams(kStreams, payload.typed_data<uint8_t>());
   problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
                      static_cast<int64_t>(table_bytes + kStreams * sizeof(uint8_t*)));
   if (!problem.empty()) return wrong(kName, problem);
+  // The table is in pageable memory. The runtime has copied it when cudaMemcpyAsync returns, so it
+  // may go out of scope.
   uint8_t* const there = static_cast<uint8_t*>(workspace->untyped_data());
   cudaError_t error =
       cudaMemcpyAsync(there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
@@ -141,12 +148,13 @@ ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::
   std::string problem = measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
   if (!problem.empty()) return wrong(kName, problem);
   std::vector<device::Chunk> table;
-  // Nothing is written there: the table has no other name for a base.
+  // The base is only read. The table has no constant pointer for it.
   add_chunks(run, static_cast<const uint8_t*>(current.untyped_data()),
              static_cast<uint8_t*>(base.untyped_data()), &table);
   const std::vector<Elements> kinds(table.size(), elements);
   const size_t table_bytes = table.size() * sizeof(device::Chunk),
                kinds_bytes = table.size() * sizeof(Elements);
+  // Workspace: the statistics, the table, the element types.
   const size_t found_at = table.size() * sizeof(Statistics);
   problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
                      static_cast<int64_t>(found_at + table_bytes + kinds_bytes));
@@ -172,6 +180,7 @@ ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }
 
+// The order of operands and results below is an interface: deltacheck/backends/orbax relies on it.
 DELTACHECK_HANDLER(kEncodeOnCuda, encode_on_cuda,
                    .RemainingArgs()
                        .Attr<ffi::Span<const int64_t>>("word_bytes")

@@ -1,16 +1,16 @@
-// The XLA FFI handlers of this build, for one nanobind module to hand to jax.ffi.
+// The XLA FFI handlers of this build. registrations.h passes them to Python for jax.ffi.
 
 #pragma once
 
 namespace deltacheck {
 
 struct Handler {
-  const char* name;      // of the target, as jax.ffi.ffi_call names it
-  const char* platform;  // "cpu" or "CUDA", as jax.ffi.register_ffi_target names it
+  const char* name;      // the target name for jax.ffi.ffi_call
+  const char* platform;  // "cpu" or "CUDA", for jax.ffi.register_ffi_target
   void* function;        // an XLA_FFI_Handler
 };
 
-// `count` becomes their number.
+// Returns the handlers. `count` receives their number.
 const Handler* handlers(int* count);
 
 }  // namespace deltacheck

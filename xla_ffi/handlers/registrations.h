@@ -1,4 +1,4 @@
-// The handlers of a module, for Python.
+// The handlers of a module as Python objects. Used by module.cc and module_cuda.cc.
 
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace deltacheck {
 
-// [(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty if built without.
+// Returns [(target name, capsule, platform)] for jax.ffi.register_ffi_target; empty in builds
+// without handlers.
 inline nanobind::list registrations() {
   nanobind::list all;
 #ifdef DELTACHECK_HANDLERS
