@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deltacheck.restore.follower import Follower, LeafChange, Update, follow
     from deltacheck.save.exits import finish_on_signal
     from deltacheck.save.handle import SaveHandle
-    from deltacheck.store.files.storage import ObjectStore
+    from deltacheck.store.files.object_path import ObjectStore
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _PUBLIC = {
     "LeafSpec": "deltacheck.leaf.spec",
     "MemoryTier": "deltacheck.maintain.memory_tier",
     "Mirror": "deltacheck.maintain.mirror",
-    "ObjectStore": "deltacheck.store.files.storage",
+    "ObjectStore": "deltacheck.store.files.object_path",
     "Policy": "deltacheck.policy",
     "Profile": "deltacheck.profile",
     "Profiler": "deltacheck.backends.profiler",

@@ -18,7 +18,7 @@ from deltacheck.restore import damage
 from deltacheck.restore.resolve import require_contract, resolve_leaves
 from deltacheck.restore.values import as_array, bounded_slices, load_boxes, load_leaves
 from deltacheck.store import tags
-from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 

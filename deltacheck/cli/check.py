@@ -226,7 +226,7 @@ def repair(
 
     from deltacheck.maintain import repair as repairing
     from deltacheck.store.files import storage
-    from deltacheck.store.lock.lease import Lease
+    from deltacheck.store.files.storage import take_lease
     from deltacheck.store.root import MANAGER_STORE, open_root
 
     path = storage.local(parse(words).root, "a repair")
@@ -236,7 +236,7 @@ def repair(
             # The root may not open before it is repaired, so its store is found by its segments.
             store = path / MANAGER_STORE if (path / MANAGER_STORE / "segments").is_dir() else path
             if (store / "segments").is_dir():
-                resources.callback(Lease(store).release)
+                resources.callback(take_lease(store).release)
         if not (path / "zarr.json").is_file() or not _opens(path):
             repairing.repair_root_document(path, result, dry_run=dry_run)
         # A dry run does not write the missing document, so the root still cannot be opened.

@@ -29,11 +29,11 @@ DryRun: TypeAlias = Annotated[
 @contextlib.contextmanager
 def _open_for_writing(words: list[str] | None) -> Iterator[Root]:
     """Open a root and hold its lease, so that no training writes to it meanwhile."""
-    from deltacheck.store.lock.lease import Lease
+    from deltacheck.store.files.storage import take_lease
 
     # All items of a manager root are opened: a segment that any of them needs must stay.
     root = open_root(words)
-    lease = Lease(root.store.path)
+    lease = take_lease(root.store.path)
     try:
         yield root
     finally:

@@ -18,7 +18,7 @@ from deltacheck.maintain.transfer import copy_file
 from deltacheck.store import layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import storage
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import Root, Store, open_segments
 
 # Where a hard link cannot be made: another file system, one without links, too many of them.
@@ -63,7 +63,7 @@ def branch(
     manifest = root.manifest(step)
     open_segments(root, manifest)
     store = Store.create(target)
-    lease = Lease(target)
+    lease = take_lease(target)
     linked = copied = 0
     try:
         for ref in manifest.segments:

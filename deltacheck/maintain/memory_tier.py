@@ -35,10 +35,9 @@ from deltacheck.store.documents import (
 from deltacheck.store.files import arrays
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place
-from deltacheck.store.lock.lease import Lease
-from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Brief, Root, Store
+from deltacheck.store.files.storage import Place, take_lease
+from deltacheck.store.manifest import Brief, Manifest
+from deltacheck.store.root import Root, Store
 
 log = logging.getLogger("deltacheck")
 
@@ -234,7 +233,7 @@ class Tier:
         self.retention = (
             threading.Lock()
         )  # nothing on the disk is deleted by retention while it is held
-        self._writer = RootWriter(self.root, Lease(path))
+        self._writer = RootWriter(self.root, take_lease(path))
         self._options = options
         self._durable, self._durable_writer = durable.root, durable
         # The thread's own: a Root serves one thread.
@@ -630,7 +629,7 @@ def write_bond(root: Place, bond: Bond) -> None:
     arrays.replace_file(
         folder,
         "zarr.json",
-        arrays.group_json({layout.ATTRIBUTE: bond._asdict()}),
+        layout.group_json({layout.ATTRIBUTE: bond._asdict()}),
         Durability.PROCESS,
     )
 
@@ -639,7 +638,7 @@ def _identity(durable: Root) -> str:
     """The random name by which memory roots know a durable root; given to it where it has none."""
     folder, store = durable.store.path / layout.CONTROL / BOND, durable.store
     folder.mkdir(exist_ok=True)
-    content = arrays.group_json({layout.ATTRIBUTE: {"root": secrets.token_hex(16)}})
+    content = layout.group_json({layout.ATTRIBUTE: {"root": secrets.token_hex(16)}})
     if arrays.create_file(folder, "zarr.json", content, store.durability):
         store.durability.sync_directory(folder)
         store.durability.sync_directory(folder.parent)

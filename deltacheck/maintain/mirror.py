@@ -16,7 +16,7 @@ from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest
 from deltacheck.store.files import storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import Root, Store, open_root
 
 
@@ -46,7 +46,7 @@ class Mirror:
                 " belongs to"
             )
         self._target = Root(path, Store.create(path, durability=Durability.of(durability)))
-        self._lease = Lease(path)
+        self._lease = take_lease(path)
         ours = read_bond(path)
         if self._target.manifest_paths() and (ours is None or ours.root != bond.root):
             self._lease.release()

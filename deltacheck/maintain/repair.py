@@ -102,7 +102,7 @@ def repair_root_document(path: Path, result: Repaired, *, dry_run: bool = False)
                         "must_understand": [],
                     }
                     arrays.replace_file(
-                        store, "zarr.json", arrays.group_json({layout.ATTRIBUTE: about})
+                        store, "zarr.json", layout.group_json({layout.ATTRIBUTE: about})
                     )
                 return
     raise NotACheckpointRoot(
@@ -540,7 +540,7 @@ def _mend_documents(
     wrong: list[tuple[Place, bytes]] = []
     for folder in root.store.group_paths():
         if verify.group_problem(folder / "zarr.json") is not None:
-            wrong.append((folder, arrays.group_json({})))
+            wrong.append((folder, layout.group_json({})))
     for segment in found.segments.values():
         wrong += list(verify.wrong_documents(segment))
     for folder, content in wrong:

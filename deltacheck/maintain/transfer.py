@@ -20,12 +20,10 @@ from deltacheck.store import documents, layout
 from deltacheck.store.commit import commit
 from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest, SegmentRef
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.segment import document_digest
-
-_PIECE_BYTES = 8 << 20
 
 
 def transfer(
@@ -96,7 +94,7 @@ def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
             return False
     except (FileNotFoundError, Damaged):
         return False
-    if not isinstance(path, ObjectPath) and arrays.bytes_on_disk(path) != ref.stored_bytes:
+    if storage_of(path).bytes_below() not in (None, ref.stored_bytes):
         return False
     durability.sync_directory(path)
     durability.sync_directory(path.parent)
@@ -139,14 +137,4 @@ def copy_file(source: Path, target: Place, durability: Durability) -> int:
     """Copy a regular file to a place where there is none, durably but for its name; returns its
     bytes.
     """
-    if isinstance(target, ObjectPath):
-        return target.write_bytes(source.read_bytes())
-    size = 0
-    with source.open("rb") as file, target.open("xb", buffering=0) as copy:
-        while piece := file.read(_PIECE_BYTES):
-            left = memoryview(piece)
-            while left:
-                left = left[copy.write(left) or 0 :]
-            size += len(piece)
-        durability.sync_file(copy.fileno())
-    return size
+    return storage_of(target).copy_from(source, durability)

@@ -30,7 +30,7 @@ from deltacheck.maintain.survey import Lineage, Survey
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store import documents
+from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Derived, Manifest
@@ -221,7 +221,7 @@ def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
     """
     for path in segment.group_paths():
         if group_problem(path / "zarr.json") is not None:
-            yield path, arrays.group_json({})
+            yield path, layout.group_json({})
     for path, spec in segment.array_specs().items():
         if _metadata_problem(path / "zarr.json", spec.metadata()) is not None:
             yield path, json.dumps(spec.metadata(), separators=(",", ":")).encode()

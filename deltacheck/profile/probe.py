@@ -17,7 +17,8 @@ from deltacheck.codec import default_codec
 from deltacheck.codec.base import U8, U64, Codec, Encoded
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.profile.planner import Machine
-from deltacheck.store.files.arrays import TIMEOUT_SECONDS, bytes_on_disk
+from deltacheck.store.files.arrays import bytes_on_disk
+from deltacheck.store.files.waiting import TIMEOUT_SECONDS
 from deltacheck.store.root import Store
 from deltacheck.store.segment import INDEX
 

@@ -22,7 +22,8 @@ from deltacheck.restore import read
 from deltacheck.restore.chain import Held, resolve_chains
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
-from deltacheck.store.files.storage import ObjectStore, Place
+from deltacheck.store.files.object_path import ObjectStore
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest, Tiles
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.segment import Segment

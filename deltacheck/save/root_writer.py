@@ -16,8 +16,8 @@ from deltacheck.store import collect, tags
 from deltacheck.store.commit import commit
 from deltacheck.store.documents import Written
 from deltacheck.store.lock.lease import Lease
-from deltacheck.store.manifest import Manifest
-from deltacheck.store.root import Brief, Root, describe_steps
+from deltacheck.store.manifest import Brief, Manifest
+from deltacheck.store.root import Root, describe_steps
 
 log = logging.getLogger("deltacheck")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from typing import NamedTuple
 from deltacheck.errors import Damaged, DeltacheckError, SaveFailed, StorageFailed
 from deltacheck.store import documents, layout, tags
 from deltacheck.store.documents import read_manifest
-from deltacheck.store.files import arrays, chunk_files
+from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
-from deltacheck.store.lock import pins
+from deltacheck.store.files.storage import Place, remove_tree, storage_of, subdirectories
 from deltacheck.store.root import Root, Store
 
 _MARKS = "marks"  # group under control/: which segments were found unneeded, and when
@@ -92,8 +90,8 @@ def collect(
     # An object store's listing may lag behind: of what one does not show, nothing is concluded
     # before a second says the same, and a writer that is taken for dead may still be about to
     # commit what it wrote last.
-    is_local = not isinstance(root.store.path, ObjectPath)
-    writer_is_dead = writer_is_dead and is_local
+    is_current = storage_of(root.store.path).listing_is_current
+    writer_is_dead = writer_is_dead and is_current
     candidates = set(root.store.segment_ids())
     last, needed = _needed(root)
     if writer_is_dead and not dry_run and _remove_unfinished(root):
@@ -116,12 +114,12 @@ def collect(
         for name in unneeded
     }
     late = {name for name in unneeded if now.seconds - since[name].seconds >= grace_seconds}
-    due = sorted(name for name in late if is_local or name in marks)
+    due = sorted(name for name in late if is_current or name in marks)
     waiting = tuple(sorted(unneeded - set(due)))
     sizes = {name: arrays.bytes_on_disk(root.store.path / layout.SEGMENTS / name) for name in due}
     if dry_run:
         return Collected(tuple(due), waiting, sum(sizes.values()))
-    if due and is_local:
+    if due and is_current:
         _sync_deletions(root)
     removed: list[str] = []
     in_use: list[str] = []
@@ -178,9 +176,7 @@ def _remove_unfinished(root: Root) -> bool:
         if layout.is_checkpoint_id(folder.name) and not (folder / "zarr.json").exists():
             remove_tree(folder)
     for folder in _document_folders(root.store.path):
-        # Of a document that was being written; one that is whole may be there, too.
-        for path in folder.glob(f"*{arrays.UNFINISHED}"):
-            path.unlink(missing_ok=True)
+        storage_of(folder).remove_unfinished()
     if root.is_manager_root:
         return False
     with tags.lock(root.store.path):
@@ -193,15 +189,17 @@ def _remove_unfinished(root: Root) -> bool:
     return bool(older)
 
 
-def _document_folders(store: Place) -> list[Path]:
+def _document_folders(store: Place) -> list[Place]:
     """The local directories of a store in which documents of its own lie, those of segments left
     out.
     """
-    if not isinstance(store, Path):
-        return []
-    steps = [Path(str(folder)) for folder in subdirectories(store / layout.CHECKPOINTS)]
-    control = [Path(folder) for folder, _, _ in os.walk(store / layout.CONTROL)]
-    return [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS, *steps, *control]
+    found = [store, store / layout.SEGMENTS, store / layout.CHECKPOINTS]
+    found += subdirectories(store / layout.CHECKPOINTS)
+    inner = [store / layout.CONTROL]
+    while inner:
+        found += inner
+        inner = [entry for folder in inner for entry in subdirectories(folder)]
+    return found
 
 
 def _sync_deletions(root: Root) -> None:
@@ -229,19 +227,14 @@ def _remove(path: Place, durability: Durability) -> bool:
     if not layout.is_segment_id(path.name):
         raise SaveFailed(f"refusing to remove {path}: it is not a segment")
     try:
-        if not pins.unlink_unless_pinned(path / "zarr.json"):
+        if not storage_of(path / "zarr.json").unlink_unless_pinned():
             return False
         durability.sync_directory(
             path
         )  # without its table it is no segment: a crash from here on leaves garbage, not damage
     except FileNotFoundError:
         pass  # another collector was faster
-    if isinstance(path, ObjectPath):
-        remove_tree(path)  # once: a listing that lags would go on showing what is deleted
-        return True
-    while path.exists():
-        with contextlib.suppress(FileNotFoundError):  # as above: each attempt finds less
-            remove_tree(path)
+    storage_of(path).remove_tree_with_others()
     durability.sync_directory(path.parent)
     return True
 
@@ -277,8 +270,8 @@ def _write_marks(store: Store, marks: dict[str, _Mark], before: dict[str, _Mark]
     if marks == before:
         return
     folder = store.path / layout.CONTROL / _MARKS
-    chunk_files.check_directory(folder)
+    storage_of(folder).check_directory()
     folder.mkdir(parents=True, exist_ok=True)
     arrays.replace_file(
-        folder, "zarr.json", arrays.group_json({layout.ATTRIBUTE: marks}), store.durability
+        folder, "zarr.json", layout.group_json({layout.ATTRIBUTE: marks}), store.durability
     )

@@ -10,10 +10,9 @@ from deltacheck.errors import RootBusy
 from deltacheck.store import layout
 from deltacheck.store.documents import Written, encode_manifest, read_manifest
 from deltacheck.store.files import arrays
-from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, Place, scan
-from deltacheck.store.lock import object_lease
+from deltacheck.store.files.local_storage import list_directory
+from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import Manifest
 
 
@@ -25,35 +24,48 @@ def commit(
     *,
     again: bool = False,
 ) -> Written:
-    """Make the step exist. REQUIRES: every segment that the manifest names is durable.
+    """Make a step exist by creating its manifest.
 
-    ``still_ours``: raises where the right to write has been lost. ``again``: the holder of the
-    lease writes steps again, newer ones first, which are then no sign of another writer. Raises
-    ``RootBusy`` where another writer has taken the sequence number, or has gone beyond it: what a
-    writer that was taken for dead has to say then comes too late, and what it stands on may be
-    gone.
+    Every segment that the manifest names must be durable. A writer that was taken for dead commits
+    too late: what its step stands on may be deleted. So nothing is committed if another writer has
+    taken the sequence number or has gone beyond it.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        durability: Whether the manifest and the names of its directories are synced.
+        still_ours: Raises an error if the right to write has been lost.
+        again: The holder of the lease writes steps again, newer ones first, so newer steps are no
+            sign of another writer.
+
+    Returns:
+        The size and the digest of the manifest.
+
+    Raises:
+        RootBusy: Another writer has committed since.
     """
     folder = root / layout.CHECKPOINTS / layout.checkpoint_id(manifest.seq)
+    storage = storage_of(root)
     content = encode_manifest(manifest)
-    fenced = isinstance(root, Path) and not again
+    # A listing that lags cannot serve as a fence. There the time left of the lease bounds the wait
+    # for the conditional creation, after which no other writer can have begun.
+    fenced = storage.listing_is_current and not again
     if fenced:
         _fence(root, manifest, still_ours)
     folder.mkdir(exist_ok=True)
-    valid = object_lease.check(root) if isinstance(root, ObjectPath) else None
+    # The step exists from here on.
     if not arrays.create_file(
-        folder, "zarr.json", content, durability, valid
-    ):  # <- the step exists from here on
+        folder, "zarr.json", content, durability, storage.lease_seconds_left()
+    ):
         raise RootBusy(
             f"checkpoint {folder.name} of {root} was committed by"
             f" {read_manifest(folder / 'zarr.json').writer}: two writers"
         )
-    if isinstance(root, ObjectPath):
-        place.written.leave_out(len(content))
+    storage.exclude_from_written(len(content))
     try:
         if fenced:
-            _fence(
-                root, manifest, still_ours
-            )  # whoever took over between the first look and the creation
+            # Another writer may have taken over between the first check and the creation.
+            _fence(root, manifest, still_ours)
     except RootBusy:
         (folder / "zarr.json").unlink(missing_ok=True)
         raise
@@ -63,12 +75,10 @@ def commit(
 
 
 def _fence(root: Place, manifest: Manifest, still_ours: Callable[[], None] | None) -> None:
-    """Refuse to commit beside another writer: one that holds the root now, or one whose steps are
-    newer.
-    """
+    """Refuse to commit beside another writer: a present holder of the root, or newer steps."""
     if still_ours is not None:
         still_ours()
-    for entry in reversed(scan(root / layout.CHECKPOINTS)):
+    for entry in reversed(list_directory(Path(str(root / layout.CHECKPOINTS)))):
         if not layout.is_checkpoint_id(entry.name):
             continue
         if layout.seq_of(entry.name) <= manifest.seq:

@@ -21,7 +21,7 @@ from deltacheck.leaf.structs import known
 from deltacheck.store import layout, validation
 from deltacheck.store.files import arrays
 from deltacheck.store.files.storage import Place
-from deltacheck.store.manifest import FEATURES, Manifest, SegmentTable, Tag
+from deltacheck.store.manifest import FEATURES, Brief, Manifest, SegmentTable, Tag
 
 MAX_DOCUMENT_BYTES = 256 << 20  # of one zarr.json; a larger one is refused before it is parsed
 _WRONG = (
@@ -35,6 +35,7 @@ _WRONG = (
 )
 
 Document = TypeVar("Document", SegmentTable, Manifest, Tag)
+Checked = TypeVar("Checked", Manifest, Brief)
 
 
 def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def decode_manifest(content: bytes, path: Place) -> Manifest:
         raise
 
 
-def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manifest:
+def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:
     """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is
     another's, as a backup may leave it.
     """
@@ -186,7 +187,7 @@ def check_place(path: Place, manifest: Manifest, is_manager_step: bool) -> Manif
 
 def manifest_content(manifest: Manifest) -> bytes:
     """The manifest's file content."""
-    return arrays.group_json(to_attributes(manifest))
+    return layout.group_json(to_attributes(manifest))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

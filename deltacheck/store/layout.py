@@ -4,8 +4,11 @@ before it is used as a path.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 import xxhash
 
@@ -19,6 +22,8 @@ CHECKPOINTS = "checkpoints"
 SEGMENTS = "segments"
 CONTROL = "control"
 TAGS = "tags"  # below control/
+# In a manager root: keeps Orbax's clean-up of unfinished steps away from our directory.
+COMMIT_MARK = "commit_success.txt"
 LEAVES, PACKED, DELTA, DIGESTS = "leaves", "packed", "delta", "digests"
 
 _SEGMENT_ID = re.compile(r"s[0-9]{10}-[0-9a-f]{8}\Z")
@@ -84,6 +89,14 @@ def array_names(paths: list[str]) -> dict[str, str]:
         path: name if taken[name.lower()] == 1 and _is_usable(name) else _hashed(path, name)
         for path, name in plain.items()
     }
+
+
+def group_json(attributes: Mapping[str, Any]) -> bytes:
+    """Return the ``zarr.json`` of a group."""
+    return json.dumps(
+        {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)},
+        separators=(",", ":"),
+    ).encode()
 
 
 def _plain_name(path: str) -> str:

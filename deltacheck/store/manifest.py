@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -406,6 +406,29 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         """
         cut = self.tiles.get(path)
         return (self.digest_of(path) or None) if cut is None else (cut.dtype, cut.cuts, cut.digests)
+
+
+class Brief(NamedTuple):
+    """The part of a manifest that retention and collection need.
+
+    Attributes:
+        seq: Sequence number.
+        step: Training step.
+        nonce: Identity of the save.
+        metrics: As the manifest has them.
+        segments: Ids of the segments that the step needs.
+    """
+
+    seq: int
+    step: int
+    nonce: str
+    metrics: Mapping[str, float | str]
+    segments: frozenset[str]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Brief:
+        needed = frozenset(ref.id for ref in manifest.segments)
+        return cls(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, needed)
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Root, Store
 
@@ -23,7 +23,7 @@ class Opened(NamedTuple):
 def open_alone(path: Place, durability: Durability) -> Opened:
     """Make or open a root and take it. Raises what ``Store.create`` and ``Lease`` raise."""
     store = Store.create(path, durability=durability)
-    lease = Lease(path)
+    lease = take_lease(path)
     try:
         return Opened(store, lease, Root(path, store).next_seq())
     except BaseException:

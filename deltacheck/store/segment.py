@@ -19,13 +19,12 @@ from deltacheck.leaf import grid
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.store import documents, layout
 from deltacheck.store import manifest as schema
-from deltacheck.store.files import arrays, chunk_files
-from deltacheck.store.files import storage as place
+from deltacheck.store.files import arrays
 from deltacheck.store.files.arrays import ArraySpec, Pending, ReadableArray, Reading, StreamWriter
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.files.scratch import Scratch
-from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.files.storage import Place, storage_of
 from deltacheck.store.manifest import KeyframeAt, LeafEntry, Part, SegmentRef, SegmentTable, Stream
 
 # Columns of a part's index, uint32: the encoder's row, preceded by what makes it readable alone.
@@ -223,7 +222,7 @@ class SegmentWriter:
             packed={storage: int(values.size) for storage, values in packed.items()},
             parts=tuple(self.parts),
         )
-        content = arrays.group_json(documents.to_attributes(table))
+        content = layout.group_json(documents.to_attributes(table))
         if (
             documents.from_zarr_json(content, SegmentTable, "the table about to be written")
             != table
@@ -233,15 +232,11 @@ class SegmentWriter:
                 " report it"
             )
         for group in self._groups():
-            arrays.create_file(group, "zarr.json", arrays.group_json({}), self._durability)
+            arrays.create_file(group, "zarr.json", layout.group_json({}), self._durability)
         if not arrays.create_file(self.path, "zarr.json", content, self._durability):
             raise SaveFailed(f"segment {self.id} exists already in {self.path.parent}")
         self._durability.sync_tree(self.path)
-        stored = (
-            place.written.take()
-            if isinstance(self.path, ObjectPath)
-            else arrays.bytes_on_disk(self.path)
-        )
+        stored = storage_of(self.path).bytes_written()
         return SegmentRef(self.id, document_digest(content), stored)
 
     def _groups(self) -> list[Place]:
@@ -269,7 +264,7 @@ class Segment:
         self.path = root / layout.SEGMENTS / ref.id
         self._where = where
         for folder in (self.path.parent, self.path):
-            chunk_files.check_directory(folder)
+            storage_of(folder).check_directory()
         try:
             content = arrays.read_file(self.path / "zarr.json", documents.MAX_DOCUMENT_BYTES)
         except FileNotFoundError:
@@ -344,7 +339,7 @@ class Segment:
         path = self.path
         for name in names:
             path = path / name
-            chunk_files.check_directory(path)
+            storage_of(path).check_directory()
         return path
 
     def group_paths(self) -> list[Place]:

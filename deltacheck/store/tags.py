@@ -10,9 +10,6 @@ at its tags and its deletion.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -20,13 +17,11 @@ from deltacheck.errors import Damaged, RootBusy, StepNotFound, UnsupportedFormat
 from deltacheck.store import documents, layout
 from deltacheck.store.files import arrays
 from deltacheck.store.files.durability import sync_directory
-from deltacheck.store.files.storage import ObjectPath, Place, remove_tree, subdirectories
+from deltacheck.store.files.storage import Place, remove_tree, storage_of, subdirectories
 from deltacheck.store.manifest import Manifest, Tag
 
 if TYPE_CHECKING:
     from deltacheck.store.root import Root
-
-_LOCK_SECONDS = 10.0  # whoever holds the lock works for milliseconds, or was stopped
 
 
 def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
@@ -95,7 +90,7 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         tag = Tag(layout.FORMAT, layout.VERSION, name, manifest.step, manifest.seq, manifest.nonce)
         folder = store / layout.CONTROL / layout.TAGS / name
         folder.mkdir(exist_ok=True)
-        content = arrays.group_json(documents.to_attributes(tag))
+        content = layout.group_json(documents.to_attributes(tag))
         if move:
             arrays.replace_file(folder, "zarr.json", content)
         elif not arrays.create_file(folder, "zarr.json", content):
@@ -120,8 +115,9 @@ def remove(root: Root, name: str) -> None:
     no such tag, ``RootBusy``.
     """
     store = root.store.path
-    if not layout.is_tag(name) or not _is_there(
-        store / layout.CONTROL / layout.TAGS / name / "zarr.json"
+    if (
+        not layout.is_tag(name)
+        or not storage_of(store / layout.CONTROL / layout.TAGS / name / "zarr.json").name_exists()
     ):
         find(store, name)
     with lock(store):
@@ -148,20 +144,11 @@ def lock(store: Place) -> Iterator[None]:
     folder = store / layout.CONTROL / layout.TAGS
     if not (folder / "zarr.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        arrays.create_file(folder, "zarr.json", arrays.group_json({}))
+        arrays.create_file(folder, "zarr.json", layout.group_json({}))
         sync_directory(folder)
         sync_directory(folder.parent)
-    if isinstance(folder, ObjectPath):
+    with storage_of(folder / "zarr.json").lock(f"changing the tags or deleting steps of {store}"):
         yield
-        return
-    descriptor = os.open(folder / "zarr.json", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _await(descriptor, store)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has the file open too
-        os.close(descriptor)
 
 
 def sweep(store: Place) -> None:
@@ -170,32 +157,8 @@ def sweep(store: Place) -> None:
     """
     folder = store / layout.CONTROL / layout.TAGS
     for entry in subdirectories(folder):
-        if layout.is_tag(entry.name) and not _is_there(entry / "zarr.json"):
+        if layout.is_tag(entry.name) and not storage_of(entry / "zarr.json").name_exists():
             remove_tree(entry)
-
-
-def _is_there(path: Place) -> bool:
-    return path.is_file() if isinstance(path, ObjectPath) else os.path.lexists(path)
-
-
-def _await(descriptor: int, store: Place) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RootBusy(
-                    f"another process has been changing the tags or deleting steps of {store} for"
-                    f" {_LOCK_SECONDS:.0f} s; wait for it, or end it if it was stopped"
-                ) from None
-            time.sleep(0.005)
-        except (
-            OSError
-        ):  # no locks here: one process at a time is the user's to see to, as with the lease
-            return
-        else:
-            return
 
 
 def _refuse_manager(root: Root) -> None:

@@ -24,7 +24,7 @@ from deltacheck.errors import ChainBroken, Damaged, RootBusy
 from deltacheck.store import layout
 from deltacheck.store.files import arrays, storage
 from deltacheck.store.files.arrays import ArraySpec, ReadableArray, StreamWriter
-from deltacheck.store.files.storage import Place
+from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.lock.lease import Lease
 from deltacheck.store.root import Store
 
@@ -164,7 +164,7 @@ class PlaceContract:
         pieces = [np.full(700_000, number, np.uint8) for number in range(4)]
         spec = ArraySpec.flat(2_800_000, "uint8", "stream", {})
         where = arrays.context(parent=storage.context(folder))
-        writer = StreamWriter(where, local=not isinstance(folder, storage.ObjectPath))
+        writer = StreamWriter(where, local=storage.storage_of(folder).has_files)
         writer.write(folder / "stream", spec, pieces).result(timeout=60)
         writer.close()
         assert np.array_equal(
@@ -200,12 +200,12 @@ class PlaceContract:
 
     def test_one_writer_has_the_lease(self, folder: Place) -> None:
         Store.create(folder).close()
-        lease = Lease(folder)
+        lease = take_lease(folder)
         with pytest.raises(RootBusy, match="process"):
-            Lease(folder)
+            take_lease(folder)
         lease.release()
         lease.release()
-        Lease(folder).release()
+        take_lease(folder).release()
 
     def test_of_many_that_want_the_lease_one_gets_it(self, folder: Place) -> None:
         Store.create(folder).close()
@@ -213,7 +213,7 @@ class PlaceContract:
 
         def take(number: int) -> bool:
             try:
-                held.append(Lease(folder))
+                held.append(take_lease(folder))
             except RootBusy:
                 return False
             return True

@@ -33,7 +33,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.cli import main
 from deltacheck.leaf.spec import SaveReport
 from deltacheck.restore import export
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.files.storage import take_lease
 from tests.support.states import assert_same, bits
 
 COMMANDS = (
@@ -795,7 +795,7 @@ def test_gc_is_refused_while_a_training_writes(
             assert refused.code == 5
             assert f"process {os.getpid()}" in refused.err
     assert deltacheck_("gc", damaged).code == 0
-    Lease(damaged).release()  # and gc has given it back
+    take_lease(damaged).release()  # and gc has given it back
 
 
 # --- the roots of CheckpointManager ---------------------------------------------------------------

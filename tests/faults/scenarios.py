@@ -206,13 +206,13 @@ class _Deltacheck:
     def leftovers(self, root: Path) -> list[str]:
         import deltacheck
         from deltacheck.store import collect
-        from deltacheck.store.lock.lease import Lease
+        from deltacheck.store.files.storage import take_lease
         from deltacheck.store.root import open_root
 
         # Readers of this process pin what they have open until they go, and some are in cycles
         gc.collect()
         opened = open_root(root)
-        lease = Lease(opened.store.path)
+        lease = take_lease(opened.store.path)
         try:
             collect.collect(opened, grace_seconds=0, writer_is_dead=True)
         finally:
@@ -346,10 +346,10 @@ def _staggered() -> Scenario:
 def _compaction() -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.compaction import compact
-        from deltacheck.store.lock.lease import Lease
+        from deltacheck.store.files.storage import take_lease
         from deltacheck.store.root import open_root
 
-        lease = Lease(root)
+        lease = take_lease(root)
         try:
             assert compact(open_root(root), io_timeout_seconds=20) is not None
         finally:
@@ -377,10 +377,10 @@ def _repair() -> Scenario:
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.maintain.repair import repair
-        from deltacheck.store.lock.lease import Lease
+        from deltacheck.store.files.storage import take_lease
         from deltacheck.store.root import open_root
 
-        lease = Lease(root)
+        lease = take_lease(root)
         try:
             assert repair(open_root(root), io_timeout_seconds=20).steps == [1]
         finally:
@@ -432,10 +432,10 @@ def _collection() -> Scenario:
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         from deltacheck.store import collect
-        from deltacheck.store.lock.lease import Lease
+        from deltacheck.store.files.storage import take_lease
         from deltacheck.store.root import open_root
 
-        lease = Lease(root)
+        lease = take_lease(root)
         try:
             opened = open_root(root)
             for checkpoint in opened.checkpoints()[:-2]:

@@ -34,7 +34,7 @@ from deltacheck.cli.app import app
 from deltacheck.maintain import memory_tier as tier
 from deltacheck.maintain.memory_tier import Bond, kept, next_due, stale
 from deltacheck.save import exits
-from deltacheck.store.root import Brief
+from deltacheck.store.manifest import Brief
 from tests.faults import scenarios
 from tests.support.paths import REPOSITORY
 from tests.support.states import assert_same

@@ -120,7 +120,7 @@ def test_a_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> Non
             Engine(tmp_path)
         code = (
             "import sys; from pathlib import Path; from deltacheck import errors; from"
-            " deltacheck.store.lock.lease import Lease\ntry: Lease(Path(sys.argv[1]))\nexcept"
+            " deltacheck.store.files.storage import take_lease\ntry: take_lease(Path(sys.argv[1]))\nexcept"
             " errors.RootBusy as error: print(error)"
         )
         done = subprocess.run(

@@ -19,7 +19,8 @@ from deltacheck import errors
 from deltacheck.backends.torch import Engine
 from deltacheck.save.job import save_job, segment_builder
 from deltacheck.store.deadline import Deadline
-from deltacheck.store.files import arrays
+from deltacheck.store.files import arrays, waiting
+from deltacheck.store.files.local_storage import LocalStorage
 
 PATIENCE_SECONDS = 2.0  # twice io_timeout_seconds; the machine may be busy with other tests
 
@@ -152,7 +153,7 @@ def test_a_read_that_hangs_is_told_with_its_file(
 ) -> None:
     with Engine(tmp_path) as engine:
         engine.save(0, {"p": torch.zeros(100_000)}).wait()
-        monkeypatch.setattr(arrays, "TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(waiting, "TIMEOUT_SECONDS", 0.05)
         original = arrays.ReadableArray.start_into
         monkeypatch.setattr(
             arrays.ReadableArray,
@@ -169,8 +170,8 @@ def test_a_commit_that_hangs_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(tmp_path) as engine:
-        monkeypatch.setattr(arrays, "TIMEOUT_SECONDS", 0.05)
-        monkeypatch.setattr(arrays, "_start_create", lambda *_: Hanging())
+        monkeypatch.setattr(waiting, "TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(LocalStorage, "start_write_new", lambda *_: Hanging())
         monkeypatch.setattr(
             arrays,
             "write",

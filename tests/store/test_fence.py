@@ -75,10 +75,10 @@ def test_a_writer_behind_another_that_has_gone_on_and_deleted_cannot_commit(
     """The newer writer has deleted the checkpoint that the older one is about to create: its number
     is free again.
     """
-    from deltacheck.store.lock.lease import Lease
+    from deltacheck.store.lock.lease import LocalLease
 
     monkeypatch.setattr(
-        Lease, "check", lambda self: None
+        LocalLease, "check", lambda self: None
     )  # as where even the look at the lock's file tells nothing
     create = arrays.create_file
     old = Engine(tmp_path)

@@ -29,13 +29,14 @@ from deltacheck.errors import (
     SaveFailed,
     StorageFailed,
 )
-from deltacheck.store import collect, layout, object_root
+from deltacheck.store import collect, layout
 from deltacheck.store.commit import commit
-from deltacheck.store.files import arrays
+from deltacheck.store.files import arrays, object_path, object_storage
 from deltacheck.store.files import storage as place
-from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+from deltacheck.store.files.storage import take_lease
 from deltacheck.store.lock import object_lease
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.lock.object_lease import ObjectLease
 from deltacheck.store.root import Root, Store, open_root
 from tests.support.s3_server import S3, Fault
 
@@ -109,7 +110,7 @@ def _environment(s3_server: S3) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environment().items():
             patch.setenv(name, value)
-        patch.setattr(place, "_FIRST_DELAY", "5ms")
+        patch.setattr(object_path, "_FIRST_DELAY", "5ms")
         yield
 
 
@@ -400,7 +401,7 @@ def test_the_self_test_outlives_a_fault_of_any_of_its_writes(
     folder = place.of(address, STORAGE)
     assert isinstance(folder, ObjectPath)
     with s3_server.failing(Fault(kind, "/probe-", skip=skip)):
-        place.check_conditional_writes(folder)
+        object_storage.check_conditional_writes(folder)
     assert folder.keys() == []
 
 
@@ -427,13 +428,15 @@ def test_of_writers_whose_replies_are_lost_one_wins_and_knows_it(
 
 def lease_of(
     address: str, seconds: float, monkeypatch: pytest.MonkeyPatch, machine: str
-) -> tuple[ObjectPath, Lease]:
+) -> tuple[ObjectPath, ObjectLease]:
     """A lease as another machine would hold it."""
     root = place.of(address, ObjectStore(retries=2, deadline_seconds=10, lease_seconds=seconds))
     assert isinstance(root, ObjectPath)
     monkeypatch.setattr(object_lease, "_machine", lambda: machine)
     monkeypatch.setattr(object_lease, "_held", {})
-    return root, Lease(root)
+    lease = take_lease(root)
+    assert isinstance(lease, ObjectLease)
+    return root, lease
 
 
 def test_a_writer_that_is_heard_of_keeps_the_root(
@@ -457,12 +460,11 @@ def test_a_writer_that_fell_silent_is_replaced_and_cannot_commit(
     begin = time.monotonic()
     _, heir = lease_of(address, 0.5, monkeypatch, "two")
     assert time.monotonic() - begin >= 0.5
-    assert heir._object is not None
-    assert heir._object.epoch == 2
+    assert heir.epoch == 2
     monkeypatch.setattr(object_lease, "_held", held)
     Store.create(root)
     with pytest.raises(RootBusy, match="took over"):
-        object_lease.check(root)
+        object_lease.seconds_left(root)
     zombie.release()  # gives nothing back that is not its own
     assert b'"epoch":2' in (root / layout.CONTROL / "zarr.json").read_bytes()
     assert b'"released"' not in (root / layout.CONTROL / "zarr.json").read_bytes()
@@ -473,7 +475,7 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
     run = Run(address)
     run.save()
     root = place.of(address, STORAGE)
-    said = arrays.group_json(
+    said = layout.group_json(
         {
             layout.ATTRIBUTE: {
                 "holder": "process 7 on elsewhere",
@@ -484,8 +486,8 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
         }
     )
     arrays.replace_file(root / layout.CONTROL, "zarr.json", said)
-    lease = run.engine._writer.lease._object
-    assert lease is not None
+    lease = run.engine._lease
+    assert isinstance(lease, ObjectLease)
     lease.renew()
     with pytest.raises(SaveFailed, match="process 7 on elsewhere"):
         run.save()
@@ -505,13 +507,13 @@ def test_a_writer_of_this_machine_that_died_is_not_waited_for(address: str) -> N
     arrays.replace_file(
         root / layout.CONTROL,
         "zarr.json",
-        arrays.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}),
+        layout.group_json({layout.ATTRIBUTE: said | {"seconds": 60}}),
     )
     begin = time.monotonic()
-    lease = Lease(root)
+    lease = take_lease(root)
     assert time.monotonic() - begin < 10
-    assert lease._object is not None
-    assert lease._object.epoch == 5
+    assert isinstance(lease, ObjectLease)
+    assert lease.epoch == 5
     lease.release()
 
 
@@ -520,12 +522,12 @@ def test_a_lease_is_kept_through_a_fault_of_its_renewal(
     address: str, s3_server: S3, kind: str
 ) -> None:
     root = place.of(address, STORAGE)
-    lease = Lease(root)._object
-    assert lease is not None
+    lease = take_lease(root)
+    assert isinstance(lease, ObjectLease)
     with s3_server.failing(Fault(kind, "/control/", times=FOREVER, every=2)):
         for _ in range(3):
             lease.renew()
-    assert lease.check() > 0
+    assert lease.seconds_left() > 0
     lease.release()
     assert b'"released":true' in (root / layout.CONTROL / "zarr.json").read_bytes()
 
@@ -534,13 +536,13 @@ def test_a_writer_that_cannot_renew_stops_committing_before_another_may_begin(
     address: str, s3_server: S3
 ) -> None:
     root = place.of(address, ObjectStore(retries=0, deadline_seconds=5, lease_seconds=0.4))
-    lease = Lease(root)._object
-    assert lease is not None
+    lease = take_lease(root)
+    assert isinstance(lease, ObjectLease)
     with s3_server.failing(Fault("500", "/control/", times=FOREVER)):
         time.sleep(0.5)
         with pytest.raises(StorageFailed, match="could not be renewed"):
             lease.check()
-    assert lease.check() > 0  # nobody took it meanwhile
+    assert lease.seconds_left() > 0  # nobody took it meanwhile
     lease.release()
 
 
@@ -568,7 +570,7 @@ def test_a_listing_without_the_newest_step_hides_nothing(address: str, s3_server
 def test_a_step_that_was_read_once_is_not_lost_by_a_listing(
     address: str, s3_server: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_root, "AHEAD", 0)
+    monkeypatch.setattr(object_storage, "AHEAD", 0)
     run = Run(address)
     for _ in range(3):
         run.save()
@@ -598,7 +600,7 @@ def test_nothing_is_deleted_because_one_listing_lacks_a_manifest(
         root = open_root(address, storage=STORAGE)
         # Behind a gap of failed saves, not even asking by name finds it.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(object_root, "AHEAD", 0)
+            patch.setattr(object_storage, "AHEAD", 0)
             found = collect.collect(root, grace_seconds=0)
         assert found.removed == ()
     assert collect.collect(open_root(address, storage=STORAGE), grace_seconds=0).removed == ()

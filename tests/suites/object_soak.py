@@ -28,7 +28,7 @@ from deltacheck.backends.torch import Engine
 from deltacheck.errors import RootBusy, SaveFailed, StepNotFound, StorageFailed
 from deltacheck.store import collect
 from deltacheck.store.files import storage
-from deltacheck.store.files.storage import ObjectStore
+from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.root import open_root
 from tests.support.paths import REPOSITORY
 from tests.support.s3_server import S3, Fault

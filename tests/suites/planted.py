@@ -50,8 +50,9 @@ class Bug:
 
 
 _CUTS = ("faults/test_power_loss.py::test_no_power_cut_takes_an_acknowledged_step[two-saves]",)
-_DURABILITY, _ARRAYS, _SEGMENT = (
+_DURABILITY, _LOCAL, _ARRAYS, _SEGMENT = (
     "deltacheck.store.files.durability",
+    "deltacheck.store.files.local_storage",
     "deltacheck.store.files.arrays",
     "deltacheck.store.segment",
 )
@@ -62,6 +63,7 @@ BUGS = (
         (
             Edit(_DURABILITY, "if self.syncs:\n            os.fsync(descriptor)", "pass"),
             Edit(_ARRAYS, '"file_io_sync": durability.syncs', '"file_io_sync": False'),
+            Edit(_LOCAL, '"file_io_sync": syncs', '"file_io_sync": False'),
         ),
         _CUTS,
     ),
@@ -79,12 +81,18 @@ BUGS = (
     ),
     Bug(
         "directories-not-synced",
-        (Edit(_DURABILITY, "descriptor = os.open(path", "return\n    descriptor = os.open(path"),),
+        (
+            Edit(
+                _LOCAL,
+                "descriptor = os.open(self.path, os.O_RDONLY | os.O_DIR",
+                "return\n        os.open(self.path, os.O_DIR",
+            ),
+        ),
         _CUTS,
     ),
     Bug(
         "way-to-the-root-not-synced",
-        (Edit(_DURABILITY, "device = os.stat(path).st_dev", "return"),),
+        (Edit(_LOCAL, "device = os.stat(self.path).st_dev", "return"),),
         _CUTS,
     ),
     Bug(
@@ -235,7 +243,7 @@ BUGS = (
         (
             Edit(
                 "deltacheck.store.commit",
-                "for entry in reversed(scan(root / layout.CHECKPOINTS)):",
+                "for entry in reversed(list_directory(Path(str(root / layout.CHECKPOINTS)))):",
                 "for entry in ():",
             ),
         ),

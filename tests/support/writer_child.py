@@ -10,10 +10,9 @@ import torch
 
 from deltacheck import errors
 from deltacheck.backends.torch import Engine
-from deltacheck.store.lock.lease import Lease
 
 
-class NoLease(Lease):
+class NoLease:
     def __init__(self, root: object) -> None: ...
     def check(self) -> None: ...
     def release(self) -> None: ...
@@ -23,7 +22,7 @@ def main(root: str, writer: int, rounds: int) -> None:
     from deltacheck.store import opened
 
     torch.set_num_threads(1)
-    opened.Lease = NoLease  # type: ignore[misc]
+    opened.take_lease = NoLease
     engine, state = None, {}
     print("ready", flush=True)
     sys.stdin.readline()

@@ -28,7 +28,8 @@ from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, ObjectStore, Place
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore
+from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Replay
 
 log = logging.getLogger("deltacheck")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,40 +23,26 @@ import tensorstore as ts
 from numpy.typing import NDArray
 
 from deltacheck.codec.extension import extension
-from deltacheck.errors import ChainBroken, Damaged, StorageFailed, StorageTimeout
+from deltacheck.errors import ChainBroken, Damaged, StorageFailed
 from deltacheck.leaf import grid
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.files import chunk_files, native_files
-from deltacheck.store.files import storage as place
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.chunk_files import Cells, Piece
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.files.object_path import brief
+from deltacheck.store.files.storage import Place, storage_of
+from deltacheck.store.files.waiting import wait_for
 
 Attributes = Mapping[str, Any]
 
 STREAM_CHUNK_BYTES = 1 << 20
-UNFINISHED = ".__lock"  # what TensorStore appends to a file's name until it is whole
-# Of one read, or one small file: longer would only keep a caller waiting for a file system that is
-# gone.
-TIMEOUT_SECONDS = 600.0
 # What TensorStore raises: mostly ValueError; of damaged blosc frames also NotImplementedError,
 # which is a RuntimeError.
 _TENSORSTORE_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, OSError)
 _SCRATCH_BYTES = (
     4 << 20
 )  # of each thread that makes a stream's files, see xla_ffi/encoder/entropy.h
-# What TensorStore says of a store that cannot be reached or refuses, as opposed to one that holds
-# the wrong bytes.
-_NOT_DAMAGE = (
-    "ABORTED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-    "RESOURCE_EXHAUSTED",
-    "CANCELLED",
-)
 
 
 class Pending(Protocol):
@@ -221,7 +206,7 @@ def _open(path: Place, spec: ArraySpec, where: ts.Context, **how: bool) -> ts.Te
     return ts.open(
         {
             "driver": "zarr3",
-            "kvstore": place.kvstore(path),
+            "kvstore": storage_of(path).kvstore(),
             "metadata": spec.metadata(),
             "store_data_equal_to_fill_value": True,
             "fill_missing_data_reads": False,
@@ -340,7 +325,7 @@ class StreamWriter:
         stay as they are until the returned write is done; ``spec`` comes from ``ArraySpec.flat``.
         """
         native = self._native
-        if native is None or isinstance(path, ObjectPath):
+        if native is None or not isinstance(path, Path):
             return write(path, spec, np.concatenate([np.zeros(0, np.uint8), *pieces]), self._where)
         described = _start_describe(path, spec, self._where)
         kept, making, durability = (
@@ -420,6 +405,12 @@ class _Writes:
         return all(future.done() for future in (*self._data, self._described))
 
 
+def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
+    """Begin to write an array's metadata; return the future."""
+    content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
+    return storage_of(path).start_write_new("zarr.json", content, where)
+
+
 class ReadableArray:
     """An array of a committed segment, opened with the metadata that it must have."""
 
@@ -428,7 +419,7 @@ class ReadableArray:
         self._spec = spec
         self._cells = spec.cells
         self._looked_at: set[str] = set()
-        chunk_files.check_directory(path)
+        storage_of(path).check_directory()
         self._where = where
 
     @cached_property
@@ -478,7 +469,7 @@ class ReadableArray:
         return Reading(native_files.start(read), path, self._patience(out.size), out)
 
     def _patience(self, elements: int) -> float | None:
-        return place.patience(self._path, elements * np.dtype(self._spec.dtype).itemsize)
+        return storage_of(self._path).patience(elements * np.dtype(self._spec.dtype).itemsize)
 
     def _checked(self, box: Sequence[slice]) -> Sequence[slice]:
         """A box, by default all of the array. ``Damaged`` where it is none of the array's."""
@@ -495,7 +486,7 @@ class ReadableArray:
         """A box of the array, once its files are known to be what may be opened."""
         for name in self._cells.names(self._checked(box)):
             if name not in self._looked_at:
-                chunk_files.check_file(self._path / name, self._cells)
+                storage_of(self._path / name).check_array_file(self._cells)
                 self._looked_at.add(name)
         return self._array[tuple(box)] if box else self._array
 
@@ -522,7 +513,7 @@ class Reading:
     def result(self) -> Any:
         """The values; ``Damaged``, or ``StorageTimeout``."""
         try:
-            found = _await(self._future, self._path, self._patience)
+            found = wait_for(self._future, self._path, self._patience)
             return found if self._values is None else self._values
         except (StorageFailed, Damaged):
             raise
@@ -533,19 +524,11 @@ class Reading:
 def read_error(error: Exception, path: Place) -> Damaged | StorageFailed:
     """TensorStore's error as one of ours: the status code stands first in its text."""
     text = str(error)
-    if isinstance(path, ObjectPath) and text.startswith(_NOT_DAMAGE):
-        return StorageFailed(f"array {path} cannot be read: {place.brief(error)}")
+    if storage_of(path).is_outage(text):
+        return StorageFailed(f"array {path} cannot be read: {brief(error)}")
     if text.startswith("NOT_FOUND"):
         return ChainBroken(f"array {path} lacks data that was committed: {text}", file=path)
     return Damaged(f"array {path} is damaged: {text}", file=path)
-
-
-def group_json(attributes: Attributes) -> bytes:
-    """The ``zarr.json`` of a group."""
-    return json.dumps(
-        {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)},
-        separators=(",", ":"),
-    ).encode()
 
 
 def create_file(
@@ -555,102 +538,42 @@ def create_file(
     durability: Durability = Durability.POWER,
     timeout: float | None = None,
 ) -> bool:
-    """Create ``directory/name`` if it is absent, in one atomic step; ``False`` where it exists
-    already.
+    """Create ``directory/name`` in one atomic step; return ``False`` if it exists already.
 
-    On an object store also ``True`` where the same content is there: it may be ours, and only the
-    reply was lost. ``timeout``: seconds, there only.
+    On an object store the result is also ``True`` if the same content exists: it may be the
+    caller's own, and only the reply was lost.
+
+    Args:
+        directory: An existing directory.
+        name: The file's name.
+        content: The file's content.
+        durability: Whether the file is synced.
+        timeout: Longest wait in seconds, on an object store only.
     """
-    if isinstance(directory, ObjectPath):
-        return (directory / name).create(content, timeout)
-    return bool(
-        _await(
-            _start_create(directory, name, content, _files(durability)), directory / name
-        ).generation
-    )
-
-
-@cache
-def _files(durability: Durability) -> ts.Context:
-    return context(durability=durability)
-
-
-def _start_create(directory: Path, name: str, content: bytes, where: ts.Context) -> Any:
-    """The future of a file's conditional creation; its result has no generation where the file
-    exists already.
-    """
-    store = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}, context=where).result()
-    return store.write(name, content, if_equal=place.ABSENT)
-
-
-def _start_describe(path: Place, spec: ArraySpec, where: ts.Context) -> Any:
-    """The future of the creation of an array's metadata."""
-    content = json.dumps(spec.metadata(), separators=(",", ":")).encode()
-    if isinstance(path, ObjectPath):
-        # Not under a condition: after a lost reply, the same request sent again would find the
-        # object there. Nobody else knows the name.
-        return (path / "zarr.json").start_write(content)
-    return _start_create(path, "zarr.json", content, where)
+    return storage_of(directory).create_file(name, content, durability, timeout)
 
 
 def replace_file(
     directory: Place, name: str, content: bytes, durability: Durability = Durability.POWER
 ) -> None:
-    """Write ``directory/name`` in one atomic step, whether it exists or not. For files that no step
-    depends on.
-    """
-    if isinstance(directory, ObjectPath):
-        (directory / name).write_bytes(content)
-        return
-    store = ts.KvStore.open(
-        {"driver": "file", "path": f"{directory}/"}, context=_files(durability)
-    ).result()
-    _await(store.write(name, content), directory / name)
+    """Write ``directory/name`` in one atomic step, over an existing file too.
 
-
-def _await(future: Any, path: Place, seconds: float | None = None) -> Any:
-    """What a future of TensorStore gives. It tries some failures of the file system again without
-    end, so no wait is without one.
+    Use it only for files that no step depends on.
     """
-    seconds = TIMEOUT_SECONDS if seconds is None else seconds
-    try:
-        return future.result(timeout=seconds)
-    except TimeoutError:
-        raise StorageTimeout(
-            f"{path}: the storage did not answer within {seconds:.3g} s; it may hang"
-        ) from None
+    storage_of(directory).replace_file(name, content, durability)
 
 
 def read_file(path: Place, most_bytes: int) -> bytes:
-    """A regular file's content. ``FileNotFoundError`` where there is none, ``Damaged`` where it is
-    anything else (a link, a directory, a pipe that would hang the reader) or larger than
-    ``most_bytes``.
+    """Return a regular file's content.
+
+    Raises:
+        FileNotFoundError: There is no file.
+        Damaged: The path is anything else (a link, a directory, a pipe that would block the
+            reader), or the file is larger than ``most_bytes``.
     """
-    if isinstance(path, ObjectPath):
-        return place.read_object(path, most_bytes)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}", file=path) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is not a regular file", file=path)
-        if status.st_size > most_bytes:
-            raise Damaged(
-                f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may have",
-                file=path,
-            )
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(status.st_size + 1)
-    finally:
-        os.close(descriptor)
+    return storage_of(path).read_file(most_bytes)
 
 
 def bytes_on_disk(path: Place) -> int:
-    """Bytes of all files below ``path``; 0 on an object store, whose listing has no sizes."""
-    if isinstance(path, ObjectPath):
-        return 0
-    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
+    """Return the bytes of all files below ``path``; 0 on an object store, which lists no sizes."""
+    return storage_of(path).bytes_below() or 0

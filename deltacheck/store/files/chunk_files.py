@@ -21,7 +21,6 @@ import numpy as np
 
 from deltacheck.errors import Damaged
 from deltacheck.leaf import grid
-from deltacheck.store.files.storage import ObjectPath, Place
 
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # of a zarr shard's index: offset and size of a chunk, uint64
@@ -147,12 +146,10 @@ def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def check_directory(path: Place) -> None:
+def check_directory(path: Path) -> None:
     """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there
     are no such things.
     """
-    if isinstance(path, ObjectPath):
-        return
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -165,12 +162,10 @@ def check_directory(path: Place) -> None:
         )
 
 
-def check_file(path: Place, cells: Cells) -> None:
+def check_file(path: Path, cells: Cells) -> None:
     """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which
     TensorStore says itself.
     """
-    if isinstance(path, ObjectPath):
-        return
     try:
         descriptor = open_file(path, cells)
     except FileNotFoundError:

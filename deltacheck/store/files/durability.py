@@ -7,9 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 from enum import StrEnum
-from pathlib import Path
 
-from deltacheck.store.files.storage import ObjectPath, Place
+from deltacheck.store.files.storage import Place, storage_of
 
 
 class Durability(StrEnum):
@@ -53,10 +52,9 @@ class Durability(StrEnum):
         """Make the names in every directory of a tree survive, and its own (TensorStore syncs files
         and the directory that it puts them in).
         """
-        if self.syncs and not isinstance(path, ObjectPath):
-            for directory, _, _ in os.walk(path):
-                sync_directory(Path(directory))
-            sync_directory(path.parent)
+        if self.syncs:
+            for directory in storage_of(path).directories_below():
+                sync_directory(directory)
 
     def sync_ancestors(self, path: Place) -> None:
         """Make the way to ``path`` survive: its name, and that of every directory above it in the
@@ -66,12 +64,9 @@ class Durability(StrEnum):
 
         Directories that may not be read are none of ours, and are left out.
         """
-        if not self.syncs or isinstance(path, ObjectPath):
+        if not self.syncs:
             return
-        device = os.stat(path).st_dev
-        for directory in path.absolute().parents:
-            if os.stat(directory).st_dev != device:
-                break
+        for directory in storage_of(path).directories_above():
             with contextlib.suppress(PermissionError):
                 sync_directory(directory)
 
@@ -80,10 +75,4 @@ def sync_directory(path: Place) -> None:
     """fsync a directory, so that the names in it survive a power cut. On an object store nothing:
     its answers say that it has the object.
     """
-    if isinstance(path, ObjectPath):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    storage_of(path).sync_directory()

@@ -15,30 +15,39 @@ import secrets
 import socket
 import stat
 import weakref
+from pathlib import Path
+from typing import Protocol
 
 from deltacheck.errors import Damaged, RootBusy
 from deltacheck.store import layout
-from deltacheck.store.files import arrays, chunk_files
-from deltacheck.store.files.storage import ObjectPath, Place
-from deltacheck.store.lock.object_lease import ObjectLease
 
-_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+_held: weakref.WeakSet[LocalLease] = weakref.WeakSet()
 
 
-class Lease:
-    """The right to write to a root. Raises ``RootBusy``, naming the holder, where another has it.
-    On an object store: ``ObjectLease``.
+class Lease(Protocol):
+    """The right to write to a root, as ``storage.take_lease`` gives it."""
+
+    def check(self) -> None:
+        """Raise ``RootBusy`` if the right has been lost."""
+
+    def release(self) -> None:
+        """Give the root back; more than once does nothing."""
+
+
+class LocalLease:
+    """A lock on the control group of a local root.
+
+    Args:
+        root: A root whose control directory exists and is no link.
+
+    Raises:
+        RootBusy: Another process holds the root; the message names it.
+        Damaged: The lock's file is not a regular file.
     """
 
-    def __init__(self, root: Place) -> None:
+    def __init__(self, root: Path) -> None:
         self._descriptor = -1
-        self._object = ObjectLease(root) if isinstance(root, ObjectPath) else None
-        if isinstance(root, ObjectPath):
-            return
-        folder = root / layout.CONTROL
-        folder.mkdir(exist_ok=True)
-        chunk_files.check_directory(folder)
-        self._root, self._path = root, folder / "zarr.json"
+        self._root, self._path = root, root / layout.CONTROL / "zarr.json"
         flags = (
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         )  # it is written to: never through a link
@@ -55,7 +64,7 @@ class Lease:
             raise
         _held.add(self)
 
-    def _take(self, root: Place) -> None:
+    def _take(self, root: Path) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -68,7 +77,7 @@ class Lease:
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "nonce": secrets.token_hex(8),
         }
-        self._content = content = arrays.group_json({layout.ATTRIBUTE: about})
+        self._content = content = layout.group_json({layout.ATTRIBUTE: about})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
 
@@ -76,9 +85,6 @@ class Lease:
         """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written
         to, as where locks do not work.
         """
-        if self._object is not None:
-            self._object.check()
-            return
         try:
             found = self._path.read_bytes()
         except OSError as error:
@@ -91,8 +97,6 @@ class Lease:
 
     def release(self) -> None:
         """Give the root back; more than once does nothing."""
-        if self._object is not None:
-            self._object.release()
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()

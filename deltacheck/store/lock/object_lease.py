@@ -19,12 +19,13 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltacheck.errors import RootBusy, StorageFailed
 from deltacheck.store import layout
-from deltacheck.store.files import arrays
-from deltacheck.store.files.storage import ABSENT, ObjectPath
+
+if TYPE_CHECKING:
+    from deltacheck.store.files.object_path import ObjectPath
 
 log = logging.getLogger("deltacheck")
 
@@ -80,7 +81,11 @@ class ObjectLease:
         """Whether the lease is neither released nor known as lost."""
         return not (self._released.is_set() or self._lost or os.getpid() != self._owner)
 
-    def check(self) -> float:
+    def check(self) -> None:
+        """Raise ``RootBusy`` if the right has been lost. Raises what ``seconds_left`` raises."""
+        self.seconds_left()
+
+    def seconds_left(self) -> float:
         """Make sure that nobody else may write; the seconds for which that holds.
 
         Raises ``RootBusy`` where the lease was lost, ``StorageFailed`` where it could not be
@@ -131,7 +136,7 @@ class ObjectLease:
             self._released.set()
             with contextlib.suppress(StorageFailed):
                 self._object.swap(
-                    arrays.group_json({layout.ATTRIBUTE: {**self._said, "released": True}}),
+                    layout.group_json({layout.ATTRIBUTE: {**self._said, "released": True}}),
                     self._generation,
                 )
 
@@ -155,7 +160,7 @@ class ObjectLease:
         return self._renewed + self._seconds - time.monotonic()
 
     def _content(self) -> bytes:
-        return arrays.group_json({layout.ATTRIBUTE: {**self._said, "beat": self._beat}})
+        return layout.group_json({layout.ATTRIBUTE: {**self._said, "beat": self._beat}})
 
     def _wait_until_free(self) -> tuple[bytes, int]:
         """The generation to take the lease from, and its epoch."""
@@ -163,7 +168,7 @@ class ObjectLease:
         found = _parsed(content)
         epoch = found.get("epoch", 0)
         epoch = epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
-        if generation == ABSENT or not found or found.get("released") is True or _is_dead(found):
+        if not found or found.get("released") is True or _is_dead(found):
             return generation, epoch
         seconds = found.get("seconds")
         seconds = (
@@ -188,12 +193,12 @@ class ObjectLease:
         return generation, epoch
 
 
-def check(root: ObjectPath) -> float | None:
-    """Before a commit: what this process's lease on a root says, see ``ObjectLease.check``;
+def seconds_left(root: ObjectPath) -> float | None:
+    """Before a commit: what this process's lease on a root says, see ``ObjectLease.seconds_left``;
     ``None`` where it has none.
     """
     lease = _held.get(str(root))
-    return None if lease is None else lease.check()
+    return None if lease is None else lease.seconds_left()
 
 
 def _renew(reference: weakref.ref[ObjectLease], released: threading.Event, every: float) -> None:

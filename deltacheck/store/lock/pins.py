@@ -12,8 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-
-from deltacheck.store.files.storage import ObjectPath, Place
+from pathlib import Path
 
 _held: weakref.WeakSet[Pin] = weakref.WeakSet()
 
@@ -23,10 +22,8 @@ class Pin:
     means is not there.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Path) -> None:
         self._descriptor = -1
-        if isinstance(path, ObjectPath):
-            return
         try:
             self._descriptor = os.open(
                 path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -46,13 +43,10 @@ class Pin:
         self.release()
 
 
-def unlink_unless_pinned(path: Place) -> bool:
+def unlink_unless_pinned(path: Path) -> bool:
     """Remove a file that no reader has pinned; ``False`` where one has. A file that is not there
     counts as removed.
     """
-    if isinstance(path, ObjectPath):
-        path.unlink(missing_ok=True)
-        return True
     lock = -1
     try:
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -15,7 +15,7 @@ from typing import Protocol
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import MANAGER_STORE, Root, Store, create_manager_store
 
 log = logging.getLogger("deltacheck")
@@ -44,7 +44,7 @@ class Writer:
         self.store: Store = create_manager_store(path, durability=durability)
         self.root = Root(path, self.store)
         self._path = path
-        self._writer = RootWriter(self.root, Lease(self.store.path))
+        self._writer = RootWriter(self.root, take_lease(self.store.path))
         self._writer.protect(self._protected)
         self._next_seq = self.root.next_seq()
         self._users: set[object] = set()

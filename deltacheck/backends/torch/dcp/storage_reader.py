@@ -38,7 +38,7 @@ from deltacheck.restore.fill import Request, StepReader, leaf_of_box
 from deltacheck.restore.resolve import require_contract
 from deltacheck.restore.values import Array, Loaded
 from deltacheck.store.files import storage as place
-from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 

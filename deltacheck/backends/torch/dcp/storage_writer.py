@@ -30,7 +30,7 @@ from deltacheck.save.joint import Report
 from deltacheck.save.options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
-from deltacheck.store.files.storage import ObjectPath, ObjectStore
+from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 
 # The tree of a rank's part. The coordinator has the tree of all ranks.
 _NO_TREE: Node = {"t": "dict", "k": []}

@@ -34,8 +34,7 @@ from deltacheck.save.options import SaveOptions
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.saver import Saver
 from deltacheck.store.documents import Written
-from deltacheck.store.files.storage import Place
-from deltacheck.store.lock.lease import Lease
+from deltacheck.store.files.storage import Place, take_lease
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
@@ -106,7 +105,7 @@ class Stream:
         if self._saver is None:
             self._begin(open_alone(self.path, self.options.durability))
         elif self._root_writer.lease is None:
-            self._root_writer.lease = Lease(self.path)
+            self._root_writer.lease = take_lease(self.path)
             self._last_seq = max(self._last_seq, self._root_writer.root.next_seq() - 1)
 
     def follow(self) -> Saver:

@@ -14,7 +14,7 @@ from deltacheck.backends.torch.state import leaves
 from deltacheck.restore import damage
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
-from deltacheck.store.files.storage import ObjectStore
+from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.root import open_root
 
 MapLocation: TypeAlias = (

@@ -1,0 +1,294 @@
+"""The local file system as a storage service: files, directories, syncs and the kernel's locks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorstore as ts
+
+from deltacheck.errors import Damaged, RootBusy
+from deltacheck.store import layout
+from deltacheck.store.files import chunk_files
+from deltacheck.store.files.object_path import ABSENT
+from deltacheck.store.files.storage_interface import Storage
+from deltacheck.store.files.waiting import wait_for
+from deltacheck.store.lock import pins
+from deltacheck.store.lock.lease import Lease, LocalLease
+from deltacheck.store.lock.pins import Pin
+
+if TYPE_CHECKING:
+    from deltacheck.store.files.chunk_files import Cells
+    from deltacheck.store.files.durability import Durability
+
+UNFINISHED = ".__lock"  # TensorStore appends it to a file's name until the file is whole
+_LOCK_SECONDS = 10.0  # a holder works for milliseconds; after this time it counts as stopped
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_COPY_BYTES = 8 << 20  # of one piece of a copied file
+
+
+class LocalStorage(Storage[Path]):
+    """A path of the local file system."""
+
+    __slots__ = ()
+    has_files = True
+    listing_is_current = True
+
+    def kvstore(self) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.path}/"}
+
+    def context(self) -> ts.Context | None:
+        return None
+
+    def patience(self, size: int) -> float | None:
+        # Reads of files are not to be interrupted.
+        return None
+
+    def is_outage(self, message: str) -> bool:
+        return False
+
+    def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
+        return self._open(context).write(name, content, if_equal=ABSENT)
+
+    def create_file(
+        self, name: str, content: bytes, durability: Durability, timeout: float | None
+    ) -> bool:
+        started = self.start_write_new(name, content, _context(durability.syncs))
+        return bool(wait_for(started, self.path / name).generation)
+
+    def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
+        started = self._open(_context(durability.syncs)).write(name, content)
+        wait_for(started, self.path / name)
+
+    def _open(self, context: ts.Context) -> ts.KvStore:
+        return ts.KvStore.open(self.kvstore(), context=context).result()
+
+    def read_file(self, most_bytes: int) -> bytes:
+        path = self.path
+        try:
+            descriptor = os.open(path, _READ_FLAGS)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error}", file=path) from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged(f"{path} is not a regular file", file=path)
+            if status.st_size > most_bytes:
+                raise Damaged(
+                    f"{path} has {status.st_size} bytes, more than the {most_bytes} that it may"
+                    " have",
+                    file=path,
+                )
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return file.read(status.st_size + 1)
+        finally:
+            os.close(descriptor)
+
+    def start_read(
+        self, most_bytes: int, version: object = None
+    ) -> Callable[[], tuple[bytes | None, object]]:
+        return partial(self._read_changed, most_bytes, version)
+
+    def _read_changed(self, most_bytes: int, version: object) -> tuple[bytes | None, object]:
+        # The file itself: a link that leads nowhere is damage, and not a deleted step. The time
+        # alone would not do: clocks are set back, and numbers of deleted steps come again.
+        status = os.lstat(self.path)
+        found = (status.st_mtime_ns, status.st_ino, status.st_size)
+        if found == version:
+            return None, found
+        return self.read_file(most_bytes), found
+
+    def copy_from(self, source: Path, durability: Durability) -> int:
+        size = 0
+        with source.open("rb") as file, self.path.open("xb", buffering=0) as copy:
+            while piece := file.read(_COPY_BYTES):
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[copy.write(rest) or 0 :]
+                size += len(piece)
+            durability.sync_file(copy.fileno())
+        return size
+
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def name_exists(self) -> bool:
+        return os.path.lexists(self.path)
+
+    def full_name(self) -> str:
+        return os.path.abspath(self.path)
+
+    def missing_directory(self) -> str:
+        if self.path.is_dir():
+            return ""
+        return "is not a directory" if self.path.exists() else "does not exist"
+
+    def subdirectories(self) -> list[Path]:
+        entries = list_directory(self.path)
+        return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+
+    def manifests(self, known: Iterable[Path]) -> list[Path]:
+        found = []
+        for entry in list_directory(self.path):
+            if not layout.is_checkpoint_id(entry.name):
+                continue
+            path = self.path / entry.name / "zarr.json"
+            # A link or a file in a checkpoint's place is damage: its step must be reported, and not
+            # be missing silently.
+            if not entry.is_dir(follow_symlinks=False) or os.path.lexists(path):
+                found.append(path)
+        return found
+
+    def check_directory(self) -> None:
+        chunk_files.check_directory(self.path)
+
+    def check_array_file(self, cells: Cells) -> None:
+        chunk_files.check_file(self.path, cells)
+
+    def remove_tree(self, ignore_errors: bool) -> None:
+        shutil.rmtree(self.path, ignore_errors=ignore_errors)
+
+    def remove_tree_with_others(self) -> None:
+        while self.path.exists():
+            # Another process was faster with some file; each attempt finds fewer.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.path)
+
+    def remove_unfinished(self) -> None:
+        # A complete document of the same name may be there, too.
+        for path in self.path.glob(f"*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
+
+    def bytes_below(self) -> int | None:
+        return sum(entry.stat().st_size for entry in self.path.rglob("*") if entry.is_file())
+
+    def bytes_written(self) -> int:
+        return self.bytes_below() or 0
+
+    def exclude_from_written(self, size: int) -> None:
+        pass
+
+    def sync_directory(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def directories_below(self) -> Iterator[Path]:
+        for directory, _, _ in os.walk(self.path):
+            yield Path(directory)
+        yield self.path.parent
+
+    def directories_above(self) -> Iterator[Path]:
+        device = os.stat(self.path).st_dev
+        for directory in self.path.absolute().parents:
+            if os.stat(directory).st_dev != device:
+                return
+            yield directory
+
+    def is_fresh_root(self) -> bool:
+        for entry in self.path.iterdir():
+            if entry.name in (layout.SEGMENTS, layout.CHECKPOINTS):
+                if (
+                    entry.is_symlink()
+                    or not entry.is_dir()
+                    or any(not _is_empty_group(inner) for inner in entry.iterdir())
+                ):
+                    return False
+            elif entry.name not in (
+                layout.CONTROL,
+                layout.COMMIT_MARK,
+            ) and not _is_empty_group(entry):
+                return False
+        return True
+
+    def check_writable(self) -> None:
+        if not os.access(self.path / layout.SEGMENTS, os.W_OK):
+            raise PermissionError(errno.EACCES, "the root is not writable", str(self.path))
+
+    def take_lease(self) -> Lease:
+        folder = self.path / layout.CONTROL
+        folder.mkdir(exist_ok=True)
+        chunk_files.check_directory(folder)
+        return LocalLease(self.path)
+
+    def lease_seconds_left(self) -> float | None:
+        # The kernel's lock lasts as long as its holder.
+        return None
+
+    @contextlib.contextmanager
+    def lock(self, conflict: str) -> Iterator[None]:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _wait_for_lock(descriptor, conflict)
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                # Closing is not enough: a child forked meanwhile has the file open too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def pin(self) -> Pin | None:
+        return Pin(self.path)
+
+    def unlink_unless_pinned(self) -> bool:
+        return pins.unlink_unless_pinned(self.path)
+
+
+def _wait_for_lock(descriptor: int, conflict: str) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RootBusy(
+                    f"another process has been {conflict} for {_LOCK_SECONDS:.0f} s; wait for it,"
+                    " or end it if it was stopped"
+                ) from None
+            time.sleep(0.005)
+        except OSError:
+            # The file system has no locks: as with the lease, the user sees to it that one process
+            # works at a time.
+            return
+        else:
+            return
+
+
+def list_directory(path: Path) -> list[os.DirEntry[str]]:
+    """Return all entries of a directory, ascending by name; none if it does not exist."""
+    try:
+        with os.scandir(str(path)) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+
+
+@cache
+def _context(syncs: bool) -> ts.Context:
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": syncs})
+
+
+def _is_empty_group(path: Path) -> bool:
+    """Return whether a file is a group's ``zarr.json`` without attributes, perhaps unfinished."""
+    if path.name == f"zarr.json{UNFINISHED}":
+        return True
+    try:
+        return path.name == "zarr.json" and LocalStorage(path).read_file(4096) in (
+            layout.group_json({}),
+            b"",
+        )
+    except (OSError, Damaged):
+        return False

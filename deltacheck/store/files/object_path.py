@@ -1,0 +1,355 @@
+"""A prefix of an object store, with the methods of ``pathlib.Path`` that a root needs.
+
+An object store has no directories, no renames, no fsync and no locks. Three properties replace
+them. A *directory* is the set of keys that begin with its name. An object appears whole or not at
+all, and is durable when its PUT is answered. One writer wins because a PUT can be conditional.
+Every wait here has a deadline. An operation that the store refuses raises ``StorageFailed``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import tensorstore as ts
+
+from deltacheck.errors import StorageFailed
+
+# The generation of a missing key: a write under this condition creates, and never replaces.
+ABSENT = b"\x02"
+_FIRST_DELAY, _LONGEST_DELAY = "200ms", "8s"  # between retries
+# Requests that are handed over together; ObjectStore.concurrency limits those under way.
+_AT_ONCE = 64
+DRIVERS = {"s3": "s3", "gs": "gcs", "memory": "memory"}  # URL scheme -> TensorStore's driver
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """How an object store is reached; what is not given here comes from the environment, by the
+    names
+    that the vendors' own tools use.
+
+    ``endpoint``: the address of an S3-compatible store (else ``AWS_ENDPOINT_URL_S3``,
+    ``AWS_ENDPOINT_URL``, else AWS). ``region``: of the bucket (else ``AWS_REGION``,
+    ``AWS_DEFAULT_REGION``; for AWS it can be found out by one more request). ``credentials``, of S3
+    only: ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its companions where they are set, and
+    otherwise looks where AWS's tools look; ``"default"``, ``"environment"``, ``"anonymous"``,
+    ``"imds"`` and ``"ecs"`` name one source. ``gs://`` takes Google's default credentials.
+    ``retries``: of a request that fails in a way that may pass (5xx, throttling, a dropped
+    connection). More: a store that is away longer fails no save; fewer: a dead one is noticed
+    sooner. ``concurrency``: requests under way at most. More: faster, until the store throttles.
+    ``deadline_seconds``: longest wait for one small request, its retries included; reads of data
+    have a second more for each megabyte. Longer: patience with a slow store; shorter: a hanging one
+    is an error sooner. ``lease_seconds``: how long a writer that is no longer heard of keeps the
+    root. Shorter: a run that died is replaced sooner; longer: a live one keeps its root through a
+    longer loss of the network.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    credentials: str = "auto"
+    retries: int = 8
+    concurrency: int = 32
+    deadline_seconds: float = 120.0
+    lease_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.retries < 0 or self.concurrency < 1:
+            raise ValueError(
+                f"retries must be at least 0 and concurrency at least 1, not {self.retries} and"
+                f" {self.concurrency}"
+            )
+        if not (self.deadline_seconds > 0 and self.lease_seconds > 0):
+            raise ValueError(
+                "deadline_seconds and lease_seconds must be more than 0, not"
+                f" {self.deadline_seconds} and {self.lease_seconds}"
+            )
+        known = ("auto", "default", "environment", "anonymous", "imds", "ecs")
+        if self.credentials not in known:
+            raise ValueError(
+                f"credentials must be one of {', '.join(known)}, not {self.credentials!r}"
+            )
+
+    def spec(self, scheme: str, bucket: str, path: str = "") -> dict[str, Any]:
+        """TensorStore's description of a place in a bucket; ``path`` ends in ``/`` or is empty."""
+        if scheme == "memory":
+            return {"driver": "memory", "path": f"{bucket}/{path}"}
+        spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket, "path": path}
+        if scheme == "s3":
+            endpoint = (
+                self.endpoint
+                or os.environ.get("AWS_ENDPOINT_URL_S3")
+                or os.environ.get("AWS_ENDPOINT_URL")
+            )
+            region = (
+                self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            )
+            # Else conditions are checked by a read before the write, and many writers win.
+            spec["use_conditional_write"] = True
+            if endpoint:
+                spec["endpoint"] = endpoint.rstrip("/")
+            if region or endpoint:
+                spec["aws_region"] = region or "us-east-1"
+        return spec
+
+    def resources(self, scheme: str) -> dict[str, Any]:
+        """TensorStore's resources for all that is done in a bucket."""
+        patience = {
+            "max_retries": self.retries,
+            "initial_delay": _FIRST_DELAY,
+            "max_delay": _LONGEST_DELAY,
+        }
+        if scheme == "memory":
+            return {"memory_key_value_store": {}}
+        kind = DRIVERS[scheme]
+        resources: dict[str, Any] = {
+            f"{kind}_request_retries": patience,
+            f"{kind}_request_concurrency": {"limit": self.concurrency},
+        }
+        if scheme == "s3":
+            found = "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
+            resources["aws_credentials"] = {
+                "type": found if self.credentials == "auto" else self.credentials
+            }
+        return resources
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPath:
+    """A key of an object store, or all keys below it. Its methods are those of ``pathlib.Path``, as
+    far as a root needs them.
+
+    All raise ``StorageFailed`` where the store does not answer, or answers with an error, until the
+    deadline.
+    """
+
+    scheme: str
+    bucket: str
+    key: str  # no slash at either end
+    store: ObjectStore = field(default_factory=ObjectStore)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.scheme, self.bucket, f"{self.key}/{name}".strip("/"), self.store)
+
+    def __lt__(self, other: ObjectPath) -> bool:
+        return str(self) < str(other)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.scheme, self.bucket, self.key.rpartition("/")[0], self.store)
+
+    @property
+    def parents(self) -> tuple[ObjectPath, ...]:
+        return (self.parent, *self.parent.parents) if self.key else ()
+
+    def absolute(self) -> ObjectPath:
+        return self
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Nothing: there are no directories."""
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return self.read()[1] != ABSENT
+
+    def is_dir(self) -> bool:
+        """Whether there is any key below this one."""
+        return bool(self.keys())
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """What lies directly below, ascending. The store lists every key below for it, a thousand
+        with each request.
+        """
+        below = self._prefix
+        for name in sorted({key[len(below) :].partition("/")[0] for key in self.keys()}):
+            yield self / name
+
+    def keys(self) -> list[str]:
+        """Every key below, whole, ascending. A store may not list yet what was just written."""
+        below = self._prefix
+        found = self._await(self._bucket.list(ts.KvStore.KeyRange(below, _after(below))), "list")
+        return sorted(key.decode("utf-8", "surrogateescape") for key in found)
+
+    def read_bytes(self) -> bytes:
+        """The object's content; ``FileNotFoundError`` where there is none."""
+        content, generation = self.read()
+        if generation == ABSENT:
+            raise FileNotFoundError(f"{self} does not exist")
+        assert content is not None
+        return content
+
+    def read(self, unless: bytes = b"") -> tuple[bytes | None, bytes]:
+        """The object's content and generation. No content where the generation is ``unless``, empty
+        where there is no object.
+        """
+        return self.finish_read(self.start_read(unless))
+
+    def start_read(self, unless: bytes = b"") -> Any:
+        """Begin ``read``."""
+        return (
+            self._bucket.read(self.key, if_not_equal=unless)
+            if unless
+            else self._bucket.read(self.key)
+        )
+
+    def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
+        """What ``start_read`` has begun."""
+        found = self._await(started, "read")
+        return (None if found.state == "unspecified" else bytes(found.value)), bytes(
+            found.stamp.generation
+        )
+
+    def create(self, content: bytes, timeout: float | None = None) -> bool:
+        """Write the object if it is absent; ``False`` where it exists with other content.
+        ``timeout``:
+        seconds, else the store's deadline.
+
+        REQUIRES: no other writer has the same content, as with a nonce in it. A reply that is lost
+        leaves open who has won: what is there then tells. Raises ``StorageFailed`` where it cannot
+        be told; the object may then exist, or appear later.
+        """
+        return self.swap(content, ABSENT, timeout) is not None
+
+    def swap(self, content: bytes, generation: bytes, timeout: float | None = None) -> bytes | None:
+        """Write the object if its generation is this one; the new generation, or ``None`` where
+        another writer came first.
+
+        REQUIRES and raises: as ``create``.
+        """
+        failed: StorageFailed | None = None
+        try:
+            written = self._await(
+                self._bucket.write(self.key, content, if_equal=generation), "write", timeout
+            )
+            if written.generation:
+                return bytes(written.generation)
+        except StorageFailed as error:
+            failed = error
+        try:
+            found, now = self.read()
+        except StorageFailed as error:
+            raise failed or error from error
+        if now != ABSENT and found == content:
+            return now  # ours: only its reply was lost
+        if failed is not None and now == generation:
+            raise failed
+        return None
+
+    def start_write(self, content: bytes) -> Any:
+        """Begin to write the object, whatever is there."""
+        return self._bucket.write(self.key, content)
+
+    def write_bytes(self, content: bytes) -> int:
+        self._await(self.start_write(content), "write")
+        return len(content)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object. Where it is missing nothing happens, ``missing_ok`` or not."""
+        self._await(self._bucket.write(self.key, None), "delete")
+
+    def remove_tree(self) -> None:
+        """Delete every object below, one request each."""
+        keys = self.keys()
+        for begin in range(0, len(keys), _AT_ONCE):
+            for started in [
+                self._bucket.write(key, None) for key in keys[begin : begin + _AT_ONCE]
+            ]:
+                self._await(started, "delete")
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """TensorStore's description of what lies below."""
+        return self.store.spec(self.scheme, self.bucket, self._prefix)
+
+    @property
+    def context(self) -> ts.Context:
+        return _context(self.scheme, self.store)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.key}/" if self.key else ""
+
+    @property
+    def _bucket(self) -> ts.KvStore:
+        return _open(self.scheme, self.bucket, self.store)
+
+    def _await(self, future: Any, verb: str, timeout: float | None = None) -> Any:
+        wait = (
+            self.store.deadline_seconds
+            if timeout is None
+            else min(timeout, self.store.deadline_seconds)
+        )
+        try:
+            return future.result(timeout=wait)
+        except TimeoutError:
+            future.cancel()
+            raise StorageFailed(f"{self}: no answer to a {verb} within {wait:.3g} s") from None
+        except ValueError as error:
+            raise StorageFailed(f"{self}: the store refused a {verb}: {brief(error)}") from error
+
+
+@cache
+def _context(scheme: str, store: ObjectStore) -> ts.Context:
+    # One for all that this process does there: the limit of requests and the credentials are the
+    # context's.
+    return ts.Context(store.resources(scheme))
+
+
+@cache
+def _open(scheme: str, bucket: str, store: ObjectStore) -> ts.KvStore:
+    return ts.KvStore.open(store.spec(scheme, bucket), context=_context(scheme, store)).result(
+        timeout=store.deadline_seconds
+    )
+
+
+def _after(prefix: str) -> str:
+    """The first key after all that begin with ``prefix``; empty: there is none."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+
+
+def brief(error: Exception) -> str:
+    """TensorStore's message on one line: the status code first, without the page that the server
+    sent with it.
+    """
+    return " ".join(str(error).split())[:400]
+
+
+def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> ObjectPath:
+    """Return the path that an address names; ``ValueError`` if it names none.
+
+    Args:
+        text: The whole address, for errors.
+        scheme: A key of ``DRIVERS``.
+        rest: The part behind ``://``.
+        store: Options of the service; ``None``: the defaults.
+    """
+    bucket, _, prefix = rest.partition("/")
+    names = prefix.strip("/").split("/") if prefix.strip("/") else []
+    if not _BUCKET.match(bucket) or any(
+        name in ("", ".", "..") or not name.isprintable() for name in names
+    ):
+        raise ValueError(
+            f"{text!r} does not name a bucket and a prefix: s3://BUCKET/PREFIX, without empty"
+            " names, '.' and '..'"
+        )
+    return ObjectPath(scheme, bucket, "/".join(names), store or ObjectStore())
+
+
+def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
+    """Those of some objects that are there, asked for by name and not by a listing, together."""
+    started = [(path, path.start_read()) for path in paths]
+    return [path for path, read in started if path.finish_read(read)[1] != ABSENT]

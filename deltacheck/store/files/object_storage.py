@@ -1,0 +1,261 @@
+"""An object store as a storage service: conditional writes, a renewed lease, listings that lag."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorstore as ts
+
+from deltacheck.errors import Damaged, StorageFailed
+from deltacheck.store import layout
+from deltacheck.store.files.object_path import ABSENT, ObjectPath, existing
+from deltacheck.store.files.storage_interface import Storage
+from deltacheck.store.lock import object_lease
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.lock.object_lease import ObjectLease
+from deltacheck.store.lock.pins import Pin
+
+if TYPE_CHECKING:
+    from deltacheck.store.files.chunk_files import Cells
+    from deltacheck.store.files.durability import Durability
+
+# Sequence numbers beyond the newest known one that are asked for by name. Larger: a later save is
+# found after more failed ones in a row; smaller: fewer requests for each listing.
+AHEAD = 8
+_SLOWEST_BYTES_PER_SECOND = 1_000_000  # a read of much data that is slower is given up
+# TensorStore's status codes of a store that cannot be reached or refuses, as opposed to one that
+# holds wrong bytes.
+_OUTAGES = (
+    "ABORTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "CANCELLED",
+)
+
+
+class ObjectStorage(Storage[ObjectPath]):
+    """A prefix of an object store."""
+
+    __slots__ = ()
+    has_files = False
+    listing_is_current = False
+
+    def kvstore(self) -> dict[str, Any]:
+        return self.path.spec
+
+    def context(self) -> ts.Context | None:
+        return self.path.context
+
+    def patience(self, size: int) -> float | None:
+        return self.path.store.deadline_seconds + size / _SLOWEST_BYTES_PER_SECOND
+
+    def is_outage(self, message: str) -> bool:
+        return message.startswith(_OUTAGES)
+
+    def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
+        # Not under a condition: after a lost reply, the same request sent again would find the
+        # object there. No other writer has the name.
+        return (self.path / name).start_write(content)
+
+    def create_file(
+        self, name: str, content: bytes, durability: Durability, timeout: float | None
+    ) -> bool:
+        return (self.path / name).create(content, timeout)
+
+    def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
+        (self.path / name).write_bytes(content)
+
+    def read_file(self, most_bytes: int) -> bytes:
+        content = self.path.read_bytes()
+        if len(content) > most_bytes:
+            raise Damaged(
+                f"{self.path} has {len(content)} bytes, more than the {most_bytes} that it may have"
+            )
+        return content
+
+    def start_read(
+        self, most_bytes: int, version: object = None
+    ) -> Callable[[], tuple[bytes | None, object]]:
+        path = self.path
+        generation = version if isinstance(version, bytes) else b""
+        started = path.start_read(generation)
+
+        def finish() -> tuple[bytes | None, object]:
+            content, found = path.finish_read(started)
+            if content is None and not generation:
+                content, found = path.read()
+            if found == ABSENT:
+                raise FileNotFoundError(f"{path} does not exist")
+            return content, found
+
+        return finish
+
+    def copy_from(self, source: Path, durability: Durability) -> int:
+        return self.path.write_bytes(source.read_bytes())
+
+    def size(self) -> int:
+        return len(self.path.read_bytes())
+
+    def name_exists(self) -> bool:
+        return self.path.is_file()
+
+    def full_name(self) -> str:
+        return str(self.path)
+
+    def missing_directory(self) -> str:
+        return ""
+
+    def subdirectories(self) -> list[ObjectPath]:
+        return list(self.path.iterdir())
+
+    def manifests(self, known: Iterable[ObjectPath]) -> list[ObjectPath]:
+        # A listing may lag behind what is stored. A manifest's name is its sequence number, so the
+        # next numbers are asked for by name. A store whose listing is current has none of them.
+        folder = self.path
+        below = len(folder.key) + 1
+        names = [key[below:].split("/") for key in folder.keys()]  # noqa: SIM118 - a path, not a mapping
+        found = {
+            folder / name[0] / "zarr.json"
+            for name in names
+            if name[1:] == ["zarr.json"] and layout.is_checkpoint_id(name[0])
+        }
+        found.update(known)
+        while True:
+            newest = max((layout.seq_of(path.parent.name) for path in found), default=-1)
+            ahead = existing(
+                folder / layout.checkpoint_id(seq) / "zarr.json"
+                for seq in range(newest + 1, newest + 1 + AHEAD)
+            )
+            if not ahead:
+                return sorted(found)
+            found.update(ahead)
+
+    def check_directory(self) -> None:
+        pass
+
+    def check_array_file(self, cells: Cells) -> None:
+        pass
+
+    def remove_tree(self, ignore_errors: bool) -> None:
+        with contextlib.suppress(*([OSError] if ignore_errors else [])):
+            self.path.remove_tree()
+
+    def remove_tree_with_others(self) -> None:
+        # Once: a listing that lags would go on showing what is deleted.
+        self.path.remove_tree()
+
+    def remove_unfinished(self) -> None:
+        pass
+
+    def bytes_below(self) -> int | None:
+        return None
+
+    def bytes_written(self) -> int:
+        return _written.take()
+
+    def exclude_from_written(self, size: int) -> None:
+        _written.exclude(size)
+
+    def sync_directory(self) -> None:
+        pass
+
+    def directories_below(self) -> Iterable[ObjectPath]:
+        return ()
+
+    def directories_above(self) -> Iterable[ObjectPath]:
+        return ()
+
+    def is_fresh_root(self) -> bool:
+        path = self.path
+        groups = {
+            f"{path.key}/{name}/zarr.json".lstrip("/")
+            for name in (layout.SEGMENTS, layout.CHECKPOINTS)
+        }
+        control = f"{path.key}/{layout.CONTROL}/".lstrip("/")
+        return all(key in groups or key.startswith(control) for key in path.keys())  # noqa: SIM118 - a path, not a mapping
+
+    def check_writable(self) -> None:
+        check_conditional_writes(self.path / layout.CONTROL)
+        _written.take()
+
+    def take_lease(self) -> Lease:
+        return ObjectLease(self.path)
+
+    def lease_seconds_left(self) -> float | None:
+        return object_lease.seconds_left(self.path)
+
+    def lock(self, conflict: str) -> AbstractContextManager[None]:
+        # An object store has no locks: a process that tags a step beside a writer whose retention
+        # may delete it looks again afterwards.
+        return contextlib.nullcontext()
+
+    def pin(self) -> Pin | None:
+        return None
+
+    def unlink_unless_pinned(self) -> bool:
+        self.path.unlink(missing_ok=True)
+        return True
+
+
+def check_conditional_writes(folder: ObjectPath) -> None:
+    """Make sure that the store honours conditional writes, on an object that is deleted again: one
+    writer depends on them.
+
+    Raises ``StorageFailed`` where it does not.
+    """
+    probe = folder / f"probe-{secrets.token_hex(8)}"
+    contents = [secrets.token_bytes(8) for _ in range(4)]
+    try:
+        first = probe.swap(contents[0], ABSENT)
+        refused = probe.swap(contents[1], ABSENT) is None
+        second = None if first is None else probe.swap(contents[2], first)
+        refused = refused and first is not None and probe.swap(contents[3], first) is None
+    finally:
+        with contextlib.suppress(StorageFailed):
+            probe.unlink()
+    if not (first is not None and second is not None and refused):
+        raise StorageFailed(
+            f"{folder}: the store does not honour conditional writes (PUT with If-None-Match and"
+            " If-Match), without which two writers could commit the same step. Requests carry them"
+            " (use_conditional_write of TensorStore's s3 driver is set): turn them on in the"
+            " store, use a version of it that has them, or use another store"
+        )
+
+
+class _WriteCounter:
+    """Bytes that this process has written to object stores. Listings have no sizes, and TensorStore
+    says only the sum.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before = 0
+
+    def take(self) -> int:
+        """Bytes written since the last call."""
+        found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/", False)
+        now = sum(
+            int(m["values"][0]["value"])
+            for m in found
+            if m["name"].endswith(("/s3/bytes_written", "/gcs/bytes_written"))
+        )
+        with self._lock:
+            before, self._before = self._before, now
+        return max(0, now - before)
+
+    def exclude(self, size: int) -> None:
+        """Of the bytes written since the last call of ``take``, do not count so many."""
+        with self._lock:
+            self._before += size
+
+
+_written = _WriteCounter()

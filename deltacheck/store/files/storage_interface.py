@@ -1,0 +1,215 @@
+"""The interface of a storage service: every operation that a root needs of the place it lies in.
+
+A ``Storage`` is bound to one path. ``storage.storage_of(path)`` chooses the implementation by the
+type of the path, once; no other module asks which kind of storage a path belongs to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import tensorstore as ts
+
+from deltacheck.store.lock.lease import Lease
+from deltacheck.store.lock.pins import Pin
+
+if TYPE_CHECKING:
+    from deltacheck.store.files.chunk_files import Cells
+    from deltacheck.store.files.durability import Durability
+
+PathT = TypeVar("PathT")
+
+
+class Storage(ABC, Generic[PathT]):
+    """A path and the operations of the service that stores it.
+
+    To add a storage service, write one module with a subclass (and a path type, unless TensorStore
+    has a driver for ``ObjectPath``) and register it in ``storage.py``.
+
+    Attributes:
+        has_files: Paths are files of this machine: native code may open them, and readers can lock
+            them.
+        listing_is_current: A listing shows everything that was written before it. If not, nothing
+            is concluded from a name that one listing lacks.
+    """
+
+    __slots__ = ("path",)
+    has_files: ClassVar[bool]
+    listing_is_current: ClassVar[bool]
+
+    def __init__(self, path: PathT) -> None:
+        self.path = path
+
+    # --- TensorStore ---
+
+    @abstractmethod
+    def kvstore(self) -> dict[str, Any]:
+        """Return TensorStore's description of the keys below the path."""
+
+    @abstractmethod
+    def context(self) -> ts.Context | None:
+        """Return TensorStore's resources for the service; ``None``: the defaults."""
+
+    @abstractmethod
+    def patience(self, size: int) -> float | None:
+        """Return the longest wait for a read of ``size`` bytes, in seconds; ``None``: no limit."""
+
+    @abstractmethod
+    def is_outage(self, message: str) -> bool:
+        """Return whether TensorStore's error says that the service failed, not that data is bad."""
+
+    @abstractmethod
+    def start_write_new(self, name: str, content: bytes, context: ts.Context) -> Any:
+        """Begin to write a file below the path that no other writer names; return the future."""
+
+    # --- files ---
+
+    @abstractmethod
+    def create_file(
+        self, name: str, content: bytes, durability: Durability, timeout: float | None
+    ) -> bool:
+        """Create a file below the path in one atomic step; return ``False`` if it exists."""
+
+    @abstractmethod
+    def replace_file(self, name: str, content: bytes, durability: Durability) -> None:
+        """Write a file below the path in one atomic step, over an existing one too."""
+
+    @abstractmethod
+    def read_file(self, most_bytes: int) -> bytes:
+        """Return the content of a regular file; ``Damaged`` if it is larger or not regular."""
+
+    @abstractmethod
+    def start_read(
+        self, most_bytes: int, version: object = None
+    ) -> Callable[[], tuple[bytes | None, object]]:
+        """Begin to read a document of which ``version`` may be known.
+
+        Returns:
+            A function that waits and returns the content, ``None`` if the version is still the
+            known one, and the present version. It raises what ``read_file`` raises.
+        """
+
+    @abstractmethod
+    def copy_from(self, source: Path, durability: Durability) -> int:
+        """Copy a local file to the path, which must not exist; return its bytes."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the bytes of a file."""
+
+    @abstractmethod
+    def name_exists(self) -> bool:
+        """Return whether anything has this name, a dangling link included."""
+
+    @abstractmethod
+    def full_name(self) -> str:
+        """Return the address of an object, or the absolute path of a file."""
+
+    # --- directories ---
+
+    @abstractmethod
+    def missing_directory(self) -> str:
+        """Return the reason why the path cannot be a root; empty if it may be one."""
+
+    @abstractmethod
+    def subdirectories(self) -> list[PathT]:
+        """Return the directories in the path (no links), ascending by name."""
+
+    @abstractmethod
+    def manifests(self, known: Iterable[PathT]) -> list[PathT]:
+        """Return the documents of the checkpoint directories below the path.
+
+        Args:
+            known: Documents that were found before. A service whose listing lags adds them.
+        """
+
+    @abstractmethod
+    def check_directory(self) -> None:
+        """Raise ``Damaged`` if the path is a link or a file. A missing path passes."""
+
+    @abstractmethod
+    def check_array_file(self, cells: Cells) -> None:
+        """Raise ``Damaged`` if TensorStore must not open this file. A missing file passes."""
+
+    @abstractmethod
+    def remove_tree(self, ignore_errors: bool) -> None:
+        """Remove a directory and all below it, or as much of it as possible."""
+
+    @abstractmethod
+    def remove_tree_with_others(self) -> None:
+        """Remove a directory that other processes may be removing at the same moment."""
+
+    @abstractmethod
+    def remove_unfinished(self) -> None:
+        """Remove the files in a directory whose atomic creation was cut short."""
+
+    @abstractmethod
+    def bytes_below(self) -> int | None:
+        """Return the bytes of all files below the path; ``None`` if a listing has no sizes."""
+
+    @abstractmethod
+    def bytes_written(self) -> int:
+        """Return the bytes of a segment that this process has just written at the path."""
+
+    @abstractmethod
+    def exclude_from_written(self, size: int) -> None:
+        """Leave ``size`` bytes, just written, out of the next ``bytes_written``."""
+
+    # --- durability ---
+
+    @abstractmethod
+    def sync_directory(self) -> None:
+        """Make the names in the directory survive a power cut."""
+
+    @abstractmethod
+    def directories_below(self) -> Iterable[PathT]:
+        """Return the directories of the tree, and the parent, whose names must be synced."""
+
+    @abstractmethod
+    def directories_above(self) -> Iterable[PathT]:
+        """Return the directories above the path whose names must be synced for it to survive."""
+
+    # --- one writer ---
+
+    @abstractmethod
+    def is_fresh_root(self) -> bool:
+        """Return whether the path holds at most the beginnings of a new root."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise an error if this process cannot write the root safely."""
+
+    @abstractmethod
+    def take_lease(self) -> Lease:
+        """Take the right to write to the root; ``RootBusy`` if another writer has it."""
+
+    @abstractmethod
+    def lease_seconds_left(self) -> float | None:
+        """Return how long this process's lease of the root holds; ``None``: until it is released.
+
+        Raises:
+            RootBusy: The lease was lost.
+        """
+
+    @abstractmethod
+    def lock(self, conflict: str) -> AbstractContextManager[None]:
+        """Hold a short exclusive lock on an existing file.
+
+        Args:
+            conflict: What another holder has been doing, for the error.
+
+        Raises:
+            RootBusy: Another process holds the lock for longer than a few seconds.
+        """
+
+    @abstractmethod
+    def pin(self) -> Pin | None:
+        """Keep a file from being removed while the pin lives; ``None`` if that is impossible."""
+
+    @abstractmethod
+    def unlink_unless_pinned(self) -> bool:
+        """Remove a file; return ``False`` if a reader has pinned it."""
