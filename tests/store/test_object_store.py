@@ -486,7 +486,7 @@ def test_a_save_of_a_writer_that_lost_its_lease_fails_and_says_who_has_it(addres
         }
     )
     arrays.replace_file(root / layout.CONTROL, "zarr.json", said)
-    lease = run.engine._lease
+    lease = run.engine._writer.lease
     assert isinstance(lease, ObjectLease)
     lease.renew()
     with pytest.raises(SaveFailed, match="process 7 on elsewhere"):

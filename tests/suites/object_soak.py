@@ -27,7 +27,7 @@ from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import RootBusy, SaveFailed, StepNotFound, StorageFailed
 from deltacheck.store import collect
-from deltacheck.store.files import storage
+from deltacheck.store.files import object_path
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.root import open_root
 from tests.support.paths import REPOSITORY
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--per-root", type=int, default=250, help="of them on one root")
     given = parser.parse_args()
     seed = secrets.randbelow(1 << 30) if given.seed is None else given.seed
-    storage._FIRST_DELAY = "5ms"
+    object_path._FIRST_DELAY = "5ms"
     server = S3()
     os.environ.update(server.environment())
     server.make_bucket("bucket")
