@@ -15,8 +15,9 @@ from deltacheck.maintain import blame, branch, verify
 from deltacheck.maintain.blame import Blame
 from deltacheck.maintain.branch import Branched
 from deltacheck.restore import damage
+from deltacheck.restore.content import as_array, bounded_slices
 from deltacheck.restore.resolve import require_contract, resolve_leaves
-from deltacheck.restore.values import as_array, bounded_slices, load_boxes, load_leaves
+from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store import tags
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest

@@ -8,7 +8,7 @@ from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Flat
-from deltacheck.restore.values import Loaded
+from deltacheck.restore.content import Loaded
 
 _BYTE_SWAPPED = ">" if np.little_endian else "<"
 

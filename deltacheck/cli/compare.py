@@ -11,7 +11,7 @@ from deltacheck.cli.output import Column, Row
 
 if TYPE_CHECKING:
     from deltacheck.leaf.spec import LeafSpec
-    from deltacheck.restore.resolve import Leaf
+    from deltacheck.restore.leaf_kinds import Leaf
     from deltacheck.store.manifest import Manifest
     from deltacheck.store.root import Root
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from deltacheck.codec.base import U8
 from deltacheck.leaf.dtypes import DType
 from deltacheck.restore import export
-from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import Leaf, Tiled
+from deltacheck.restore.leaf_kinds import Leaf
 from deltacheck.restore.values import load_leaves
 
 Numbers = NDArray[Any]
@@ -62,9 +61,9 @@ def measure(before: Leaf, after: Leaf) -> Drift:
         Damaged: If a chunk cannot be read; names the leaf.
     """
     sums = _Sums()
-    if isinstance(before, Tiled) and isinstance(after, Tiled) and before.cuts == after.cuts:
-        for number, chain in before.chains.items():
-            _add_leaf(chain, after.chains[number], sums)
+    if before.tile_cuts == after.tile_cuts:
+        for part_before, part_after in zip(before.parts, after.parts, strict=True):
+            _add_leaf(part_before, part_after, sums)
     else:
         _add_leaf(before, after, sums)
     return sums.drift()
@@ -73,8 +72,8 @@ def measure(before: Leaf, after: Leaf) -> Drift:
 def _add_leaf(before: Leaf, after: Leaf, sums: _Sums) -> None:
     element = before.spec.element
     differs = np.ones(before.spec.chunk_count, np.bool_)
-    if isinstance(before, Chain) and isinstance(after, Chain):
-        differs = (before.digests != after.digests).any(axis=1)
+    if before.chunk_digests is not None and after.chunk_digests is not None:
+        differs = (before.chunk_digests != after.chunk_digests).any(axis=1)
     for chunks in _batches(before, np.flatnonzero(~differs).tolist()):
         values = _load(before, chunks)
         sums.add(values, values, element)

@@ -24,8 +24,8 @@ from deltacheck.leaf.digest import chunk_digests, digest_of, leaf_digest
 from deltacheck.maintain import verify
 from deltacheck.maintain.survey import Lineage, Survey, batches, stored_chunks, survey, tables
 from deltacheck.restore import derive, read
-from deltacheck.restore.buffers import byte_extents
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import byte_extents
 from deltacheck.restore.read import apply_entry
 from deltacheck.save.whole_leaves import WholeLeaves, manifest_on
 from deltacheck.store import collect, layout

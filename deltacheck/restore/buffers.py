@@ -12,6 +12,7 @@ import numpy as np
 from deltacheck.codec.base import U8, U64
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import byte_extents, chunk_bytes
 
 # Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small
 # leaf keeps its whole block.
@@ -110,20 +111,6 @@ def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
     """Words of some chunks."""
     words: U64 = np.diff(spec.bounds())
     return words if len(chunks) == spec.chunk_count else words[chunks]
-
-
-def chunk_bytes(spec: LeafSpec, chunks: Sequence[int]) -> int:
-    """Bytes of some chunks in memory. REQUIRES: none is named twice."""
-    if len(chunks) == spec.chunk_count:
-        return spec.raw_bytes
-    return int(np.diff(spec.bounds())[list(chunks)].sum()) * spec.word_bytes if chunks else 0
-
-
-def byte_extents(spec: LeafSpec, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Byte range of each of some chunks that lie one after the other."""
-    sizes = np.diff(spec.bounds())[chunks] * np.uint64(spec.word_bytes)
-    ends = np.cumsum(sizes).astype(np.int64)
-    return list(zip((ends - sizes.astype(np.int64)).tolist(), ends.tolist(), strict=True))
 
 
 def chosen_bytes(item: Filling, whole: U8) -> U8:

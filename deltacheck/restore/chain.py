@@ -6,8 +6,8 @@ manifest -> digest of each segment's table -> digest of each leaf -> digests of 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from deltacheck.codec.base import U8, U64
 from deltacheck.errors import BudgetExceeded, ChainBroken, Damaged
 from deltacheck.leaf.digest import leaf_digest
 from deltacheck.leaf.spec import LeafSpec
+from deltacheck.restore.content import Array, chunk_bytes, chunks_of_elements, machine_bytes
+from deltacheck.restore.leaf_kinds import Leaf, LoadedChunks
 from deltacheck.store import layout
 from deltacheck.store import segment as columns
 from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
@@ -31,12 +33,18 @@ _TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """Where one leaf of a step comes from: a keyframe, deltas in order, and the digest that every
-    chunk must have in the end.
+class Chain(Leaf):
+    """A leaf that is stored as a keyframe and deltas.
 
-    A keyframe is an array, or rows like those of a delta, for every chunk. ``held``: what the
-    caller has of the leaf already; it stands for the keyframe and for the deltas before ``deltas``.
+    A keyframe is an array, or rows like those of a delta for every chunk.
+
+    Attributes:
+        spec: The leaf.
+        key: The segment and the entry of the keyframe.
+        deltas: The segments and the entries of the deltas to apply, oldest first.
+        digests: The digest that each chunk must have in the end, ``(chunks, 2)``.
+        held: Content that the caller already has. It replaces the keyframe and all deltas before
+            ``deltas``.
     """
 
     spec: LeafSpec
@@ -47,16 +55,17 @@ class Chain:
 
     @property
     def encoded(self) -> tuple[tuple[Segment, LeafEntry], ...]:
-        """What of it is rows that are to be applied, in order."""
+        """Return the entries whose rows must be decoded, oldest first."""
         return ((self.key,) if self.held is None and self.key[1].key is None else ()) + self.deltas
 
     @property
     def delta_segments(self) -> list[str]:
+        """Return the identifiers of the segments that hold the deltas, oldest first."""
         return [segment.id for segment, _ in self.deltas]
 
     @property
     def delta_bytes(self) -> list[int]:
-        """Bytes of the streams of each delta, which a restore decodes."""
+        """Return the bytes of the streams of each delta, which a restore decodes."""
         return [
             sum(
                 segment.part(part).stream_bytes(first, first + rows)
@@ -64,6 +73,34 @@ class Chain:
             )
             for segment, entry in self.deltas
         ]
+
+    @property
+    def chunk_digests(self) -> U64 | None:
+        return self.digests
+
+    def stored_chains(self) -> Iterator[Chain]:
+        yield self
+
+    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+        needed[self.spec.path].update(chunks_of_elements(self.spec, first, stop))
+
+    def computed_bytes(self, chunks: Sequence[int]) -> int:
+        return 0
+
+    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        spec = self.spec
+        chunks = loaded.chunks[spec.path]
+        covering = chunks_of_elements(spec, first, stop)
+        before = bisect.bisect_left(chunks, covering.start)
+        begin = chunk_bytes(spec, chunks[:before]) // spec.element.item_bytes
+        begin += first - int(spec.element_bounds()[covering.start])
+        return loaded.data[spec.path].view(spec.element.numpy)[begin : begin + stop - first]
+
+    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
+        if loaded.chunks[self.spec.path] == chunks:
+            return loaded.data[self.spec.path]
+        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
+        return Leaf.chunk_values(self, chunks, loaded)
 
 
 class Held(NamedTuple):
@@ -135,11 +172,6 @@ def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
         (number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest),
         default=0,
     )
-
-
-def machine_bytes() -> int:
-    """Memory of this machine: the budget of whoever names none."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _refuse_large_tables(

@@ -27,7 +27,8 @@ from deltacheck.codec.base import U8
 from deltacheck.errors import StepNotFound, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.restore.resolve import Leaf, resolve_leaves
+from deltacheck.restore.leaf_kinds import Leaf
+from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
 from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest

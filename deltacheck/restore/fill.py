@@ -18,8 +18,9 @@ from deltacheck.codec.base import U8, Codec
 from deltacheck.leaf.spec import LeafSpec, batches
 from deltacheck.leaf.tiles import Box
 from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import check_budget, resolve_leaves, stored_chains
-from deltacheck.restore.values import Array, Loaded, box_bytes, load_boxes, load_leaves
+from deltacheck.restore.content import Array, Loaded, box_bytes, check_budget
+from deltacheck.restore.resolve import resolve_leaves, stored_chains
+from deltacheck.restore.values import load_boxes, load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 

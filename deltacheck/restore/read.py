@@ -17,11 +17,11 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.buffers import (
     Filling,
     allocate_blocks,
-    byte_extents,
     chosen_bytes,
     start_ahead,
 )
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import byte_extents
 from deltacheck.restore.deltas import apply_deltas
 from deltacheck.store import layout
 from deltacheck.store import segment as columns

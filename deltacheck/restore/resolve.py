@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
-from deltacheck.errors import BudgetExceeded, ContractNotMet, StepNotFound
+from deltacheck.errors import ContractNotMet, StepNotFound
 from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.contracts import RANK, name_of
-from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore import replay
-from deltacheck.restore.chain import Chain, Held, machine_bytes, resolve_chains
-from deltacheck.store.manifest import Derived, Manifest
+from deltacheck.restore.chain import Chain, Held, resolve_chains
+from deltacheck.restore.content import check_budget
+from deltacheck.restore.leaf_kinds import Formula, Leaf, Tiled
+from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A leaf that is computed: from what is stored under its own path (``codes``), and from other
-    leaves of the step.
-    """
-
-    spec: LeafSpec
-    derived: Derived
-    codes: Chain | None
-    sources: Mapping[str, Leaf]
-
-
-@dataclass(frozen=True, slots=True)
-class Tiled:
-    """A leaf that is stored in tiles. ``chains``: those that are wanted, by their number."""
-
-    spec: LeafSpec
-    cuts: tiles.Cuts
-    chains: Mapping[int, Chain]
-
-
-Leaf: TypeAlias = Chain | Formula | Tiled
 
 
 def resolve_leaves(
@@ -179,33 +154,8 @@ def require_contract(
 
 
 def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
-    """The chains that leaves stand on, by the path that they are stored under."""
-    found: dict[str, Chain] = {}
-    way = list(leaves)
-    while way:
-        leaf = way.pop()
-        if isinstance(leaf, Chain):
-            found[leaf.spec.path] = leaf
-            continue
-        if isinstance(leaf, Tiled):
-            way += leaf.chains.values()
-            continue
-        if leaf.codes is not None:
-            found[leaf.codes.spec.path] = leaf.codes
-        way += leaf.sources.values()
-    return found
-
-
-def check_budget(max_bytes: int | None, size: int) -> None:
-    """``BudgetExceeded`` where a restore of ``size`` bytes is more than the caller, or by default
-    the machine, has memory for.
-    """
-    budget = machine_bytes() if max_bytes is None else max_bytes
-    if size > budget:
-        raise BudgetExceeded(
-            f"the restore would allocate {size} bytes, more than max_bytes={budget}; name fewer"
-            " leaves or slices"
-        )
+    """Return the chains that leaves are read from, by the path that each is stored under."""
+    return {chain.spec.path: chain for leaf in leaves for chain in leaf.stored_chains()}
 
 
 def _common_prefix(a: str, b: str) -> int:

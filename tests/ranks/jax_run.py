@@ -35,7 +35,7 @@ from deltacheck.backends.orbax.manager_root.jax_internals import coordination_cl
 from deltacheck.errors import Damaged, RankFailed
 from deltacheck.policy import Policy
 from deltacheck.restore import read
-from deltacheck.restore.buffers import chunk_bytes
+from deltacheck.restore.content import chunk_bytes
 from deltacheck.save.channel import consult
 from deltacheck.save.job.save_job import SaveJob
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from deltacheck.backends.torch import Engine
 from deltacheck.errors import SaveFailed
 from deltacheck.restore import read
-from deltacheck.restore.buffers import chunk_bytes
+from deltacheck.restore.content import chunk_bytes
 
 WIDTH = 517  # of the hidden layers: no number of ranks divides it
 

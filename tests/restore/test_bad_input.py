@@ -684,7 +684,7 @@ def test_codes_that_no_value_has_are_damage(root: Path) -> None:
         manifest.update(derived={"codes": about}, must_understand=["derived"])
 
     forge.forge_manifest(manifest_path(root), edit)
-    assert_refused(root, "leaf 'codes': what is stored of it is not what it says", errors.Damaged)
+    assert_refused(root, "leaf 'codes': its stored codes do not follow the format", errors.Damaged)
 
 
 # --- M6: indexes with right checksums -------------------------------------------------------------

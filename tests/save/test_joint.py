@@ -22,10 +22,11 @@ from deltacheck.backends.numpy_leaves import describe_numpy
 from deltacheck.leaf import sharding, tiles, tree
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.restore import values
-from deltacheck.restore.buffers import chunk_bytes
 from deltacheck.restore.chain import Chain
-from deltacheck.restore.resolve import Tiled, resolve_leaves
+from deltacheck.restore.content import box_bytes, chunk_bytes
+from deltacheck.restore.leaf_kinds import Tiled
+from deltacheck.restore.resolve import resolve_leaves
+from deltacheck.restore.values import load_boxes
 from deltacheck.save import joint
 from deltacheck.store.manifest import Tiles
 from deltacheck.store.root import open_root
@@ -134,7 +135,7 @@ def test_a_rank_reads_the_chunks_that_its_box_touches_and_no_others(
         boxes = {"w": rows("w", (1500, 4096), rank, 3)[0]}
         leaves = resolve_leaves(root, manifest, boxes=boxes)
         read_bytes.clear()
-        found = values.load_boxes(leaves, boxes)["w"]
+        found = load_boxes(leaves, boxes)["w"]
         assert np.array_equal(found, state["w"][boxes["w"]])
         edges = 2 if rank == 1 else 1
         assert (
@@ -178,9 +179,9 @@ def test_elastic_restores_read_at_most_a_tenth_more_than_they_need_but_for_colum
     for rank in range(again):
         (box,) = into("w", shape, rank, again)
         chunks: dict[str, set[int]] = {chain.spec.path: set() for chain in chains.values()}
-        values._need_box(leaf, box, chunks)
+        leaf.add_needed_box(box, chunks)
         read += sum(chunk_bytes(one.spec, sorted(chunks[one.spec.path])) for one in chains.values())
-        needed += values.box_bytes(leaf.spec, box)
+        needed += box_bytes(leaf.spec, box)
     assert needed == leaf.spec.raw_bytes
     assert read <= most * needed
 

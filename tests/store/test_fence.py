@@ -176,8 +176,9 @@ def test_two_writers_without_locks_never_mix_and_each_save_that_is_acknowledged_
     root = open_root(tmp_path)
     found = {ref.seq: root.read(ref.manifest_path) for ref in root.checkpoints()}
     assert found.keys() == acknowledged.keys()
+    from deltacheck.restore.content import as_array
     from deltacheck.restore.resolve import resolve_leaves
-    from deltacheck.restore.values import as_array, load_leaves
+    from deltacheck.restore.values import load_leaves
 
     for seq, manifest in found.items():
         leaves = load_leaves(resolve_leaves(root, manifest))

@@ -19,7 +19,8 @@ import deltacheck
 from deltacheck import Policy, errors
 from deltacheck.backends.torch import Engine
 from deltacheck.leaf.spec import LeafKind, LeafSpec
-from deltacheck.restore.values import Loaded, unshared_paths
+from deltacheck.restore.content import Loaded
+from deltacheck.restore.values import unshared_paths
 from tests.support.states import (
     TORCH_DTYPES,
     assert_same,

@@ -18,8 +18,9 @@ from deltacheck.backends.orbax.manager import manager
 from deltacheck.backends.orbax.state.sampling import item_of, steps
 from deltacheck.errors import Damaged, UnsupportedLeaf
 from deltacheck.leaf import tree
+from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.export import Progress, resolve
-from deltacheck.restore.values import Loaded, as_array, load_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 

@@ -23,6 +23,7 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import NUMPY_ARRAY, NUMPY_SCALAR, ArrayLeaf, Node
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, resolve_leaves
 from deltacheck.restore.values import Loaded, as_array

@@ -24,8 +24,9 @@ from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore import replay
+from deltacheck.restore.content import Loaded
 from deltacheck.restore.resolve import resolve_leaves, stored_chains
-from deltacheck.restore.values import Loaded, load_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 

@@ -10,8 +10,9 @@ import torch
 from deltacheck.backends.numpy_leaves import place_numpy
 from deltacheck.backends.torch.state.leaves import shaped
 from deltacheck.leaf import tree
+from deltacheck.restore.content import Loaded
 from deltacheck.restore.export import Progress, resolve
-from deltacheck.restore.values import Loaded, load_leaves
+from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 

@@ -13,7 +13,8 @@ from deltacheck.backends.numpy_leaves import describe_numpy, numpy_bytes, place_
 from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
-from deltacheck.restore.values import Loaded, unshared_paths
+from deltacheck.restore.content import Loaded
+from deltacheck.restore.values import unshared_paths
 
 _NAMES_ONLY = (
     "int2",

@@ -21,7 +21,7 @@ from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore import replay
-from deltacheck.restore.values import Loaded
+from deltacheck.restore.content import Loaded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 

@@ -1,0 +1,263 @@
+"""The kinds of leaves that a restore meets, behind one interface.
+
+A leaf is stored as one chain (``chain.Chain``), as one chain for each tile (``Tiled``), or computed
+from other leaves (``Formula``). Each kind can name the chunks of chains that it needs, and compute
+its content after those chunks were read.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deltacheck.codec.base import U8, U64
+from deltacheck.errors import Damaged
+from deltacheck.leaf import tiles
+from deltacheck.leaf.digest import digest_of
+from deltacheck.leaf.spec import LeafSpec
+from deltacheck.leaf.tiles import Box, Cuts
+from deltacheck.restore import derive
+from deltacheck.restore.content import (
+    Array,
+    Loaded,
+    as_array,
+    box_bytes,
+    chunk_bytes,
+    chunks_of_box,
+    cut_box,
+    element_runs,
+)
+from deltacheck.store.manifest import Derived
+
+if TYPE_CHECKING:
+    from deltacheck.restore.chain import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedChunks:
+    """Chunks of chains that were read and verified, by stored path.
+
+    Attributes:
+        chunks: Numbers of the chunks, ascending.
+        data: Their bytes, one chunk after the other.
+        into: Memory for leaves that are computed whole.
+        computed: Ranges that were computed already, by path, first and stop. Several leaves may be
+            computed from the same one.
+    """
+
+    chunks: Mapping[str, list[int]]
+    data: Mapping[str, U8]
+    into: Mapping[str, U8]
+    computed: dict[tuple[str, int, int], Array] = field(default_factory=dict)
+
+
+class Leaf(ABC):
+    """A resolved leaf: the chains that it comes from, and the way from their chunks to its values.
+
+    Ranges count the elements of the leaf in C order. ``needed`` maps the stored path of each chain
+    to the numbers of its chunks.
+    """
+
+    __slots__ = ()
+
+    spec: LeafSpec
+
+    @property
+    def tile_cuts(self) -> Cuts | None:
+        """Return how the leaf is cut into tiles; ``None`` if it is not."""
+        return None
+
+    @property
+    def parts(self) -> Sequence[Leaf]:
+        """Return the leaves that it is stored as: its tiles in order, or itself."""
+        return (self,)
+
+    @property
+    def chunk_digests(self) -> U64 | None:
+        """Return the digests of its chunks, ``(chunks, 2)``; ``None`` if no segment has them."""
+        return None
+
+    @property
+    def is_verified_whole(self) -> bool:
+        """Return True if only the digest of the whole leaf proves the computed values."""
+        return False
+
+    @abstractmethod
+    def stored_chains(self) -> Iterator[Chain]:
+        """Yield the chains that the leaf is read from."""
+
+    @abstractmethod
+    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+        """Add the chunks that elements ``first`` to ``stop`` come from."""
+
+    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
+        """Add the chunks that a box comes from."""
+        for first, stop in element_runs(self.spec, chunks_of_box(self.spec, box)):
+            self.add_needed(first, stop, needed)
+
+    def computed_bytes(self, chunks: Sequence[int]) -> int:
+        """Return the memory that chunks of the leaf take beside the chunks of its chains."""
+        return chunk_bytes(self.spec, chunks)
+
+    def computed_box_bytes(self, box: Box) -> int:
+        """Return the memory that the chunks of a box take beside the chunks of its chains."""
+        return self.computed_bytes(chunks_of_box(self.spec, box))
+
+    @abstractmethod
+    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        """Return elements ``first`` to ``stop``, 1-D; perhaps a view of loaded memory."""
+
+    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
+        """Return the bytes of some chunks, one after the other."""
+        runs = [
+            self.elements(first, stop, loaded).view(np.uint8)
+            for first, stop in element_runs(self.spec, chunks)
+        ]
+        return runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.uint8), *runs])
+
+    def box_values(self, box: Box, loaded: LoadedChunks) -> Array:
+        """Return a box."""
+        chunks = chunks_of_box(self.spec, box)
+        return cut_box(Loaded(self.spec, chunks, self.chunk_values(chunks, loaded)), box)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled(Leaf):
+    """A leaf that is stored in tiles, each as a chain of its own.
+
+    Attributes:
+        spec: The leaf.
+        cuts: The cuts along each axis, which are all its tiles.
+        chains: The chains of those tiles that are needed, by tile number.
+    """
+
+    spec: LeafSpec
+    cuts: Cuts
+    chains: Mapping[int, Chain]
+
+    @property
+    def tile_cuts(self) -> Cuts | None:
+        return self.cuts
+
+    @property
+    def parts(self) -> Sequence[Leaf]:
+        return [self.chains[number] for number in sorted(self.chains)]
+
+    def stored_chains(self) -> Iterator[Chain]:
+        yield from self.chains.values()
+
+    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+        for box in tiles.boxes_of_range(self.spec.shape, first, stop):
+            self.add_needed_box(box, needed)
+
+    def add_needed_box(self, box: Box, needed: dict[str, set[int]]) -> None:
+        for overlap in tiles.overlaps(self.cuts, box):
+            spec = self.chains[overlap.number].spec
+            needed[spec.path].update(chunks_of_box(spec, overlap.in_tile))
+
+    def computed_box_bytes(self, box: Box) -> int:
+        return box_bytes(self.spec, box)
+
+    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        values = np.empty(stop - first, self.spec.element.numpy)
+        begin = 0
+        for box in tiles.boxes_of_range(self.spec.shape, first, stop):
+            shape = [s.stop - s.start for s in box]
+            end = begin + math.prod(shape)
+            self._fill(box, values[begin:end].reshape(shape), loaded)
+            begin = end
+        return values
+
+    def box_values(self, box: Box, loaded: LoadedChunks) -> Array:
+        values = np.empty([s.stop - s.start for s in box], self.spec.element.numpy)
+        self._fill(box, values, loaded)
+        return values
+
+    def _fill(self, box: Box, out: Array, loaded: LoadedChunks) -> None:
+        """Copy a box from the tiles that it touches into ``out``, which has its shape."""
+        for overlap in tiles.overlaps(self.cuts, box):
+            spec = self.chains[overlap.number].spec
+            tile = Loaded(spec, loaded.chunks[spec.path], loaded.data[spec.path])
+            # Most tiles are read whole. Indexing them is faster than a walk over their chunks.
+            out[overlap.in_box] = (
+                as_array(tile)[overlap.in_tile]
+                if len(tile.chunks) == spec.chunk_count
+                else cut_box(tile, overlap.in_tile)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Formula(Leaf):
+    """A leaf that is computed.
+
+    Attributes:
+        spec: The leaf.
+        derived: The formula.
+        codes: The chain of codes that is stored under the leaf's own path, if the formula has any.
+        sources: Other leaves of the step that the formula reads, by path.
+    """
+
+    spec: LeafSpec
+    derived: Derived
+    codes: Chain | None
+    sources: Mapping[str, Leaf]
+
+    @property
+    def is_verified_whole(self) -> bool:
+        return bool(self.derived.digest)
+
+    def stored_chains(self) -> Iterator[Chain]:
+        if self.codes is not None:
+            yield self.codes
+        for source in self.sources.values():
+            yield from source.stored_chains()
+
+    def add_needed(self, first: int, stop: int, needed: dict[str, set[int]]) -> None:
+        for part in (self.codes, *self.sources.values()):
+            if part is not None:
+                part.add_needed(first, stop, needed)
+
+    def elements(self, first: int, stop: int, loaded: LoadedChunks) -> Array:
+        spec = self.spec
+        key = (spec.path, first, stop)
+        if key in loaded.computed:
+            return loaded.computed[key]
+        codes = None if self.codes is None else self.codes.elements(first, stop, loaded)
+        sources = {
+            path: source.elements(first, stop, loaded) for path, source in self.sources.items()
+        }
+        memory = loaded.into.get(spec.path)
+        size = (stop - first) * spec.element.item_bytes
+        # The caller's memory is for the whole leaf; a part of it gets new memory.
+        out = None if memory is None or memory.nbytes != size else memory.view(spec.element.numpy)
+        try:
+            values = derive.compute(self.derived, codes, sources, first, stop - first, out)
+        except ValueError as error:  # a code that stands for no value
+            raise Damaged(
+                f"leaf {spec.path!r}: its stored codes do not follow the format: {error}"
+            ) from error
+        loaded.computed[key] = values
+        return values
+
+    def chunk_values(self, chunks: list[int], loaded: LoadedChunks) -> U8:
+        # Named explicitly: dataclass(slots=True) makes a new class, in which super() has no cell.
+        values = Leaf.chunk_values(self, chunks, loaded)
+        if self.derived.digest and len(chunks) == self.spec.chunk_count:
+            self._check_digest(values)
+        return values
+
+    def _check_digest(self, values: U8) -> None:
+        digest = digest_of(self.spec, values)
+        if digest != self.derived.digest:
+            raise Damaged(
+                f"leaf {self.spec.path!r} follows from {self.derived.of!r} by {self.derived.how},"
+                f" but that gives digest {digest} where {self.derived.digest} was saved: this"
+                " machine computes other bits than the machine that saved it. Restore on a machine"
+                " of that kind",
+                leaf=self.spec.path,
+            )
