@@ -23,9 +23,9 @@ from deltacheck.leaf import tiles, tree
 from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
-from deltacheck.restore.values import Loaded, as_array
 from deltacheck.save.options import SaveOptions
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.saver import LeafSource, Saver
