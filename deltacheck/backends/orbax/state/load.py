@@ -26,7 +26,6 @@ from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract, resolve_leaves
-from deltacheck.restore.values import Loaded, as_array
 from deltacheck.store.files.object_path import ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
