@@ -1,104 +1,167 @@
-"""The exception tree: misuse, refusal and corruption are different branches."""
+"""Exceptions that deltacheck raises.
+
+They form three groups. Misuse: the call is wrong. Refusal: the environment, another process or the
+checkpoint does not allow the call. Corruption: bytes in storage differ from those that were saved.
+"""
 
 from __future__ import annotations
 
 
 class DeltacheckError(Exception):
-    """Base of every error that deltacheck raises on purpose."""
+    """Base class of all errors that deltacheck raises on purpose."""
 
 
-# --- misuse: the call is wrong, nothing on disk is at fault ---------------------------------------
+# --- misuse: the call is wrong, storage is not at fault -------------------------------------------
 
 
 class UnsupportedLeaf(DeltacheckError, TypeError):
-    """A leaf, key or container of a type that cannot be kept exactly."""
+    """A leaf, key or container has a type that cannot be kept exactly.
+
+    Convert it to arrays, numbers, text, bytes or ``None``, or leave it out of the state.
+    """
 
 
 class DuplicatePath(DeltacheckError, ValueError):
-    """Two leaves of one tree have the same path."""
+    """Two leaves of one state have the same path.
+
+    Rename one of the keys that the message names.
+    """
 
 
 class TreeMismatch(DeltacheckError, ValueError):
-    """The restore target's paths, shapes or dtypes differ from the checkpoint's."""
+    """The restore target has other paths, shapes or dtypes than the checkpoint.
+
+    Build the target as it was when the step was saved, or restore without a target.
+    """
 
 
 class StepNotFound(DeltacheckError, LookupError):
-    """The asked step or leaf is not in this root."""
+    """The requested step, tag or leaf does not exist in this root.
+
+    The message names what exists. ``Checkpoints.steps`` and ``deltacheck ls`` list the steps.
+    """
 
 
 class StepTagged(DeltacheckError, ValueError):
-    """A step that is to be deleted has a tag."""
+    """A step was to be deleted while a tag refers to it.
+
+    Remove the tag first.
+    """
 
 
-# --- refusal: the environment or another party does not allow it ----------------------------------
+# --- refusal: the environment, another process or the checkpoint does not allow it ----------------
 
 
 class NotACheckpointRoot(DeltacheckError):
-    """The directory is not a deltacheck root."""
+    """The directory or prefix is not a deltacheck root, or is not empty where a new one must go.
+
+    Check the path.
+    """
 
 
 class UnsupportedFormat(DeltacheckError):
-    """The root was written by a format version or with a feature that this reader does not know."""
+    """The root has a format version or a feature that this version of deltacheck cannot read.
+
+    Use a newer version.
+    """
 
 
 class RootBusy(DeltacheckError):
-    """Another writer holds the root."""
+    """Another process writes to the root.
+
+    Wait until it has ended, or write to another root. Readers are not affected.
+    """
 
 
 class ForeignMemory(DeltacheckError):
-    """What a memory tier holds does not belong to the newest of the run that it is to serve."""
+    """The content of a memory tier does not continue the newest durable step of the root.
+
+    It belongs to another run, or to an abandoned part of this run. The message names the choices.
+    """
 
 
 class StorageFailed(DeltacheckError, OSError):
-    """The storage refused a request, or lacks what a root needs of it. Nothing is said of what it
-    holds.
+    """The storage refused a request, or lacks a capability that a root needs.
+
+    This error says nothing about the stored content. Check access, space and the message of the
+    storage, then repeat the call.
     """
 
 
 class StorageTimeout(StorageFailed, TimeoutError):
-    """The storage did not answer in time; it may hang."""
+    """The storage did not answer in time.
+
+    Repeat the call, or allow more time (``io_timeout_seconds``).
+    """
 
 
 class SaveFailed(DeltacheckError):
-    """A save did not become a checkpoint; every earlier step is as it was."""
+    """A save did not become a checkpoint. All earlier steps are unchanged.
+
+    The cause is in ``__cause__``. Later saves can succeed.
+    """
 
 
 class RankFailed(SaveFailed):
-    """Another process of the run failed, was lost, or has another state than the others."""
+    """Another process of the run failed, was lost, or holds an inconsistent state.
+
+    The message names the rank. Restart the run from the newest step if the rank was lost.
+    """
 
 
 class SnapshotTorn(SaveFailed):
-    """A tensor was written to before its capture had finished."""
+    """A tensor was modified before its capture had finished.
+
+    Call ``Engine.before_update`` before every update, or use ``Engine.guard``.
+    """
 
 
 class ContractNotMet(DeltacheckError):
-    """A step cannot give what the restore asks for: some of its leaves were saved under a weaker
-    contract.
+    """Some leaves of the step were saved under a weaker contract than the restore demands.
+
+    Restore without ``contract``, choose an exact step, or save with a stronger policy.
     """
 
 
 class ReplayNeeded(DeltacheckError):
-    """The step is kept as gradients: it is restored by replaying the optimizer, which this reader
-    was not given.
+    """The step is stored as gradients, and this call has no optimizer to replay them.
+
+    Restore it with ``GradientLog.restore`` or ``Engine.restore(optimizer=...)``, or restore the
+    earlier step that the message names.
     """
 
 
 class ReplayDiffers(DeltacheckError):
-    """Replaying the optimizer did not give the state that was saved."""
+    """The replay of a gradient log gave other bits than the state that was saved.
+
+    Use the hardware and the library versions of the run, or restore the earlier step that the
+    message names.
+    """
 
 
 class BudgetExceeded(DeltacheckError, MemoryError):
-    """A restore would allocate more than the caller allows."""
+    """A restore would allocate more memory than the caller or the machine allows.
+
+    Raise ``max_bytes``, or restore fewer leaves or slices.
+    """
 
 
-# --- corruption: what is on disk is not what was written ------------------------------------------
+# --- corruption: bytes in storage differ from those that were saved -------------------------------
 
 
 class Damaged(DeltacheckError):
-    """Bytes on disk are not those that were committed.
+    """Bytes in storage differ from those that were committed.
 
-    ``file``: the file or the array's directory at fault, ``leaf``: the leaf path, each where the
-    place that found it knows; else empty.
+    Restore one of the steps that the message lists as whole, or run ``deltacheck repair``.
+
+    Args:
+        message: The description of the damage.
+        file: The file or the array directory at fault, if known.
+        leaf: The path of the leaf at fault, if known.
+
+    Attributes:
+        file: The file or the array directory at fault; empty if unknown.
+        leaf: The path of the leaf at fault; empty if unknown.
     """
 
     def __init__(self, message: str, *, file: object = "", leaf: str = "") -> None:
@@ -112,8 +175,14 @@ class DamagedStream(Damaged):
 
 
 class ReceiptFailed(Damaged):
-    """A step that was just saved does not come back from disk as it was captured."""
+    """A step that was just saved differs from the captured state when it is read from storage.
+
+    The hardware or the storage changes data silently. Do not rely on the step.
+    """
 
 
 class ChainBroken(Damaged):
-    """A step needs a segment that is missing or not its own."""
+    """A segment that a step needs is missing, or does not continue the chain of a leaf.
+
+    Restore one of the steps that the message lists as whole, or run ``deltacheck repair``.
+    """

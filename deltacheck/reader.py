@@ -1,9 +1,12 @@
-"""Read checkpoints as NumPy, whichever framework wrote them and with none installed."""
+"""Read checkpoints as NumPy arrays.
+
+No framework needs to be installed, whichever framework wrote the checkpoints.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
@@ -27,11 +30,16 @@ Slices: TypeAlias = Mapping[str, Sequence["slice | int"]]
 
 
 class Checkpoints:
-    """The committed checkpoints of a root. Takes no lock and writes nothing; safe beside a running
-    training.
+    """The committed checkpoints of a root, returned by ``deltacheck.open``.
 
-    Made by ``deltacheck.open``. ``restored_step``: the training step that the last ``restore``
-    gave, ``None`` before the first.
+    It takes no lock and writes nothing in the root, so it is safe beside a running training.
+
+    Args:
+        root: The opened root.
+
+    Attributes:
+        restored_step: The training step that the last ``restore`` returned; ``None`` before the
+            first.
     """
 
     def __init__(self, root: Root) -> None:
@@ -43,28 +51,49 @@ class Checkpoints:
 
     @property
     def path(self) -> Path | ObjectPath:
-        """The root that is read: a directory, or a prefix of an object store."""
+        """Return the root: a directory, or a prefix of an object store."""
         return self._root.path
 
     def steps(self) -> list[int]:
-        """The training steps that are committed, ascending."""
+        """Return the committed training steps, ascending."""
         return self._root.steps()
 
     def tags(self) -> dict[str, int]:
-        """The tags and their training steps. A tag means one save, also where a later one has the
-        same number: restore it by the tag.
+        """Return the training step of each tag.
+
+        A tag refers to one save. If a later save has the same step number, restore the tagged one
+        by its tag.
+
+        Returns:
+            The step numbers, by tag.
         """
         return {name: tag.step for name, tag in tags.read_all(self._root.store.path)[0].items()}
 
     def digest(self, step: int | str | None = None) -> str:
-        """What to keep of a step (by default the newest) elsewhere, to ask for it with
-        ``expected_digest``: ``"sha256:..."`` of its manifest.
+        """Return the digest of a step, for use as ``expected_digest`` in a later restore.
+
+        Args:
+            step: A step number or a tag; ``None``: the newest step.
+
+        Returns:
+            ``"sha256:..."``, computed from the manifest, which names digests of all content.
+
+        Raises:
+            StepNotFound: The root does not have the step.
+            Damaged: The manifest cannot be read.
         """
         return self._root.digest_of(self._root.manifest(step))
 
     def manifest(self, step: int | str | None = None) -> Manifest:
-        """What a step (a number, or a tag; by default the newest checkpoint) is made of;
-        ``StepNotFound`` where there is none.
+        """Return the manifest of a step: its leaves, their digests, and its segments.
+
+        Args:
+            step: A step number or a tag; ``None``: the newest step.
+
+        Raises:
+            StepNotFound: The root does not have the step.
+            Damaged: The manifest cannot be read.
+            UnsupportedFormat: The step needs a newer version of deltacheck.
         """
         return self._root.manifest(step)
 
@@ -105,98 +134,123 @@ class Checkpoints:
         fallback: bool = False,
         expected_digest: str | None = None,
     ) -> Any:
-        """Restore a step (a number, or a tag; by default the newest) and verify every byte of it.
+        """Restore a step and verify every byte of it.
 
-        Without ``leaves`` and ``slices``: the whole tree, arrays as NumPy in their own dtype
-        (bfloat16 and the like from ml_dtypes), tied leaves as one array. ``leaves``: only these
-        leaf paths, as ``{path: array}``. ``slices``: ``{path: (slice | int, ...)}``, step-1 boxes,
-        as ``{path: array}``; an integer keeps its axis with length 1. A leaf in both is cut. Only
-        the chunks that are needed are read. ``contract``: refuse leaves that were saved under a
-        weaker one than ``"exact"`` or ``"bounded"``; by default each comes as it was saved.
-        ``max_bytes``: refuse before allocating more than this. ``fallback``: where the step is
-        damaged, take the newest before it that is whole: training goes on, with older values;
-        ``restored_step`` and a warning in the log say which. ``expected_digest``: refuse a step
-        whose manifest has another digest than this, which the save's report and ``deltacheck show``
-        give.
+        Only the chunks that are needed are read. A step that a gradient log stored can be restored
+        with its optimizer only, except for the leaves that are stored as such. The stored gradients
+        themselves are listed in ``manifest(step).replay.steps``.
 
-        A step that a gradient log stored needs its optimizer: here it raises ``ReplayNeeded``, but
-        for leaves that are stored (``manifest(step).replay.steps`` names those of the gradients,
-        too).
+        Args:
+            step: A step number or a tag; ``None``: the newest step.
+            leaves: Paths of the leaves to restore. Fewer leaves: less to read and less memory.
+                ``None``, without ``slices``: the whole tree.
+            slices: Boxes to restore, by leaf path: one slice of step 1 or one integer for each
+                axis, where an integer keeps its axis with length 1. Missing slices take the whole
+                axis. If a path is also in ``leaves``, the box is returned.
+            contract: ``"exact"`` or ``"bounded"``: refuse leaves that were saved under a weaker
+                contract. ``None``: accept every leaf as it was saved.
+            max_bytes: Refuse to allocate more bytes than this. ``None``: the memory of the machine.
+            fallback: If the step is damaged, restore the newest whole step before it. Training
+                continues, but with older values; ``restored_step`` and a warning in the log name
+                the step. ``False``: raise ``Damaged``.
+            expected_digest: Refuse the step if its manifest has another digest. ``SaveReport`` and
+                ``Checkpoints.digest`` return digests. ``None``: accept what the root has.
 
-        Raises ``StepNotFound``, ``ContractNotMet`` (naming the leaves), ``Damaged`` or
-        ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
-        ``BudgetExceeded``, ``ValueError`` for a wrong slice.
+        Returns:
+            Without ``leaves`` and ``slices`` the tree that was saved, with NumPy arrays in their
+            own dtypes (those that NumPy lacks from ml_dtypes). Tied leaves are one array. Otherwise
+            a dict of arrays by leaf path.
+
+        Raises:
+            StepNotFound: The root does not have the step, or the step does not have a leaf.
+            ContractNotMet: Some leaves were saved under a weaker contract; names them.
+            ReplayNeeded: A leaf is stored as gradients.
+            Damaged: Content, a manifest or the digest of the step is not the expected one; names
+                step, leaf, file and the steps that are whole. ``ChainBroken`` is one kind of it.
+            BudgetExceeded: The restore would allocate more than ``max_bytes``.
+            ValueError: A slice is invalid, or ``contract`` is not a contract.
         """
 
-        def give(manifest: Manifest) -> Any:
+        paths = list(leaves or ())  # once: a fallback may try several steps
+
+        def restore_step(manifest: Manifest) -> Any:
             self._root.require_digest(manifest, expected_digest)
             with damage.named(self._root, manifest):
-                return self._give(manifest, leaves, slices, contract, max_bytes)
+                if leaves is None and slices is None:
+                    require_contract(manifest, contract)
+                    return self._tree(manifest, max_bytes)
+                return self._leaves(manifest, paths, dict(slices or {}), contract, max_bytes)
 
         if fallback:
-            manifest, given = damage.newest_whole(self._root, step, give)
+            manifest, content = damage.newest_whole(self._root, step, restore_step)
         else:
             manifest = self.manifest(step)
-            given = give(manifest)
+            content = restore_step(manifest)
         self.restored_step = manifest.step
-        return given
+        return content
 
-    def _give(
+    def _leaves(
         self,
         manifest: Manifest,
-        leaves: Iterable[str] | None,
-        slices: Slices | None,
+        paths: list[str],
+        slices: Slices,
         contract: str | None,
         max_bytes: int | None,
-    ) -> Any:
-        if leaves is None and slices is None:
-            require_contract(manifest, contract)
-            return self._whole(manifest, max_bytes)
-        owners = tree.array_paths(manifest.tree)
-        leaves = None if leaves is None else list(leaves)
-        wanted = list(dict.fromkeys([*(leaves or ()), *(slices or {})]))
-        require_contract(manifest, contract, [owners.get(path, path) for path in wanted])
-        partly = {owners.get(path, path) for path in slices or {}} - {
-            owners.get(path, path) for path in leaves or ()
-        }
-        names = [owners.get(path, path) for path in wanted]
-        cut = {
-            path: owners.get(path, path)
-            for path in slices or {}
-            if owners.get(path, path) in manifest.tiles
-        }
-        alone = {  # of whose tiles not all are needed
-            owner: bounded_slices(path, manifest.tiles[owner].shape, (slices or {})[path])
-            for path, owner in cut.items()
-            if owner in partly and list(cut.values()).count(owner) == 1
-        }
+    ) -> dict[str, NDArray[Any]]:
+        """Restore some leaves, and boxes of some, by path."""
+        requested = list(dict.fromkeys([*paths, *slices]))
+        tree_owners = tree.array_paths(manifest.tree)
+        # The inputs of a replay are in no tree; each is its own owner.
+        owners = {path: tree_owners.get(path, path) for path in requested}
+        require_contract(manifest, contract, owners.values())
+        partly = {owners[path] for path in slices} - {owners[path] for path in paths}
         found = resolve_leaves(
-            self._root, manifest, names, max_bytes=max_bytes, partly=partly, boxes=alone
+            self._root,
+            manifest,
+            [owners[path] for path in requested],
+            max_bytes=max_bytes,
+            partly=partly,
+            boxes=self._tile_boxes(manifest, slices, owners, partly),
         )
-        loaded: dict[str, NDArray[Any]] = {}
-        flat = tree.flat_tags(manifest.tree)
-        owners |= {
-            path: path for path in wanted if path not in owners
-        }  # inputs of a replay, which no tree has
-        whole = {owners[p]: found[owners[p]] for p in wanted if p not in (slices or {})}
+        tags = tree.flat_tags(manifest.tree)
+        whole = {owners[path]: found[owners[path]] for path in requested if path not in slices}
         boxes = {
-            p: bounded_slices(p, found[owners[p]].spec.shape, s) for p, s in (slices or {}).items()
+            path: bounded_slices(path, found[owners[path]].spec.shape, box)
+            for path, box in slices.items()
         }
-        budget = max_bytes
-        for path, item in load_leaves(whole, max_bytes=budget).items():
-            loaded |= {
-                p: _shaped(as_array(item), flat.get(p), path)
-                for p in wanted
-                if owners[p] == path and p not in boxes
+        arrays: dict[str, NDArray[Any]] = {}
+        for owner, item in load_leaves(whole, max_bytes=max_bytes).items():
+            arrays |= {
+                path: _shaped(as_array(item), tags.get(path), owner)
+                for path in requested
+                if owners[path] == owner and path not in boxes
             }
+        budget = max_bytes
         for path, box in boxes.items():
-            leaf = found[owners[path]]
             if budget is not None:
-                budget = max(0, budget - sum(array.nbytes for array in loaded.values()))
-            loaded[path] = load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
-        return {path: loaded[path] for path in wanted}
+                budget = max(0, budget - sum(array.nbytes for array in arrays.values()))
+            leaf = found[owners[path]]
+            arrays[path] = load_boxes({path: leaf}, {path: box}, max_bytes=budget)[path]
+        return {path: arrays[path] for path in requested}
 
-    def _whole(self, manifest: Manifest, max_bytes: int | None) -> Any:
+    def _tile_boxes(
+        self,
+        manifest: Manifest,
+        slices: Slices,
+        owners: Mapping[str, str],
+        partly: Container[str],
+    ) -> dict[str, tuple[slice, ...]]:
+        """Return the box of each tiled leaf of which only this box is needed."""
+        tiled = {path: owners[path] for path in slices if owners[path] in manifest.tiles}
+        return {
+            owner: bounded_slices(path, manifest.tiles[owner].shape, slices[path])
+            for path, owner in tiled.items()
+            # Several boxes of one leaf may need all of its tiles.
+            if owner in partly and list(tiled.values()).count(owner) == 1
+        }
+
+    def _tree(self, manifest: Manifest, max_bytes: int | None) -> Any:
+        """Restore the whole tree."""
         loaded = load_leaves(
             resolve_leaves(self._root, manifest, max_bytes=max_bytes), max_bytes=max_bytes
         )
@@ -211,12 +265,20 @@ class Checkpoints:
     def blame(
         self, step: int | str | None = None, leaves: Iterable[str] | None = None
     ) -> dict[str, Blame]:
-        """Since which step each chunk of the stored leaves of a step (by default the newest) has
-        its
-        content, by leaf path.
+        """Return, for each chunk of some leaves, the step that its content was saved at.
 
-        Reads tables and digests, no leaf. Raises ``StepNotFound``, for a leaf that the step does
-        not store too, and ``Damaged`` or ``ChainBroken`` where a step on the way is not whole.
+        This reads tables and digests, but no content.
+
+        Args:
+            step: A step number or a tag; ``None``: the newest step.
+            leaves: Paths of stored leaves; ``None``: all of them.
+
+        Returns:
+            The result for each leaf, by path.
+
+        Raises:
+            StepNotFound: The root does not have the step, or the step does not store a leaf.
+            Damaged: A table on the way is damaged. ``ChainBroken`` is one kind of it.
         """
         manifest = self.manifest(step)
         wanted = [*manifest.leaves, *manifest.tiles] if leaves is None else list(leaves)
@@ -228,13 +290,22 @@ class Checkpoints:
     def branch(
         self, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False
     ) -> Branched:
-        """Make a root of its own at ``to``, new or empty, that begins with a step of this one
-        (``None``: the newest) and goes on by itself.
+        """Create a new root that begins with a step of this root and continues independently.
 
-        Files are shared by hard links, which takes no space; ``copy``: copied, which takes theirs,
-        but damage to one root's is then none to the other's. Raises ``StepNotFound``, ``Damaged``
-        or ``ChainBroken`` where the step is not whole, ``NotACheckpointRoot`` where ``to`` holds
-        anything, ``OSError``.
+        Args:
+            step: A step number or a tag; ``None``: the newest step.
+            to: The new root: a directory that is empty or does not exist.
+            copy: Copy the files. This takes their space, but damage to one root does not affect the
+                other. ``False``: share files by hard links, which takes no space.
+
+        Returns:
+            The step, and the bytes that both roots share or that were copied.
+
+        Raises:
+            StepNotFound: The root does not have the step.
+            NotACheckpointRoot: ``to`` is not empty.
+            Damaged: The step is not whole. ``ChainBroken`` is one kind of it.
+            OSError: The file system refused a link or a copy.
         """
         return branch.branch(self._root, step, to, copy=copy)
 
@@ -247,14 +318,24 @@ class Checkpoints:
         seed: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> list[verify.Finding]:
-        """Check the steps (by default all) and return what is wrong; an empty list means that
-        nothing
-        is.
+        """Check steps and return the problems that were found.
 
-        Shallow: manifests, segment tables, chains and every array's metadata. ``deep``: also reads,
-        decodes and compares every byte. ``subset``: reads only this share of it, drawn by ``seed``;
-        ``resume``: a file that keeps how far a check has come, from where the next one goes on.
-        Both sides of these are in ``deltacheck.maintain.verify.check``, which also tells how much was read.
+        A shallow check covers manifests, segment tables, chains and the metadata of all arrays.
+        ``deltacheck.maintain.verify.check`` also returns how much was read.
+
+        Args:
+            step: A step number or a tag; ``None``: all steps.
+            deep: Also read, decode and compare all content. ``False``: faster, but does not detect
+                damaged content.
+            subset: Share of the content to read, 0 to 1. Smaller: faster, and damage is found later
+                on average. ``None``: all.
+            seed: Selects the subset: the same seed selects the same chains. ``None``: another
+                subset each time.
+            resume: A file that records the progress, so that the next call continues. ``None``:
+                begin again.
+
+        Returns:
+            The problems; empty if there are none.
         """
         return list(
             verify.check(
@@ -269,18 +350,26 @@ def open(
     item: str | None = None,
     storage: ObjectStore | None = None,
 ) -> Checkpoints:
-    """Open a root for reading: one that ``Engine`` wrote, or the root of an Orbax
-    ``CheckpointManager``.
+    """Open a root for reading.
 
-    ``path``: a directory, or ``s3://bucket/prefix`` or ``gs://bucket/prefix``. ``item``: the item
-    of a manager's steps, needed only where they have more than one. ``storage``: how an object
-    store is reached (default: by the environment alone). Raises ``NotACheckpointRoot``,
-    ``UnsupportedFormat``, ``StorageFailed`` where an object store does not answer.
+    Args:
+        path: A root that an ``Engine`` or an Orbax ``CheckpointManager`` wrote: a directory, or
+            ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
+        item: The item of the manager's steps. It is required if the steps have more than one.
+        storage: Access to an object store; ``None``: settings of the environment.
+
+    Returns:
+        The committed checkpoints of the root.
+
+    Raises:
+        NotACheckpointRoot: There is no root at ``path``.
+        UnsupportedFormat: The root needs a newer version of deltacheck.
+        StorageFailed: The object store refused the request or did not answer.
     """
     return Checkpoints(open_root(path, item, storage=storage))
 
 
 def _shaped(array: NDArray[Any], tag: str | None, path: str) -> NDArray[Any]:
-    """A leaf in the shape that its tag gives it."""
+    """Return a leaf in the shape that its tag states."""
     shape = tree.shape_in(tag, array.size, path)
     return array if shape is None else array.reshape(shape)

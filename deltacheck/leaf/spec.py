@@ -1,4 +1,4 @@
-"""Frozen records that travel between the rooms."""
+"""Records that describe leaves and saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ def _standard_chunk(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """What one leaf is: its path, shape, element type and chunk shape."""
+    """The path, shape, element type and chunk shape of a leaf.
+
+    Args:
+        path: The keys from the root of the tree to the leaf, escaped and joined by ``/``.
+        shape: The length of each axis.
+        dtype: The element type, as JAX and ml_dtypes name it (``"bfloat16"``).
+        chunk: The shape of a chunk, which is the unit that is encoded, hashed and read.
+            ``LeafSpec.of`` chooses the standard one.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -34,58 +42,77 @@ class LeafSpec:
 
     @classmethod
     def of(cls, path: str, shape: tuple[int, ...], dtype: str) -> LeafSpec:
-        """The spec of a leaf cut the standard way."""
+        """Return the spec of a leaf with the standard chunk shape.
+
+        Args:
+            path: The path of the leaf.
+            shape: The length of each axis.
+            dtype: The name of the element type.
+
+        Raises:
+            UnsupportedLeaf: The format does not have this element type.
+        """
         return cls(path, shape, dtype, _standard_chunk(shape, dtype))
 
     @property
     def element(self) -> DType:
-        """The element type by its name. Raises ``UnsupportedLeaf`` for a name that the format does
-        not have.
+        """Return the element type.
+
+        Raises:
+            UnsupportedLeaf: The format does not have a type of this name.
         """
         return dtype_named(self.dtype)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the leaf in memory."""
+        """Return the bytes of the leaf in memory."""
         return math.prod(self.shape) * self.element.item_bytes
 
     @property
     def word_bytes(self) -> int:
-        """Bytes of a word, which is what the encoder compares: 1, 2, 4 or 8."""
+        """Return the bytes of a word, the unit that the encoder compares: 1, 2, 4 or 8."""
         return self.element.word_bytes
 
     @property
     def chunk_count(self) -> int:
-        """Chunks that the leaf is cut into; 0 for a leaf without elements."""
+        """Return the number of chunks; 0 for a leaf without elements."""
         return grid.chunk_count(self.shape, self.chunk)
 
     def bounds(self) -> NDArray[np.uint64]:
-        """Word offsets of the leaf's chunks, uint64 ``(chunks + 1,)``."""
+        """Return the offset of each chunk and the end of the last one, in words.
+
+        Returns:
+            A uint64 array of shape ``(chunks + 1,)``, read-only.
+        """
         if self.raw_bytes == 0:
             return np.zeros(1, np.uint64)
         return grid.bounds(self.shape, self.chunk, self.element.item_bytes // self.word_bytes)
 
     def element_bounds(self) -> NDArray[np.uint64]:
-        """Offsets of the leaf's chunks in elements, as ``bounds`` gives them in words."""
+        """Return the same offsets as ``bounds``, in elements."""
         return self.bounds() // np.uint64(self.element.item_bytes // self.word_bytes)
 
 
 class LeafKind(StrEnum):
-    """How one save stored a leaf."""
+    """The way in which one save stored a leaf."""
 
     KEYFRAME = "keyframe"
     DELTA = "delta"
     UNCHANGED = "unchanged"
-    DERIVED = "derived"  # nothing is stored of it
+    DERIVED = "derived"  # a restore computes it from other leaves
 
 
 @dataclass(frozen=True, slots=True)
 class LeafReport:
-    """One leaf of one save. ``words`` and ``changed`` count the encoder's words; a keyframe counts
-    all
-    as changed.
+    """The result of one save for one leaf.
 
-    ``encoded_bytes``: bytes of its streams (a keyframe: of its values) before the entropy stage.
+    Args:
+        path: The path of the leaf.
+        kind: The way in which it was stored.
+        raw_bytes: Bytes of the leaf in memory.
+        encoded_bytes: Bytes of its streams before the entropy stage; of a keyframe, its values.
+        words: Words that the encoder compared.
+        changed: Words that differed from the step before. In a keyframe all words count.
     """
 
     path: str
@@ -98,16 +125,23 @@ class LeafReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one committed save cost.
+    """The cost and the result of one committed save.
 
-    ``raw_bytes``: bytes of all leaves in memory. ``stored_bytes``: bytes of all files that this
-    save added. ``blocking_seconds``: wall time that the training thread lost, waits before the next
-    optimizer step included. ``durable_seconds``: from the call to the commit. ``replayed_steps``:
-    updates that a restore of this step replays; 0: none, the state itself is stored. ``digest``: of
-    the manifest, ``"sha256:..."``; whoever keeps it elsewhere can ask a restore for this very step
-    (``expected_digest``). ``note``: what else there is to say, such as why a gradient log stored
-    the state itself. ``durability``: what the save survives from now on, a cut of ``"power"`` or
-    only the end of its ``"process"``.
+    Args:
+        step: The training step.
+        seq: The number of the save in its root, from 0.
+        raw_bytes: Bytes of all leaves in memory.
+        stored_bytes: Bytes of all files that the save added.
+        blocking_seconds: Wall time that the training thread lost, including waits before the next
+            optimizer step.
+        durable_seconds: Wall time from the call to the commit.
+        leaves: One report for each leaf.
+        metrics: The metrics that the caller passed.
+        replayed_steps: Updates that a restore of this step replays; 0: the state itself is stored.
+        note: Further information, such as the reason for which a gradient log stored the state.
+        durability: The failure that the checkpoint survives: a loss of ``"power"``, or only the end
+            of the ``"process"``.
+        digest: The digest of the manifest, ``"sha256:..."``, for use as ``expected_digest``.
     """
 
     step: int
@@ -125,14 +159,20 @@ class SaveReport:
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
-    """Items in order, in groups of at most ``most_bytes`` by their ``size``, or of one item."""
+    """Group items in order, so that each group has at most ``most_bytes``, or one item.
+
+    Args:
+        items: The items.
+        size: Returns the bytes of an item.
+        most_bytes: The limit. Larger: fewer groups; smaller: less memory at a time.
+    """
     batch: list[_T] = []
-    held = 0
+    batch_bytes = 0
     for item in items:
-        if batch and held + size(item) > most_bytes:
+        if batch and batch_bytes + size(item) > most_bytes:
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         batch.append(item)
-        held += size(item)
+        batch_bytes += size(item)
     if batch:
         yield batch

@@ -1,5 +1,6 @@
-"""Follow a run while it goes on: each committed step as what changed in it, for processes that keep
-a copy of its weights.
+"""Follow a run while it trains.
+
+Each committed step is delivered as its changes, for processes that keep a copy of the weights.
 """
 
 from __future__ import annotations
@@ -28,19 +29,24 @@ from deltacheck.store.manifest import Manifest, Tiles
 from deltacheck.store.root import Root, StepRef, open_root, open_segments
 from deltacheck.store.segment import Segment
 
-# Leaves that are loaded together. Larger: fewer calls; that much more memory beside what is held.
+# Leaves that are loaded together. Larger: fewer calls, but that much more memory beside the copy.
 _BATCH_BYTES = 256 << 20
-# A change is told element by element where fewer than one in so many changed: a position takes 8
-# bytes.
+# Positions are listed if fewer than one element in this many changed. A position takes 8 bytes, so
+# a dense list would take more memory than the values themselves.
 _SPARSE_BELOW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LeafChange:
-    """What became of one leaf. ``positions``: int64, ascending, of the changed elements of the
-    flattened leaf; ``None``: all of them. ``values``: their new content, 1-D, in the leaf's own
-    dtype. ``digest``: of the leaf's bytes with these values in place; empty where the leaf is
-    stored in ``tiles``, which then has theirs.
+    """The change of one leaf between two steps.
+
+    Args:
+        spec: The leaf.
+        positions: Positions of the changed elements in the flattened leaf, int64, ascending;
+            ``None``: all elements.
+        values: New values of these elements, 1-D, in the dtype of the leaf.
+        digest: The digest of the leaf after the change; empty if the leaf is stored in tiles.
+        tiles: The tiles of the leaf with their digests; ``None`` if it is stored whole.
     """
 
     spec: LeafSpec
@@ -50,23 +56,32 @@ class LeafChange:
     tiles: Tiles | None = None
 
     def apply(self, array: NDArray[Any]) -> None:
-        """Put the values into ``array``, a writable C-contiguous array of the leaf's shape and
-        dtype, in place. Raises ``TreeMismatch``.
+        """Write the new values into an array, in place.
+
+        Args:
+            array: A writable C-contiguous array with the leaf's shape and dtype, which holds the
+                leaf before the change.
+
+        Raises:
+            TreeMismatch: The array has another shape or dtype, or is not contiguous.
         """
-        if (array.shape, array.dtype) != (
-            self.spec.shape,
-            self.spec.element.numpy,
-        ) or not array.flags.c_contiguous:
+        expected = (self.spec.shape, self.spec.element.numpy)
+        if (array.shape, array.dtype) != expected or not array.flags.c_contiguous:
+            layout = "" if array.flags.c_contiguous else ", not contiguous"
             raise TreeMismatch(
                 f"leaf {self.spec.path!r} is {self.spec.dtype}{list(self.spec.shape)}; the array to"
-                " change is "
-                f"{array.dtype}{list(array.shape)}{'' if array.flags.c_contiguous else ', not contiguous'}"
+                f" change is {array.dtype}{list(array.shape)}{layout}"
             )
         array.reshape(-1)[slice(None) if self.positions is None else self.positions] = self.values
 
     def check(self, array: NDArray[Any]) -> None:
-        """Compare a copy of the leaf, of its shape, with the digests of the step. Raises
-        ``Damaged`` where a bit of it is another.
+        """Compare a copy of the leaf with the digests of the step.
+
+        Args:
+            array: The copy, after the change, in the leaf's shape.
+
+        Raises:
+            Damaged: The copy differs in at least one bit.
         """
         if self.tiles is None:
             self._check(self.spec, array, self.digest)
@@ -76,25 +91,28 @@ class LeafChange:
             self._check(record.spec(tiles.name(self.spec.path, box)), array[box], record.digest)
 
     def _check(self, spec: LeafSpec, array: NDArray[Any], digest: str) -> None:
-        found = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        if found != digest:
+        copy_digest = digest_of(spec, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        if copy_digest != digest:
             raise Damaged(
-                f"leaf {spec.path!r}: this copy has digest {found}, the step has {digest}. Take the"
-                " whole state again: follow(...) anew, or Follower.anchor()",
+                f"leaf {spec.path!r}: this copy has digest {copy_digest}, the step has {digest}."
+                " Take the whole state again: follow(...) anew, or Follower.anchor()",
                 leaf=self.spec.path,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One committed step. ``changes``: by leaf path, ties once; leaves that did not change are not
-    in
-    it.
+    """One committed step, as its changes.
 
-    ``since``: the step that the changes are relative to, the update before; ``None`` where every
-    leaf is given whole: in the first update, and where the follower had to begin again because the
-    tree is another one, or after an error. ``names``: every path of the tree -> the path of the
-    leaf in ``changes`` that it is tied to.
+    Args:
+        step: The training step.
+        seq: The number of the save in its root.
+        since: The step that the changes are relative to, which is the step of the update before.
+            ``None``: each leaf is delivered whole. This is so in the first update, after an error,
+            and if the tree has changed.
+        changes: The changed leaves by path; tied leaves once.
+        names: Each path of the tree, and the path in ``changes`` of the leaf that it is tied to.
+        metrics: The metrics of the save.
     """
 
     step: int
@@ -106,18 +124,24 @@ class Update:
 
     @property
     def changed_elements(self) -> int:
-        """Elements that the update has new values for, of all leaves together; ties count once."""
+        """Return the number of elements with new values in all leaves; ties count once."""
         return sum(change.values.size for change in self.changes.values())
 
 
 class Follower:
-    """The committed steps of a root, one after the other, as they appear. Made by
-    ``deltacheck.follow``; takes no lock, writes nothing.
+    """An iterator over the committed steps of a root as they appear, returned by ``follow``.
 
-    Holds one copy of the leaves that it follows, whose digests it has compared with the manifest's,
-    and finds changes by comparing each step with it. So there is no gap between updates: what
-    retention removes or a chain no longer offers is read whole and compared all the same. After an
-    error the next update is whole.
+    It takes no lock and writes nothing. It holds one copy of the followed leaves, verified with the
+    digests of the manifest, and finds changes by comparing each step with this copy. So there is no
+    gap between updates: if retention has removed a step, the next one is compared all the same.
+    After an error the next update is whole.
+
+    Args:
+        root: The root.
+        wanted: Returns True for the paths to follow.
+        newest_only: Skip steps that were committed while the consumer was busy.
+        poll_seconds: Interval between two checks for a new step.
+        timeout: End the iteration after this many seconds without a new step; ``None``: never.
     """
 
     def __init__(
@@ -135,13 +159,11 @@ class Follower:
         self._timeout = timeout
         self._seq = -1
         self._listed: list[Place] = []
-        self._told: set[Place] = set()
+        self._reported: set[Place] = set()
         self.anchor()
 
     def __iter__(self) -> Iterator[Update]:
-        """Every update, waiting for the next one; ends when none has come for ``timeout``
-        seconds.
-        """
+        """Yield each update, and wait for the next one until ``timeout``."""
         begin = time.monotonic()
         while True:
             update = self.poll()
@@ -154,17 +176,23 @@ class Follower:
                 time.sleep(self._poll_seconds)
 
     def poll(self) -> Update | None:
-        """The next update, or ``None`` where no new step is committed.
+        """Return the next update without waiting.
 
-        Raises ``Damaged`` or ``ChainBroken`` (naming leaf, step and file) where the step is not
-        whole, ``ReplayNeeded`` where it is kept as gradients; the poll after that goes on with the
-        step after it, whole.
+        After an exception the next call continues with the step after it, and delivers it whole.
+
+        Returns:
+            The update, or ``None`` if no new step is committed.
+
+        Raises:
+            Damaged: The step is not whole; names leaf, step and file. ``ChainBroken`` is one kind
+                of it.
+            ReplayNeeded: The step is stored as gradients.
         """
-        found = self._next()
-        if found is None:
+        reference = self._next()
+        if reference is None:
             return None
         try:
-            manifest = self._root.read(found.manifest_path)
+            manifest = self._root.read(reference.manifest_path)
             self._seq = manifest.seq
             return self._update(manifest)
         except FileNotFoundError:
@@ -174,20 +202,20 @@ class Follower:
             raise
 
     def anchor(self) -> None:
-        """Forget what is held: the next update gives every leaf whole."""
+        """Discard the copy, so that the next update delivers every leaf whole."""
         self._step: int | None = None
         self._leaves: dict[str, _Leaf] = {}
         self._stored: dict[str, Held] = {}
         self._segments: list[Segment] = []
 
     def _next(self) -> StepRef | None:
-        """The step whose turn it is. Raises, once, for a manifest that cannot be read."""
+        """Return the step to deliver next. Raise once for each manifest that cannot be read."""
         listed = self._root.manifest_paths()
         if listed == self._listed:
             return None
         checkpoints, damaged = self._root.read_all()
-        for path in sorted(damaged.keys() - self._told):
-            self._told.add(path)
+        for path in sorted(damaged.keys() - self._reported):
+            self._reported.add(path)
             raise damaged[path]
         newer = [ref for ref in checkpoints if ref.seq > self._seq]
         if len(newer) <= 1 or self._newest_only or self._seq < 0:
@@ -250,8 +278,10 @@ class Follower:
     def _changes_of_whole(
         self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, LeafChange]:
-        """Of leaves that are not stored in tiles. ``recut``: what is held of leaves that were cut
-        otherwise.
+        """Return the changes of leaves that are not stored in tiles.
+
+        Args:
+            recut: The copies of leaves that were cut into other tiles before.
         """
         leaves = resolve_leaves(self._root, manifest, paths, held=self._stored)
         stored: dict[str, NDArray[np.uint8]] = {}
@@ -277,7 +307,7 @@ class Follower:
     def _changes_of_tiled(
         self, manifest: Manifest, paths: list[str], recut: Mapping[str, NDArray[np.uint8]]
     ) -> dict[str, LeafChange]:
-        """Of leaves that are stored in tiles: only those that are others than before are read."""
+        """Return the changes of leaves in tiles. Only tiles with another digest are read."""
         fresh = [
             name
             for path in paths
@@ -314,7 +344,7 @@ class Follower:
         return name in self._stored and self._stored[name].digest == manifest.stored[name].digest
 
     def _bytes_of(self, leaf: _Leaf) -> NDArray[np.uint8]:
-        """The bytes of a leaf as it is held."""
+        """Return the bytes of the copy of a leaf."""
         if leaf.data is not None or leaf.tiles is None:
             assert leaf.data is not None
             return leaf.data
@@ -333,8 +363,11 @@ def _note(
     digest: str,
     of: Tiles | None,
 ) -> None:
-    """Add what became of a leaf, if anything. ``values``: of all of it; they are not written to
-    from here on.
+    """Add the change of a leaf, if there is any.
+
+    Args:
+        positions: The changed elements; ``None``: all.
+        values: All values of the leaf. They are made read-only, because consumers may keep them.
     """
     values.flags.writeable = False
     if positions is None:
@@ -348,9 +381,14 @@ def _cuts_of(of: Tiles | None) -> tiles.Cuts | None:
 
 
 class _Leaf(NamedTuple):
-    """A followed leaf. ``data``: ``None`` of one in ``tiles``, which are held as such. ``mark``:
-    what
-    tells whether a step has other bytes; of a leaf whose digest no manifest has, that of its bytes.
+    """A followed leaf.
+
+    Attributes:
+        spec: The leaf.
+        data: Its bytes; ``None`` if it is stored in tiles, which are held one by one.
+        tiles: Its tiles, if it has any.
+        mark: A value that differs if a step has other content: the digests of the manifest, or
+            those of the bytes if no manifest has them.
     """
 
     spec: LeafSpec
@@ -362,9 +400,7 @@ class _Leaf(NamedTuple):
 def _changed_elements(
     spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
 ) -> NDArray[np.int64] | None:
-    """Where two contents of a leaf differ in a bit; ``None`` where in so many elements that telling
-    them one by one takes more memory.
-    """
+    """Return the elements that differ in a bit; ``None`` if a list of them saves no memory."""
     differs = _differs(spec, before, now)
     positions = np.flatnonzero(differs)
     return (
@@ -377,29 +413,31 @@ def _changed_elements(
 def _changed_in_tiles(
     spec: LeafSpec, of: Tiles, contents: Mapping[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]
 ) -> NDArray[np.int64] | None:
-    """As ``_changed_elements``, in coordinates of the leaf. ``contents``: of the tiles whose
-    digests differ, by number, before and now.
+    """Return the elements that differ, as ``_changed_elements`` does, for a leaf in tiles.
+
+    Args:
+        contents: The content before and after of the tiles whose digests differ, by number.
     """
-    found = [np.zeros(0, np.int64)]
+    positions = [np.zeros(0, np.int64)]
     for number, (before, now) in contents.items():
         box = tiles.box(of.cuts, number)
         inner = np.unravel_index(
             np.flatnonzero(_differs(spec, before, now)), [s.stop - s.start for s in box]
         )
-        found.append(
+        positions.append(
             np.ravel_multi_index(
                 [at + s.start for at, s in zip(inner, box, strict=True)], spec.shape
             )
         )
-        if sum(part.size for part in found) * _SPARSE_BELOW > math.prod(spec.shape):
+        if sum(part.size for part in positions) * _SPARSE_BELOW > math.prod(spec.shape):
             return None
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(positions))
 
 
 def _differs(
     spec: LeafSpec, before: NDArray[np.uint8], now: NDArray[np.uint8]
 ) -> NDArray[np.bool_]:
-    """Per element, whether a bit of it is another."""
+    """Return True for each element that differs in at least one bit."""
     width = spec.element.item_bytes
     word = np.dtype(f"u{min(width, 8)}")
     differs: NDArray[np.bool_] = before.view(word) != now.view(word)
@@ -419,25 +457,34 @@ def follow(
     timeout: float | None = None,
     storage: ObjectStore | None = None,
 ) -> Follower:
-    """Follow a run live: an iterator over its committed steps as changed leaves, beginning with the
-    newest step, whole.
+    """Follow a run while it trains, beginning with the newest step, which is delivered whole.
 
-    ``leaves``: paths, or a function that says whether a path is followed, such as ``lambda path:
-    path.startswith("model/")``; fewer: less memory and less to read; by default all. ``item``: of a
-    ``CheckpointManager``'s steps, where they have several. ``newest_only``: leave out steps that
-    were committed while the consumer was busy: less work, but not every step is seen.
-    ``poll_seconds``: between two looks for a new step; shorter: sooner there, more calls to the
-    storage. ``timeout``: the iteration ends when nothing new has come for so many seconds;
-    ``None``: never. ``storage``: how an object store is reached.
+    All values have been compared with the digests of their step.
 
-    Every value has been compared with the digests of its step; a step that is not whole raises, and
-    the one after it comes whole. Raises ``NotACheckpointRoot``, ``UnsupportedFormat``.
+    Args:
+        path: The root: a directory, or a prefix of an object store.
+        leaves: Paths to follow, or a function that returns True for such a path, for example
+            ``lambda path: path.startswith("model/")``. Fewer leaves: less memory and less to read.
+            ``None``: all leaves.
+        item: The item of a ``CheckpointManager``'s steps, required if they have more than one.
+        newest_only: Skip steps that were committed while the consumer was busy: less work, but not
+            every step is delivered. ``False``: deliver every step that still exists.
+        poll_seconds: Interval between two checks for a new step. Shorter: updates arrive earlier;
+            longer: fewer requests to the storage.
+        timeout: End the iteration after this many seconds without a new step. ``None``: never.
+        storage: Access to an object store; ``None``: settings of the environment.
+
+    Returns:
+        An iterator over updates.
+
+    Raises:
+        NotACheckpointRoot: There is no root at ``path``.
+        UnsupportedFormat: The root needs a newer version of deltacheck.
     """
     if callable(leaves) or leaves is None:
         wanted = leaves or (lambda path: True)
     else:
-        chosen = frozenset(leaves)
-        wanted = chosen.__contains__
+        wanted = frozenset(leaves).__contains__
     return Follower(
         open_root(path, item, storage=storage), wanted, newest_only, poll_seconds, timeout
     )
