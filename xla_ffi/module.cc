@@ -57,13 +57,13 @@ nb::object array_of(Bytes&& bytes) {
 
 // Returns rows as a uint32 array (rows, kRowWidth) without a copy.
 nb::object array_of(std::vector<Row>&& rows) {
-  auto* kept = new std::vector<Row>(std::move(rows));
-  nb::capsule owner(kept,
+  auto* storage = new std::vector<Row>(std::move(rows));
+  nb::capsule owner(storage,
                     [](void* memory) noexcept { delete static_cast<std::vector<Row>*>(memory); });
   static_assert(sizeof(Row) == kRowWidth * sizeof(uint32_t));
-  uint32_t* data = reinterpret_cast<uint32_t*>(kept->data());
+  uint32_t* data = reinterpret_cast<uint32_t*>(storage->data());
   return nb::cast(
-      nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>(data, {kept->size(), kRowWidth}, owner));
+      nb::ndarray<nb::numpy, uint32_t, nb::ndim<2>>(data, {storage->size(), kRowWidth}, owner));
 }
 
 nb::tuple encode_arrays(const Array<const uint8_t>& current,
@@ -90,10 +90,11 @@ nb::tuple encode_arrays(const Array<const uint8_t>& current,
 
 template <typename T>
 nb::object array_of(std::vector<T>&& numbers) {
-  auto* kept = new std::vector<T>(std::move(numbers));
-  nb::capsule owner(kept,
+  auto* storage = new std::vector<T>(std::move(numbers));
+  nb::capsule owner(storage,
                     [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+  return nb::cast(
+      nb::ndarray<nb::numpy, T, nb::ndim<1>>(storage->data(), {storage->size()}, owner));
 }
 
 using Rows = nb::ndarray<const uint32_t, nb::shape<-1, kRowWidth>, nb::c_contig, nb::device::cpu>;
@@ -104,8 +105,8 @@ std::vector<StreamView> views_of(const Streams& streams) {
   if (streams.size() != kStreams)
     throw std::invalid_argument("streams must have one entry for each name");
   std::vector<StreamView> views;
-  for (const auto& given : streams) {
-    views.push_back(given ? StreamView{given->data(), given->size()} : StreamView{nullptr, 0});
+  for (const auto& stream : streams) {
+    views.push_back(stream ? StreamView{stream->data(), stream->size()} : StreamView{nullptr, 0});
   }
   return views;
 }
@@ -162,11 +163,11 @@ constexpr std::pair<const char*, ChunkCodec> kChunkCodecs[] = {
 // Returns the codecs that this build can decode; store/files/arrays.py leaves the others to
 // TensorStore.
 std::vector<std::string> readable_codecs() {
-  std::vector<std::string> found;
+  std::vector<std::string> names;
   for (const auto& [name, codec] : kChunkCodecs) {
-    if (can_read(codec)) found.push_back(name);
+    if (can_read(codec)) names.push_back(name);
   }
-  return found;
+  return names;
 }
 
 std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_file, bool sharded,
@@ -182,15 +183,15 @@ std::string read_file(int descriptor, uint64_t chunk_bytes, uint64_t chunks_per_
   if (out.size() == 0 || begin > bytes || out.size() > bytes - begin) {
     throw std::invalid_argument("the file does not hold as many bytes from there on");
   }
-  const auto* known = std::find_if(
+  const auto* entry = std::find_if(
       std::begin(kChunkCodecs), std::end(kChunkCodecs),
-      [&codec](const auto& one) { return codec == one.first && can_read(one.second); });
-  if (known == std::end(kChunkCodecs))
+      [&codec](const auto& item) { return codec == item.first && can_read(item.second); });
+  if (entry == std::end(kChunkCodecs))
     throw std::invalid_argument("this build reads no codec '" + codec + "'");
   uint8_t* to = out.data();
   const uint64_t end = begin + out.size();
   nb::gil_scoped_release released;
-  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, known->second, begin,
+  return read_array_file(descriptor, {chunk_bytes, chunks_per_file, sharded}, entry->second, begin,
                          end, to);
 }
 #endif
@@ -214,10 +215,10 @@ nb::tuple check_arrays(const Rows& rows, const Streams& streams, uint64_t bytes,
 nb::tuple statistics_arrays(const Array<const uint8_t>& current, const Array<const uint8_t>& base,
                             const Array<const uint64_t>& bounds, const std::string& elements) {
   // Element types are passed by name, so that their numbers are no interface.
-  const auto* found = std::find(kElementNames, kElementNames + kElementTypes, elements);
-  if (found == kElementNames + kElementTypes)
+  const auto* name = std::find(kElementNames, kElementNames + kElementTypes, elements);
+  if (name == kElementNames + kElementTypes)
     throw std::invalid_argument("no elements are called '" + elements + "'");
-  const Elements kind = static_cast<Elements>(found - kElementNames);
+  const Elements kind = static_cast<Elements>(name - kElementNames);
   const Run run = run_of(bounds, current.size(), word_bytes_of(kind));
   if (base.size() != current.size())
     throw std::invalid_argument("base and current must have the same size");

@@ -1,5 +1,6 @@
-"""The profiler: it looks at the states of any framework, and imports none that the states do not
-come from.
+"""The profiler of training runs, for the states of any framework.
+
+It imports only the framework that a state comes from.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from deltacheck.profile.measure import Samples
 from deltacheck.profile.observe import Observer
 from deltacheck.profile.sample import SamplePlan
 
-# Package that an array's or a container's type comes from -> the module with ``describe``,
-# ``expand`` and ``take`` for it.
+# Package that defines the type of an array or container -> module with its functions ``describe``,
+# ``expand`` and ``take``.
 _ADAPTERS = {
     "torch": "deltacheck.backends.torch.state.sampling",
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax"), "deltacheck.backends.orbax.state.sampling"),
@@ -27,32 +28,41 @@ _ADAPTERS = {
 
 
 class Adapter(Protocol):
-    """What a framework's arrays need. ``take`` gives the sampled elements of all of them, on the
-    host, in memory of their own.
-    """
+    """The functions of a framework for its arrays and containers."""
 
-    def describe(self, value: object) -> ArrayLeaf | None: ...
+    def describe(self, value: object) -> ArrayLeaf | None:
+        """Return the leaf that an array makes, ``None`` if it is none of the framework."""
 
-    def expand(self, value: object) -> list[tuple[object, object]] | None: ...
+    def expand(self, value: object) -> list[tuple[object, object]] | None:
+        """Return the keys and children of a container of the framework, else ``None``."""
 
-    def take(
-        self, arrays: Mapping[str, Any], plan: SamplePlan
-    ) -> dict[str, NDArray[np.generic]]: ...
+    def take(self, arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
+        """Return the sampled elements of all arrays, on the host, in memory of their own."""
+        ...
 
 
 class Profiler(Observer):
-    """Looks at a training state every ``interval_steps`` steps, at a few thousand elements of each
-    class; the rest never leaves its device.
+    """A profiler that samples a training state at intervals.
 
     Call ``observe`` after every step, with the nested state that a checkpoint would hold: torch
-    tensors, JAX or NumPy arrays. Between the intervals it only takes note of loss and gradient
-    norm. ``profile`` says in the end what was stable, from which step.
+    tensors, JAX or NumPy arrays. Between the intervals it only records loss and gradient norm. A
+    sample has a few thousand elements of each class of leaves; the rest never leaves its device.
+    ``profile`` returns the result, and ``docs/how-to/profile.md`` shows how to use it.
 
-    ``interval_steps``: between two looks; best the interval of the checkpoints. Larger: cheaper, a
-    coarser stable start. ``sample``: blocks of 64 elements for each class of leaves (weights,
-    masters, moments). Larger: less noise, more to copy. ``optimizer``: the constants of Adam where
-    the state does not hold them (optax without ``inject_hyperparams``). ``source``: a name for the
-    run, kept in the profile.
+    Args:
+        interval_steps: The number of steps between two samples (default: 10). The interval of the
+            checkpoints is best. Larger: less overhead, but a coarser stable start; smaller: the
+            opposite.
+        sample: The number of blocks of 64 elements for each class of leaves, such as weights,
+            masters and moments (default: 64). Larger: less noise, more to copy; smaller: the
+            opposite.
+        optimizer: The constants of Adam if the state does not hold them, as with optax without
+            ``inject_hyperparams``. ``None`` (default): moments with unknown constants are treated
+            as those of an unknown optimizer and stay exact.
+        source: A name for the run, which is stored in the profile (default: empty).
+
+    Raises:
+        ValueError: If ``interval_steps`` or ``sample`` is below 1.
     """
 
     def _flatten(self, state: object) -> Flat:
@@ -62,25 +72,27 @@ class Profiler(Observer):
         groups: dict[str, dict[str, object]] = {}
         for path in plan.starts:
             groups.setdefault(package_of(arrays[path]), {})[path] = arrays[path]
-        found: dict[str, NDArray[np.generic]] = {}
-        for package, some in groups.items():
+        samples: dict[str, NDArray[np.generic]] = {}
+        # One call for each framework, which gathers all samples of a device before it copies them.
+        for package, members in groups.items():
             adapter = _adapter(package)
-            found |= (
-                {p: take_numpy(a, plan.elements(p)) for p, a in some.items()}
+            samples |= (
+                {p: take_numpy(a, plan.elements(p)) for p, a in members.items()}
                 if adapter is None
-                else adapter.take(some, plan)
+                else adapter.take(members, plan)
             )
-        return found
+        return samples
 
 
 def flatten(state: object) -> Flat:
-    """A state of any framework taken apart, nothing copied."""
+    """Flatten a state of any framework without copying its arrays."""
     return tree.flatten(state, _describe, _expand)
 
 
 def take_numpy(array: object, elements: NDArray[np.int64]) -> NDArray[np.generic]:
-    """Elements of a host array by their offsets in C order."""
+    """Return elements of a host array by their offsets in C order."""
     host = np.asarray(array)
+    # reshape would copy an array that is not contiguous.
     return (
         host.reshape(-1)[elements]
         if host.flags.c_contiguous
@@ -99,7 +111,7 @@ def _expand(value: object) -> list[tuple[object, object]] | None:
 
 
 def package_of(value: object) -> str:
-    """The framework that the type, or one that it derives from, comes from; empty for none."""
+    """Return the framework that defines the type or one of its bases; empty if there is none."""
     packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
     return next((package for package in packages if package in _ADAPTERS), "")
 

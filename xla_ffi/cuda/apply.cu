@@ -120,11 +120,11 @@ __device__ inline void apply_bitmap(typename Word<W>::type* words, const uint8_t
     // One turn per lane decodes the bits of that lane with all threads, so that the warp accesses
     // neighbouring words.
     for (uint32_t turn = 0; turn < kWarpThreads; ++turn) {
-      const uint32_t some = __shfl_sync(kAllLanes, mask, turn);
-      if (some == 0) continue;
+      const uint32_t bits_of_lane = __shfl_sync(kAllLanes, mask, turn);
+      if (bits_of_lane == 0) continue;
       const uint32_t first_rank = __shfl_sync(kAllLanes, rank, turn);
-      const bool mine = some >> lane_of_thread() & 1;
-      const uint32_t value = mine ? values[first_rank + __popc(some & below)] : 0;
+      const bool mine = bits_of_lane >> lane_of_thread() & 1;
+      const uint32_t value = mine ? values[first_rank + __popc(bits_of_lane & below)] : 0;
       const bool escaped = W > 1 && value == kEscape;
       U z = static_cast<U>(value + 1);
       if (W > 1) {
@@ -223,17 +223,18 @@ __device__ inline void copy(uint8_t* to, const uint8_t* from, uint64_t bytes) {
   if (misplaced != 0 && count > 0) --count;  // never reads behind the stream's part
   uint32_t* const aligned = reinterpret_cast<uint32_t*>(to + head);
   for (uint64_t first = threadIdx.x; first < count; first += kUnroll * kBlockThreads) {
-    uint32_t some[kUnroll];
+    uint32_t loaded[kUnroll];
 #pragma unroll
     for (uint32_t j = 0; j < kUnroll; ++j) {
       const uint64_t i = first + j * kBlockThreads;
       if (i >= count) continue;
-      some[j] = misplaced == 0 ? words[i] : __funnelshift_r(words[i], words[i + 1], 8 * misplaced);
+      loaded[j] =
+          misplaced == 0 ? words[i] : __funnelshift_r(words[i], words[i + 1], 8 * misplaced);
     }
 #pragma unroll
     for (uint32_t j = 0; j < kUnroll; ++j) {
       const uint64_t i = first + j * kBlockThreads;
-      if (i < count) aligned[i] = some[j];
+      if (i < count) aligned[i] = loaded[j];
     }
   }
   for (uint64_t i = threadIdx.x; i < head; i += kBlockThreads) to[i] = from[i];

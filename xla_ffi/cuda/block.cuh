@@ -46,8 +46,8 @@ __device__ inline T warp_sum(T value) {
 template <typename T>
 __device__ inline T warp_max(T value) {
   for (uint32_t with = kWarpThreads / 2; with > 0; with /= 2) {
-    const T other = __shfl_xor_sync(kAllLanes, value, with);
-    value = other > value ? other : value;
+    const T candidate = __shfl_xor_sync(kAllLanes, value, with);
+    value = candidate > value ? candidate : value;
   }
   return value;
 }
@@ -87,8 +87,8 @@ __device__ inline T block_max(T value, BlockScratch& scratch) {
   __syncthreads();
   T most = 0;
   for (uint32_t warp = 0; warp < kBlockWarps; ++warp) {
-    const T other = static_cast<T>(scratch.warps[warp]);
-    most = other > most ? other : most;
+    const T candidate = static_cast<T>(scratch.warps[warp]);
+    most = candidate > most ? candidate : most;
   }
   return most;
 }

@@ -128,9 +128,9 @@ __device__ inline uint64_t mixed(const uint8_t* input, uint32_t key) {
   return folded(read64(input) ^ secret(key), read64(input + 8) ^ secret(key + 8));
 }
 
-__device__ inline void mix(const uint8_t* one, const uint8_t* other, uint32_t key, Hash* hash) {
-  hash->low = (hash->low + mixed(one, key)) ^ (read64(other) + read64(other + 8));
-  hash->high = (hash->high + mixed(other, key + 16)) ^ (read64(one) + read64(one + 8));
+__device__ inline void mix(const uint8_t* first, const uint8_t* second, uint32_t key, Hash* hash) {
+  hash->low = (hash->low + mixed(first, key)) ^ (read64(second) + read64(second + 8));
+  hash->high = (hash->high + mixed(second, key + 16)) ^ (read64(first) + read64(first + 8));
 }
 
 __device__ inline Hash hash_to_240(const uint8_t* input, uint32_t length) {
@@ -177,19 +177,19 @@ struct Loaded {
 };
 
 // The sums of one lane before they enter the accumulators: `own` for the accumulator of its words,
-// `other` for its neighbour's. XXH3 adds each input word to the neighbouring accumulator.
+// `neighbour` for the adjacent one. XXH3 adds each input word to the neighbouring accumulator.
 struct Sums {
-  uint64_t own = 0, other = 0;
+  uint64_t own = 0, neighbour = 0;
 
   __device__ inline void add(uint64_t word, uint64_t key) {
     const uint64_t keyed = word ^ key;
     own += (keyed & 0xffffffffu) * (keyed >> 32);
-    other += word;
+    neighbour += word;
   }
 
   // Returns the sum over all lanes of the same accumulator.
-  __device__ inline uint64_t together() const {
-    uint64_t sum = own + __shfl_xor_sync(kAllLanes, other, 1u);
+  __device__ inline uint64_t combined() const {
+    uint64_t sum = own + __shfl_xor_sync(kAllLanes, neighbour, 1u);
     sum += __shfl_xor_sync(kAllLanes, sum, 8u);
     return sum + __shfl_xor_sync(kAllLanes, sum, 16u);
   }
@@ -220,7 +220,7 @@ __device__ inline uint64_t hash_blocks(const uint8_t* input, uint32_t blocks, co
 #pragma unroll
       for (uint32_t row = 0; row < kRows; ++row) sums.add(ahead[i].word(row, shift), keys[row]);
       if (from + kAhead * kBlockBytes < end) ahead[i].load(from + kAhead * kBlockBytes);
-      accumulator = scrambled(accumulator + sums.together(), scramble);
+      accumulator = scrambled(accumulator + sums.combined(), scramble);
       from += kBlockBytes;
     }
   }
@@ -268,14 +268,14 @@ __device__ inline Hash hash_long(const uint8_t* input, uint64_t length) {
       sums.add(read64(block + i * kStripeBytes + 8 * mine), secret(8 * (i + mine)));
     }
     if (done < blocks) {
-      accumulator = scrambled(accumulator + sums.together(), scramble);
+      accumulator = scrambled(accumulator + sums.combined(), scramble);
       continue;
     }
     if (stripe == 0) {  // the last 64 bytes, even if some were in a stripe already
       sums.add(read64(input + length - kStripeBytes + 8 * lane),
                secret(kSecretBytes - kStripeBytes - 7 + 8 * mine));
     }
-    accumulator += sums.together();
+    accumulator += sums.combined();
     break;
   }
   return {merged(accumulator, secret(11 + 8 * mine), length * kPrime1),

@@ -271,18 +271,18 @@ __device__ inline void count_planes(Histogram* planes, typename Word<W>::type wo
 __device__ inline uint64_t warp_cost(const Histogram& histogram, uint64_t n, bool skew) {
   if (n == 0) return 0;
   constexpr uint32_t kEach = 256 / kWarpThreads;
-  uint64_t others = 0;
+  uint64_t nonzero = 0;
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t byte = i * kWarpThreads + lane_of_thread();
-    if (byte != 0) others += histogram[byte];
+    if (byte != 0) nonzero += histogram[byte];
   }
-  others = warp_sum(others);
+  nonzero = warp_sum(nonzero);
   const uint32_t whole = log2_256(n);
   uint64_t entropy = 0, most = 0;
 #pragma unroll 1  // L is long
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t byte = i * kWarpThreads + lane_of_thread();
-    const uint64_t entry = byte != 0 ? histogram[byte] : n - others;
+    const uint64_t entry = byte != 0 ? histogram[byte] : n - nonzero;
     entropy += entropy_term(entry, whole);
     most = entry > most ? entry : most;
   }
@@ -360,20 +360,20 @@ __device__ inline bool planes_cost_less(const Chunk& chunk, uint64_t sample_word
   constexpr uint32_t kFirstLook = 1024;
   for (int k = 0; k < W; ++k) shared.planes[k][threadIdx.x] = 0;
   __syncthreads();
-  uint64_t seen = 0, next_look = kFirstLook;
+  uint64_t counted = 0, next_look = kFirstLook;
   for (uint64_t index = 0; index < tiles_of(chunk.words, W); index += kSampleEvery) {
     const Tile<W> tile(chunk, index);
     for (uint32_t start = 0; start < tile.words; start += kFirstLook) {
-      const uint32_t some = tile.words - start < kFirstLook ? tile.words - start : kFirstLook;
-      for (uint32_t i = threadIdx.x; i < some; i += kBlockThreads)
+      const uint32_t group = tile.words - start < kFirstLook ? tile.words - start : kFirstLook;
+      for (uint32_t i = threadIdx.x; i < group; i += kBlockThreads)
         count_planes<W>(shared.planes, rotated_left<W>(tile.current[start + i]));
-      seen += some;
-      const bool all = seen == sample_words;
-      if (seen < next_look && !all) continue;
-      next_look = 2 * seen;
+      counted += group;
+      const bool all = counted == sample_words;
+      if (counted < next_look && !all) continue;
+      next_look = 2 * counted;
       __syncthreads();
       if (warp_of_thread() < W) {
-        const uint64_t cost = warp_cost(shared.planes[warp_of_thread()], seen, all);
+        const uint64_t cost = warp_cost(shared.planes[warp_of_thread()], counted, all);
         if (lane_of_thread() == 0) shared.costs[warp_of_thread()] = cost;
       }
       __syncthreads();
@@ -610,10 +610,10 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
                  *const wide = place_of(job, kWide);
   uint64_t words_before = 0, gaps_before = 0, wide_before = 0;
   for (uint64_t start = 0; start < tiles; start += kTogether) {
-    const uint32_t some =
+    const uint32_t group =
         static_cast<uint32_t>(tiles - start < kTogether ? tiles - start : kTogether);
     uint64_t owned = 0, totals;
-    for (int column = 0; column < 3 && threadIdx.x < some; ++column)
+    for (int column = 0; column < 3 && threadIdx.x < group; ++column)
       owned |= uint64_t{slot.entries[3 * (start + threadIdx.x) + column]} << (kSumBits * column);
     const uint64_t before = block_exclusive_sum(owned, scratch, &totals);
     if (threadIdx.x < kTogether) before_tile[threadIdx.x] = before;
@@ -621,7 +621,7 @@ __device__ inline void store_slot(const Job& job, const Chunk& chunk, const Entr
     const auto column_of = [](uint64_t sums, int column) {
       return sums >> (kSumBits * column) & ((1u << kSumBits) - 1);
     };
-    for (uint32_t tile = warp_of_thread(); tile < some; tile += kBlockWarps) {
+    for (uint32_t tile = warp_of_thread(); tile < group; tile += kBlockWarps) {
       const uint16_t* const entry_of_tile = slot.entries + 3 * (start + tile);
       const uint64_t words_at = words_before + column_of(before_tile[tile], 0);
       const uint64_t gaps_at = gaps_before + column_of(before_tile[tile], 1);

@@ -26,14 +26,14 @@ struct Shared {
 };
 
 // The counts and the maximum of one thread.
-struct Seen {
+struct Counts {
   uint64_t changed = 0, nonfinite = 0;
   double largest = 0;
 };
 
 template <Elements kElements>
 __device__ inline void add_tile(const void* current, const void* base, uint64_t start,
-                                uint32_t words, Seen* seen, double* sums) {
+                                uint32_t words, Counts* counts_of_thread, double* sums) {
   using U = typename Word<Element<kElements>::kWordBytes>::type;
   const U* const c = static_cast<const U*>(current) + start;
   const U* const b = static_cast<const U*>(base) + start;
@@ -41,10 +41,10 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
 #pragma unroll 4
   for (uint32_t i = lane_of_thread(); i < words; i += kLanes) {
     const U now = c[i], before = b[i];
-    seen->changed += now != before;
+    counts_of_thread->changed += now != before;
     if constexpr (Element<kElements>::kNumbers) {
       const bool finite = is_finite<kElements>(now);
-      seen->nonfinite += !finite;
+      counts_of_thread->nonfinite += !finite;
       // The definition omits pairs of which either value is not finite.
       if (!finite || !is_finite<kElements>(before)) continue;
       const Number<kElements> value = value_of<kElements>(before),
@@ -52,7 +52,8 @@ __device__ inline void add_tile(const void* current, const void* base, uint64_t 
       sums[kOfDifferences] += square(d);
       sums[kOfBases] += square(value);
       const double size = fabs(static_cast<double>(d));
-      seen->largest = size > seen->largest ? size : seen->largest;
+      counts_of_thread->largest =
+          size > counts_of_thread->largest ? size : counts_of_thread->largest;
     }
   }
 }
@@ -67,7 +68,7 @@ __device__ inline double added_in_halves(double sum) {
 template <Elements kElements>
 __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Shared& shared) {
   constexpr uint32_t kTile = kTileWords<Element<kElements>::kWordBytes>;
-  Seen seen;
+  Counts counts_of_thread;
   double total = 0;  // used by the first kSums threads only
   const uint64_t tile_count = tiles_of(chunk.words, Element<kElements>::kWordBytes);
   for (uint64_t span = 0; span < tile_count; span += kSpanTiles) {
@@ -78,11 +79,11 @@ __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Share
       const uint32_t words =
           static_cast<uint32_t>(chunk.words - start < kTile ? chunk.words - start : kTile);
       double sums[kSums];
-      add_tile<kElements>(chunk.current, chunk.base, start, words, &seen, sums);
+      add_tile<kElements>(chunk.current, chunk.base, start, words, &counts_of_thread, sums);
       if constexpr (Element<kElements>::kNumbers) {
-        for (int which = 0; which < kSums; ++which) {
-          const double sum = added_in_halves(sums[which]);
-          if (lane_of_thread() == 0) shared.tiles[which][tile] = sum;
+        for (int sum_index = 0; sum_index < kSums; ++sum_index) {
+          const double sum = added_in_halves(sums[sum_index]);
+          if (lane_of_thread() == 0) shared.tiles[sum_index][tile] = sum;
         }
       }
     }
@@ -98,10 +99,10 @@ __device__ inline void measure(const Chunk& chunk, Statistics* statistics, Share
       __syncthreads();
     }
   }
-  const uint64_t changed = block_sum(seen.changed, shared.scratch);
-  const uint64_t nonfinite = block_sum(seen.nonfinite, shared.scratch);
+  const uint64_t changed = block_sum(counts_of_thread.changed, shared.scratch);
+  const uint64_t nonfinite = block_sum(counts_of_thread.nonfinite, shared.scratch);
   uint64_t bits;  // bit patterns of magnitudes have the order of their values
-  memcpy(&bits, &seen.largest, sizeof bits);
+  memcpy(&bits, &counts_of_thread.largest, sizeof bits);
   bits = block_max(bits, shared.scratch);
   if (threadIdx.x == kOfDifferences) {
     statistics->changed = changed;
@@ -141,11 +142,11 @@ __global__ void separate_chunks(const Statistics* statistics, uint32_t chunks, u
                                 void* values, bool wide) {
   const uint32_t chunk = blockIdx.x * blockDim.x + threadIdx.x;
   if (chunk >= chunks) return;
-  const Statistics& found = statistics[chunk];
-  counts[2 * chunk] = static_cast<uint32_t>(found.changed);
-  counts[2 * chunk + 1] = static_cast<uint32_t>(found.nonfinite);
-  const double numbers[3] = {found.squared_difference, found.squared_base,
-                             found.largest_difference};
+  const Statistics& measured = statistics[chunk];
+  counts[2 * chunk] = static_cast<uint32_t>(measured.changed);
+  counts[2 * chunk + 1] = static_cast<uint32_t>(measured.nonfinite);
+  const double numbers[3] = {measured.squared_difference, measured.squared_base,
+                             measured.largest_difference};
   for (uint32_t i = 0; i < 3; ++i) {
     if (wide)
       static_cast<double*>(values)[3 * chunk + i] = numbers[i];

@@ -38,19 +38,19 @@ uint8_t* data_of(Header* header) { return reinterpret_cast<uint8_t*>(header + 1)
 
 // Returns a block with room for `size`, or null if there is no memory.
 Header* obtain(size_t size) {
-  void* found;
+  void* memory;
   size_t mapped = 0;
 #ifdef __linux__
   if (size >= kLeastMapped) {
     mapped = kLead + sizeof(Header) + size;
-    found = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    found = found == MAP_FAILED ? nullptr : static_cast<uint8_t*>(found) + kLead;
+    memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memory = memory == MAP_FAILED ? nullptr : static_cast<uint8_t*>(memory) + kLead;
   } else
 #endif
   {
-    found = std::malloc(sizeof(Header) + size);
+    memory = std::malloc(sizeof(Header) + size);
   }
-  return found == nullptr ? nullptr : new (found) Header{size, 0, 0, mapped, {}};
+  return memory == nullptr ? nullptr : new (memory) Header{size, 0, 0, mapped, {}};
 }
 
 void release(Header* block) {
@@ -88,24 +88,24 @@ struct Kept {
 };
 
 // Never destroyed, because blocks are released until the process ends.
-Kept& kept() {
+Kept& kept_blocks() {
   static Kept* const all = new Kept;
   return *all;
 }
 
 // Returns a kept block with room for `size` but not much more, or null.
 Header* take(size_t size) {
-  std::unique_lock lock(kept().mutex, std::try_to_lock);
+  std::unique_lock lock(kept_blocks().mutex, std::try_to_lock);
   if (!lock.owns_lock()) return nullptr;
-  auto& blocks = kept().blocks;
+  auto& blocks = kept_blocks().blocks;
   const auto fits = std::find_if(blocks.rbegin(), blocks.rend(), [&](const Header* block) {
     return block->room >= size && block->room - size <= size / 8;
   });
   if (fits == blocks.rend()) return nullptr;
-  Header* const found = *fits;
+  Header* const block = *fits;
   blocks.erase(std::next(fits).base());
-  kept().bytes -= found->filled;
-  return found;
+  kept_blocks().bytes -= block->filled;
+  return block;
 }
 
 // Keeps a block and releases older ones in its place. Returns false if the caller must free it.
@@ -113,16 +113,16 @@ bool keep(Header* block) {
   if (block->room < kLeastKept || block->filled > kKeptBytes) return false;
   std::deque<Header*> old;
   {
-    std::unique_lock lock(kept().mutex, std::try_to_lock);
+    std::unique_lock lock(kept_blocks().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    auto& blocks = kept().blocks;
-    for (; kept().bytes + block->filled > kKeptBytes || blocks.size() == kMostBlocks;
+    auto& blocks = kept_blocks().blocks;
+    for (; kept_blocks().bytes + block->filled > kKeptBytes || blocks.size() == kMostBlocks;
          blocks.pop_front()) {
-      kept().bytes -= blocks.front()->filled;
+      kept_blocks().bytes -= blocks.front()->filled;
       old.push_back(blocks.front());
     }
     blocks.push_back(block);
-    kept().bytes += block->filled;
+    kept_blocks().bytes += block->filled;
   }
   for (Header* each : old) release(each);
   return true;

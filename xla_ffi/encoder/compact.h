@@ -68,13 +68,15 @@ template <int W>
 inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pairs,
                       uint8_t** packed, uint16_t** places) {
   const __m512i ascending = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i here = _mm512_add_epi32(ascending, _mm512_set1_epi32(static_cast<int>(first)));
+  const __m512i positions_of_line =
+      _mm512_add_epi32(ascending, _mm512_set1_epi32(static_cast<int>(first)));
   const auto pack_pairs = [&](int part, __m512i word) {
     const __m512i place =
-        _mm512_slli_epi32(_mm512_add_epi32(here, _mm512_set1_epi32(16 * part)), 16);
-    const __mmask16 some = static_cast<__mmask16>(chosen >> (16 * part));
-    _mm512_storeu_si512(*pairs, _mm512_maskz_compress_epi32(some, _mm512_or_si512(place, word)));
-    *pairs += __builtin_popcount(some);
+        _mm512_slli_epi32(_mm512_add_epi32(positions_of_line, _mm512_set1_epi32(16 * part)), 16);
+    const __mmask16 selected = static_cast<__mmask16>(chosen >> (16 * part));
+    _mm512_storeu_si512(*pairs,
+                        _mm512_maskz_compress_epi32(selected, _mm512_or_si512(place, word)));
+    *pairs += __builtin_popcount(selected);
   };
   if constexpr (W == 1) {
     pack_pairs(0, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(z)));
@@ -88,13 +90,14 @@ inline void pack_line(__m512i z, uint64_t chosen, uint32_t first, uint32_t** pai
     pack_pairs(1, _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(z, 1)));
     return;
   }
-  const __mmask16 some = static_cast<__mmask16>(chosen);
-  if constexpr (W == 4) _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi32(some, z));
+  const __mmask16 selected = static_cast<__mmask16>(chosen);
+  if constexpr (W == 4) _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi32(selected, z));
   if constexpr (W == 8)
     _mm512_storeu_si512(*packed, _mm512_maskz_compress_epi64(static_cast<__mmask8>(chosen), z));
-  const __m256i place = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(some, here));
+  const __m256i place =
+      _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(selected, positions_of_line));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(*places), place);
-  const uint32_t count = static_cast<uint32_t>(__builtin_popcount(some));
+  const uint32_t count = static_cast<uint32_t>(__builtin_popcount(selected));
   *packed += W * count;
   *places += count;
 }
@@ -146,30 +149,30 @@ inline uint32_t pack_wide(const uint8_t* z, uint32_t count, uint8_t* wide) {
   static_assert(W > 1);
   uint8_t* at = wide;
   for (uint32_t k = 0; k < count; k += 64 / W) {
-    const uint32_t here = count - k < 64 / W ? count - k : 64 / W;
+    const uint32_t words_of_line = count - k < 64 / W ? count - k : 64 / W;
     // Two shifts, because a shift by 32 is undefined.
-    const uint32_t there = (1u << (here - 1) << 1) - 1;
+    const uint32_t valid = (1u << (words_of_line - 1) << 1) - 1;
     const __m512i line = _mm512_loadu_si512(z + W * k);
     if constexpr (W == 2) {
       const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(line));
       const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(line, 1));
-      const uint32_t chosen = there & _mm512_cmpgt_epu16_mask(line, _mm512_set1_epi16(255));
-      const __mmask16 one = static_cast<__mmask16>(chosen),
-                      other = static_cast<__mmask16>(chosen >> 16);
+      const uint32_t chosen = valid & _mm512_cmpgt_epu16_mask(line, _mm512_set1_epi16(255));
+      const __mmask16 low_mask = static_cast<__mmask16>(chosen),
+                      high_mask = static_cast<__mmask16>(chosen >> 16);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
-                          _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(one, low)));
-      at += 2 * __builtin_popcount(one);
+                          _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(low_mask, low)));
+      at += 2 * __builtin_popcount(low_mask);
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
-                          _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(other, high)));
-      at += 2 * __builtin_popcount(other);
+                          _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(high_mask, high)));
+      at += 2 * __builtin_popcount(high_mask);
     } else if constexpr (W == 4) {
       const __mmask16 chosen =
-          static_cast<__mmask16>(there & _mm512_cmpgt_epu32_mask(line, _mm512_set1_epi32(255)));
+          static_cast<__mmask16>(valid & _mm512_cmpgt_epu32_mask(line, _mm512_set1_epi32(255)));
       _mm512_storeu_si512(at, _mm512_maskz_compress_epi32(chosen, line));
       at += 4 * __builtin_popcount(chosen);
     } else {
       const __mmask8 chosen =
-          static_cast<__mmask8>(there & _mm512_cmpgt_epu64_mask(line, _mm512_set1_epi64(255)));
+          static_cast<__mmask8>(valid & _mm512_cmpgt_epu64_mask(line, _mm512_set1_epi64(255)));
       _mm512_storeu_si512(at, _mm512_maskz_compress_epi64(chosen, line));
       at += 8 * __builtin_popcount(chosen);
     }

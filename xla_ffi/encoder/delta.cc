@@ -45,8 +45,8 @@ const Kernels* kernels_named(const std::string& name) {
 
 std::atomic<const Kernels*>& chosen() {
   static std::atomic<const Kernels*> kernels{[] {
-    const char* asked = std::getenv("DELTACHECK_ISA");
-    return asked != nullptr ? kernels_named(asked) : usable_kernels().front();
+    const char* name = std::getenv("DELTACHECK_ISA");
+    return name != nullptr ? kernels_named(name) : usable_kernels().front();
   }()};
   return kernels;
 }
@@ -104,8 +104,12 @@ class Worker {
 
 class Encoder {
  public:
-  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method wanted)
-      : run_(run), current_(current), base_(base), wanted_(wanted), kernels_(*chosen().load()) {
+  Encoder(const Run& run, const uint8_t* current, uint8_t* base, Method requested)
+      : run_(run),
+        current_(current),
+        base_(base),
+        requested_(requested),
+        kernels_(*chosen().load()) {
     for (uint64_t chunk = 0; chunk < run.chunks; ++chunk) {
       const uint64_t words = run.bounds[chunk + 1] - run.bounds[chunk];
       most_words_ = std::max(most_words_, words);
@@ -152,7 +156,7 @@ class Encoder {
       reserve(row, words, at);
       return;
     }
-    Method method = wanted_;
+    Method method = requested_;
     if (method == kUnchanged)
       method =
           kernels_.choose(run_.word_bytes, current, base, words, first_tile, worker->scratch());
@@ -231,7 +235,7 @@ class Encoder {
   const Run& run_;
   const uint8_t* const current_;
   uint8_t* const base_;
-  const Method wanted_;
+  const Method requested_;
   const Kernels& kernels_;
   uint64_t most_words_ = 0, tiles_ = 0;
   std::atomic<uint64_t> next_chunk_{0};
@@ -245,19 +249,19 @@ class Encoder {
 
 // --- apply ---------------------------------------------------------------------------------------
 
-std::string counted(uint64_t number) { return std::to_string(number); }
+std::string decimal(uint64_t number) { return std::to_string(number); }
 
 std::string in_chunk(uint64_t chunk, const std::string& why) {
-  return "chunk " + counted(chunk) + ": " + why;
+  return "chunk " + decimal(chunk) + ": " + why;
 }
 
 // Returns the defect of a row by itself, or an empty string.
 std::string problem_with(const Row& row, uint64_t words) {
   if (row.method == kUnchanged || row.method >= kMethods)
-    return "method " + counted(row.method) + " is not known";
+    return "method " + decimal(row.method) + " is not known";
   if (row.changed > words) {
-    return counted(row.changed) + " words are said to have changed, there are only " +
-           counted(words);
+    return decimal(row.changed) + " words are said to have changed, there are only " +
+           decimal(words);
   }
   const std::string under = std::string(" must be 0 under ") + kMethodNames[row.method];
   if (row.gap_bytes != 0 && row.method != kSparse) return "gap_bytes" + under;
@@ -270,14 +274,14 @@ std::string problem_with(const Row& row, uint64_t words) {
 std::string place(const Run& run, const Row* rows, uint64_t row_count, const StreamView* streams,
                   std::vector<uint64_t>* offsets) {
   // All rows are checked first: sizes are only defined for a valid chunk number and method.
-  uint64_t taken[kStreams] = {};
+  uint64_t used[kStreams] = {};
   offsets->resize(row_count * kStreams);
   for (uint64_t i = 0; i < row_count; ++i) {
     const Row& row = rows[i];
     if (row.chunk >= run.chunks)
-      return in_chunk(row.chunk, "there are only " + counted(run.chunks) + " chunks");
+      return in_chunk(row.chunk, "there are only " + decimal(run.chunks) + " chunks");
     if (i > 0 && row.chunk <= rows[i - 1].chunk) {
-      return in_chunk(row.chunk, "its row comes after that of chunk " + counted(rows[i - 1].chunk));
+      return in_chunk(row.chunk, "its row comes after that of chunk " + decimal(rows[i - 1].chunk));
     }
     const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
     const std::string problem = problem_with(row, words);
@@ -288,19 +292,19 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
     const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
     for (int stream = 0; stream < kStreams; ++stream) {
       const uint64_t size = stream_bytes(row, stream, words, run.word_bytes);
-      if (size > streams[stream].size - taken[stream]) {
+      if (size > streams[stream].size - used[stream]) {
         return in_chunk(row.chunk,
                         std::string("stream ") + kStreamNames[stream] + " ends inside it");
       }
-      (*offsets)[i * kStreams + stream] = taken[stream];
-      taken[stream] += size;
+      (*offsets)[i * kStreams + stream] = used[stream];
+      used[stream] += size;
     }
   }
   for (int stream = 0; stream < kStreams; ++stream) {
     // Surplus bytes are refused as well: one delta has exactly one form.
-    const uint64_t rest = streams[stream].size - taken[stream];
+    const uint64_t rest = streams[stream].size - used[stream];
     if (rest != 0)
-      return std::string("stream ") + kStreamNames[stream] + " has " + counted(rest) +
+      return std::string("stream ") + kStreamNames[stream] + " has " + decimal(rest) +
              " bytes that belong to no chunk";
   }
   return "";
@@ -308,29 +312,31 @@ std::string place(const Run& run, const Row* rows, uint64_t row_count, const Str
 
 // Returns the text of a refusal. The reference codec in deltacheck/codec/reference.py has the same
 // texts, which a test compares.
-std::string told(const Row& row, const Refusal& refusal) {
-  const std::string found = counted(refusal.found), said = counted(refusal.said);
-  const std::string tile = "chunk " + counted(row.chunk) + ", tile " + counted(refusal.tile) + ": ";
+std::string text_of(const Row& row, const Refusal& refusal) {
+  const std::string actual = decimal(refusal.actual), declared = decimal(refusal.declared);
+  const std::string tile = "chunk " + decimal(row.chunk) + ", tile " + decimal(refusal.tile) + ": ";
   switch (refusal.check) {
     case Check::kPassed:
       return "";
     case Check::kChangedSum:
-      return in_chunk(row.chunk, "its tiles own " + found + " changed words, its row says " + said);
+      return in_chunk(row.chunk,
+                      "its tiles own " + actual + " changed words, its row says " + declared);
     case Check::kGapSum:
-      return in_chunk(row.chunk, "its tiles own " + found + " gap bytes, its row says " + said);
+      return in_chunk(row.chunk,
+                      "its tiles own " + actual + " gap bytes, its row says " + declared);
     case Check::kWideSum:
       return in_chunk(row.chunk,
-                      "its tiles own " + found + " wide differences, its row says " + said);
+                      "its tiles own " + actual + " wide differences, its row says " + declared);
     case Check::kUnusedBit:
       return in_chunk(row.chunk, "an unused bit of the bitmap is set");
     case Check::kTileBits:
-      return tile + "its bitmap has " + found + " bits, its entry says " + said;
+      return tile + "its bitmap has " + actual + " bits, its entry says " + declared;
     case Check::kTileGaps:
-      return tile + "its " + found + " gap bytes do not make " + said + " gaps";
+      return tile + "its " + actual + " gap bytes do not make " + declared + " gaps";
     case Check::kTilePosition:
-      return tile + "a position lies outside its " + said + " words";
+      return tile + "a position lies outside its " + declared + " words";
     case Check::kTileEscapes:
-      return tile + found + " of its values are wide, its entry says " + said;
+      return tile + actual + " of its values are wide, its entry says " + declared;
     case Check::kTileWide:
       return tile + "a wide difference fits a value";
   }
@@ -342,8 +348,8 @@ ChunkStreams streams_of(const Row& row, uint64_t words, int word_bytes, const St
                         const uint64_t* offsets) {
   ChunkStreams parts;
   for (int stream = 0; stream < kStreams; ++stream) {
-    const bool some = stream_bytes(row, stream, words, word_bytes) != 0;
-    parts.at[stream] = some ? streams[stream].data + offsets[stream] : nullptr;
+    const bool present = stream_bytes(row, stream, words, word_bytes) != 0;
+    parts.at[stream] = present ? streams[stream].data + offsets[stream] : nullptr;
   }
   return parts;
 }
@@ -367,12 +373,12 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
       const uint64_t words = run.bounds[row.chunk + 1] - run.bounds[row.chunk];
       const ChunkStreams parts =
           streams_of(row, words, run.word_bytes, streams, offsets->data() + i * kStreams);
-      const Refusal found = kernels.check_chunk(run.word_bytes, row, parts, words);
-      if (found.check != Check::kPassed) {
+      const Refusal result = kernels.check_chunk(run.word_bytes, row, parts, words);
+      if (result.check != Check::kPassed) {
         std::lock_guard lock(mutex);
         if (i < bad_row.load()) {
           bad_row = i;
-          refusal = found;
+          refusal = result;
         }
         continue;
       }
@@ -383,7 +389,7 @@ std::string check_rows(const Run& run, const Row* rows, uint64_t row_count,
   };
   run_on_threads(static_cast<int>(std::min<uint64_t>(row_count, static_cast<uint64_t>(threads()))),
                  work);
-  return bad_row < row_count ? told(rows[bad_row], refusal) : "";
+  return bad_row < row_count ? text_of(rows[bad_row], refusal) : "";
 }
 
 // --- arithmetic ----------------------------------------------------------------------------------
@@ -480,10 +486,10 @@ LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint6
                             double step, uint64_t seed, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
   std::vector<LatticeErrors> parts(parts_of(count));
-  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
     parts[part] = kernels.lattice_codes_part(values + 4 * first,
                                              weights != nullptr ? weights + 2 * first : nullptr,
-                                             some, step, seed + first, codes + 4 * first);
+                                             size, step, seed + first, codes + 4 * first);
   });
   LatticeErrors whole{};
   for (const LatticeErrors& part : parts) {
@@ -497,9 +503,9 @@ LatticeErrors lattice_codes(const uint8_t* values, const uint8_t* weights, uint6
 void lattice_values(const uint8_t* codes, const uint8_t* weights, uint64_t count, double step,
                     uint64_t seed, uint8_t* values) {
   const Kernels& kernels = *chosen().load();
-  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
     kernels.lattice_values_part(codes + 4 * first,
-                                weights != nullptr ? weights + 2 * first : nullptr, some, step,
+                                weights != nullptr ? weights + 2 * first : nullptr, size, step,
                                 seed + first, values + 4 * first);
   });
 }
@@ -508,10 +514,10 @@ OctaveErrors octave_codes(const uint8_t* values, const uint8_t* base, uint64_t c
                           const OctaveForm& form, uint32_t band, uint8_t* codes) {
   const Kernels& kernels = *chosen().load();
   std::vector<OctaveErrors> parts(parts_of(count));
-  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t some) {
+  for_each_part(count, [&](uint64_t part, uint64_t first, uint64_t size) {
     const uint64_t at = first * form.code_bytes;
     parts[part] = kernels.octave_codes_part(
-        values + 4 * first, base != nullptr ? base + at : nullptr, some, form, band, codes + at);
+        values + 4 * first, base != nullptr ? base + at : nullptr, size, form, band, codes + at);
   });
   OctaveErrors whole{0, 0, 0, 1};
   for (const OctaveErrors& part : parts) {
@@ -527,9 +533,9 @@ uint64_t octave_values(const uint8_t* codes, uint64_t count, const OctaveForm& f
                        uint8_t* values) {
   const Kernels& kernels = *chosen().load();
   std::atomic<uint64_t> bad{0};
-  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t some) {
+  for_each_part(count, [&](uint64_t, uint64_t first, uint64_t size) {
     bad +=
-        kernels.octave_values_part(codes + first * form.code_bytes, some, form, values + 4 * first);
+        kernels.octave_values_part(codes + first * form.code_bytes, size, form, values + 4 * first);
   });
   return bad;
 }

@@ -47,13 +47,13 @@ class Decompressor {
   Decompressor& operator=(const Decompressor&) = delete;
 
   // Decodes in one call. zstd then needs no window, whose size a damaged header could set to any
-  // value. Returns "", or the reason why `size` bytes are not frames of exactly `wanted` bytes.
-  std::string decode(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
-    const size_t made = ZSTD_decompressDCtx(context_, out, wanted, data, size);
-    if (ZSTD_isError(made)) return ZSTD_getErrorName(made);
-    if (made != wanted)
-      return "it decodes to " + std::to_string(made) + " bytes and not to " +
-             std::to_string(wanted);
+  // value. Returns "", or the reason why `size` bytes are not frames of exactly `expected` bytes.
+  std::string decode(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t expected) {
+    const size_t decoded = ZSTD_decompressDCtx(context_, out, expected, data, size);
+    if (ZSTD_isError(decoded)) return ZSTD_getErrorName(decoded);
+    if (decoded != expected)
+      return "it decodes to " + std::to_string(decoded) + " bytes and not to " +
+             std::to_string(expected);
     return "";
   }
 
@@ -61,21 +61,22 @@ class Decompressor {
   ZSTD_DCtx* const context_;
 };
 
-// Returns "", or the reason why `size` bytes are no blosc frame of exactly `wanted` bytes.
-std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t wanted) {
+// Returns "", or the reason why `size` bytes are no blosc frame of exactly `expected` bytes.
+std::string decode_blosc(const uint8_t* data, uint64_t size, uint8_t* out, uint64_t expected) {
 #ifdef DELTACHECK_BLOSC
-  size_t says = 0;
+  size_t declared = 0;
   // blosc itself trusts the sizes in its header, so they are validated first.
-  if (blosc_cbuffer_validate(data, size, &says) != 0) return "it is no blosc frame";
-  if (says != wanted) {
-    return "its frame says that it has " + std::to_string(says) + " bytes and not " +
-           std::to_string(wanted);
+  if (blosc_cbuffer_validate(data, size, &declared) != 0) return "it is no blosc frame";
+  if (declared != expected) {
+    return "its frame says that it has " + std::to_string(declared) + " bytes and not " +
+           std::to_string(expected);
   }
-  const int made = blosc_decompress_ctx(data, out, wanted, 1);
-  return made >= 0 && static_cast<uint64_t>(made) == wanted ? ""
-                                                            : "its blosc frame cannot be decoded";
+  const int decoded = blosc_decompress_ctx(data, out, expected, 1);
+  return decoded >= 0 && static_cast<uint64_t>(decoded) == expected
+             ? ""
+             : "its blosc frame cannot be decoded";
 #else
-  (void)data, (void)size, (void)out, (void)wanted;
+  (void)data, (void)size, (void)out, (void)expected;
   return "this build has no blosc";
 #endif
 }
@@ -199,13 +200,13 @@ class File {
   std::string read_at(uint8_t* into, uint64_t size, uint64_t at) const {
     while (size > 0) {
       // pread has no shared file position, so threads may read at the same time.
-      const ssize_t got = pread(descriptor_, into, size, static_cast<off_t>(at));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return std::strerror(errno);
-      if (got == 0) return "the file ends before it";
-      into += got;
-      at += static_cast<uint64_t>(got);
-      size -= static_cast<uint64_t>(got);
+      const ssize_t count = pread(descriptor_, into, size, static_cast<off_t>(at));
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) return std::strerror(errno);
+      if (count == 0) return "the file ends before it";
+      into += count;
+      at += static_cast<uint64_t>(count);
+      size -= static_cast<uint64_t>(count);
     }
     return "";
   }

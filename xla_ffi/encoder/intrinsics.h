@@ -23,12 +23,12 @@ inline uint64_t differing64(const uint8_t* a, const uint8_t* b) {
   uint64_t bits = 0;
   for (int part = 0; part < W; ++part) {
     const __m512i x = _mm512_loadu_si512(a + 64 * part), y = _mm512_loadu_si512(b + 64 * part);
-    uint64_t some;
-    if constexpr (W == 1) some = _mm512_cmpneq_epi8_mask(x, y);
-    if constexpr (W == 2) some = _mm512_cmpneq_epi16_mask(x, y);
-    if constexpr (W == 4) some = _mm512_cmpneq_epi32_mask(x, y);
-    if constexpr (W == 8) some = _mm512_cmpneq_epi64_mask(x, y);
-    bits |= some << (64 / W * part);
+    uint64_t mask;
+    if constexpr (W == 1) mask = _mm512_cmpneq_epi8_mask(x, y);
+    if constexpr (W == 2) mask = _mm512_cmpneq_epi16_mask(x, y);
+    if constexpr (W == 4) mask = _mm512_cmpneq_epi32_mask(x, y);
+    if constexpr (W == 8) mask = _mm512_cmpneq_epi64_mask(x, y);
+    bits |= mask << (64 / W * part);
   }
   return bits;
 #elif defined(__AVX2__)

@@ -62,7 +62,7 @@ enum class Check : uint32_t {
 struct Refusal {
   Check check = Check::kPassed;
   uint32_t tile = 0;
-  uint64_t found = 0, said = 0;
+  uint64_t actual = 0, declared = 0;
 };
 
 // The kernels of one instruction set. segment.h, statistics.h, lattice.h and octaves.h document the

@@ -112,8 +112,8 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
       const float value = float_of(finite ? bits : 0);
       const double u = phase(seed, start + i), q = floor(value / step + u);
       const bool coded = finite & (q >= -0x1p31) & (q < 0x1p31);
-      const double kept = coded ? q : 0;
-      uint32_t moved = bits_of(middle_of(kept, step, u));
+      const double cell = coded ? q : 0;
+      uint32_t moved = bits_of(middle_of(cell, step, u));
       if (kCells) moved = in_cell(moved, w[start + i]);
       const double distance =
           fabs(static_cast<double>(float_of(moved)) - static_cast<double>(value));
@@ -121,7 +121,7 @@ inline LatticeErrors lattice_codes_of(const uint8_t* values, const uint8_t* weig
       errors[i] = error;
       largest = error > largest ? error : largest;
       coded_count += coded;
-      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(kept));
+      to[start + i] = static_cast<uint32_t>(static_cast<int32_t>(cell));
     }
     const uint32_t rows = static_cast<uint32_t>((size + kSumLanes - 1) / kSumLanes);
     for (uint64_t i = size; i < uint64_t{rows} * kSumLanes; ++i) errors[i] = 0;

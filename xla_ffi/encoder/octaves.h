@@ -108,12 +108,13 @@ inline OctaveErrors octave_codes_of(const uint8_t* values, const uint8_t* base, 
         const uint32_t apart = octave_of(middle_of(either(valid, old_size, 1), form)) - octave;
         size = either(valid & mask_of(apart + band <= 2 * band), old_size, nearest);
       }
-      const uint32_t there = middle_of(either(coded, size, 1), form),
-                     here = either(coded, magnitude, there);
-      const uint32_t more = there > here ? there : here, less = there > here ? here : there;
-      const float ratio = float_of(more) / float_of(less);
+      const uint32_t restored = middle_of(either(coded, size, 1), form),
+                     exact = either(coded, magnitude, restored);
+      const uint32_t larger = restored > exact ? restored : exact,
+                     smaller = restored > exact ? exact : restored;
+      const float ratio = float_of(larger) / float_of(smaller);
       largest = ratio > largest ? ratio : largest;
-      const uint32_t away = octave_of(more) - octave_of(less);
+      const uint32_t away = octave_of(larger) - octave_of(smaller);
       high += away >> 16;
       low += away & 0xffffu;
       block_coded += coded & 1;

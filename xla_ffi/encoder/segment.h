@@ -117,7 +117,7 @@ inline void count_planes(const typename Word<W>::Memory* words, uint32_t count,
 }
 
 // Adds all copies of a histogram to the first one and clears the others.
-inline uint32_t* together(uint32_t (*ways)[256], int count) {
+inline uint32_t* merged(uint32_t (*ways)[256], int count) {
   for (int way = 1; way < count; ++way) {
     for (int byte = 0; byte < 256; ++byte) {
       ways[0][byte] += ways[way][byte];
@@ -129,7 +129,7 @@ inline uint32_t* together(uint32_t (*ways)[256], int count) {
 
 template <int W>
 inline uint32_t* whole_plane(uint32_t (*counts)[256], int plane) {
-  return together(counts + kWays<W> * plane, kWays<W>);
+  return merged(counts + kWays<W> * plane, kWays<W>);
 }
 
 // Adds differences, none of them 0, to the histograms. The low bytes of narrow and of wide
@@ -140,24 +140,25 @@ template <int W>
 inline void count_differences(const uint8_t* z, uint32_t count, Scratch* scratch) {
   using U = typename Word<W>::type;
   using Memory = typename Word<W>::Memory;
-  constexpr uint32_t kTogether = 64;
+  constexpr uint32_t kGroup = 64;
   const Memory* __restrict from = reinterpret_cast<const Memory*>(z);
   uint32_t (*low)[512] = scratch->low_counts;
-  for (uint32_t start = 0; start < count; start += kTogether, from += kTogether) {
-    const uint32_t some = count - start < kTogether ? count - start : kTogether;
+  for (uint32_t start = 0; start < count; start += kGroup, from += kGroup) {
+    const uint32_t size_of_group = count - start < kGroup ? count - start : kGroup;
     U any = 0;
 #pragma omp simd reduction(| : any)
-    for (uint32_t i = 0; i < some; ++i) any = static_cast<U>(any | from[i]);
+    for (uint32_t i = 0; i < size_of_group; ++i) any = static_cast<U>(any | from[i]);
     if (any <= 255) {
-      for (uint32_t i = 0; i < some; ++i) ++low[i % 4][from[i]];
+      for (uint32_t i = 0; i < size_of_group; ++i) ++low[i % 4][from[i]];
       continue;
     }
-    for (uint32_t i = 0; i < some; ++i) ++low[i % 4][(from[i] & 255) + (from[i] > 255) * 256];
+    for (uint32_t i = 0; i < size_of_group; ++i)
+      ++low[i % 4][(from[i] & 255) + (from[i] > 255) * 256];
     if (any <= 65535) {
-      for (uint32_t i = 0; i < some; ++i)
+      for (uint32_t i = 0; i < size_of_group; ++i)
         ++scratch->counts[kWays<W> + i % kWays<W>][(from[i] >> 8) & 255];
     } else {
-      count_planes<W, 1, false>(from, some, scratch->counts);
+      count_planes<W, 1, false>(from, size_of_group, scratch->counts);
     }
   }
 }
@@ -230,19 +231,19 @@ inline bool planes_cost_less(const uint8_t* current, uint64_t words, uint64_t sa
   const uint64_t rounding = kRoundingCost * sample_words * W;
   clear_planes<W>(scratch);
   // A smaller number of words cannot cost as much, even if all their bits are in use.
-  uint64_t seen = 0, next_look = (bound + rounding) / (kByteCost * W);
+  uint64_t counted = 0, next_look = (bound + rounding) / (kByteCost * W);
   for (uint64_t tile = 0; tile < tiles_of(words, W); tile += kSampleEvery) {
     const Memory* c = reinterpret_cast<const Memory*>(current + tile * kTileBytes);
     const uint32_t size = words_of_tile(words, tile, kTileWords<W>);
     for (uint32_t at = 0; at < size; at += kStep) {
-      const uint32_t some = size - at < kStep ? size - at : kStep;
-      count_planes<W, 0, true>(c + at, some, scratch->counts);
-      seen += some;
-      if (seen < next_look || seen == sample_words) continue;
-      next_look = 2 * seen;
+      const uint32_t size_of_group = size - at < kStep ? size - at : kStep;
+      count_planes<W, 0, true>(c + at, size_of_group, scratch->counts);
+      counted += size_of_group;
+      if (counted < next_look || counted == sample_words) continue;
+      next_look = 2 * counted;
       uint64_t least = 0;
       for (int k = 0; k < W && least < bound + rounding; ++k)
-        least += cost(whole_plane<W>(scratch->counts, k), seen, false);
+        least += cost(whole_plane<W>(scratch->counts, k), counted, false);
       if (least >= bound + rounding) return false;
     }
   }
@@ -288,12 +289,12 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   uint32_t low[256], values[256];
   uint64_t wide[256], wide_count = 0;
   for (int byte = 0; byte < 256; ++byte) {
-    uint32_t narrow = 0, other = 0;
-    for (const auto& way : scratch->low_counts) narrow += way[byte], other += way[256 + byte];
-    low[byte] = narrow + other;
+    uint32_t narrow = 0, wider = 0;
+    for (const auto& way : scratch->low_counts) narrow += way[byte], wider += way[256 + byte];
+    low[byte] = narrow + wider;
     values[(byte + 255) % 256] = narrow;
-    wide[byte] = other;
-    wide_count += other;
+    wide[byte] = wider;
+    wide_count += wider;
   }
   low[0] += static_cast<uint32_t>(sample_words - changed);
   values[255] = static_cast<uint32_t>(wide_count);
@@ -311,8 +312,8 @@ inline uint64_t position_costs(const uint8_t* current, const uint8_t* base, uint
   }
   const uint64_t shared =
       cost(values, changed) + (wide_count != 0 ? cost(wide, wide_count * W) : 0);
-  *bitmap = cost(together(scratch->bit_counts, 4), bitmap_bytes) + shared;
-  *sparse = cost(together(scratch->gap_counts, 4), gap_bytes) + shared;
+  *bitmap = cost(merged(scratch->bit_counts, 4), bitmap_bytes) + shared;
+  *sparse = cost(merged(scratch->gap_counts, 4), gap_bytes) + shared;
   return changed;
 }
 
@@ -433,15 +434,15 @@ inline uint32_t difference_planes(const uint8_t* current, uint8_t* base, uint32_
   uint32_t changed = 0;
   for (uint32_t start = 0; start < words; start += kBlock) {
     const uint32_t end = words - start < kBlock ? words : start + kBlock;
-    U some = 0;
-#pragma omp simd reduction(+ : some)
+    U changed_in_batch = 0;
+#pragma omp simd reduction(+ : changed_in_batch)
     for (uint32_t i = start; i < end; ++i) {
       const U z = zigzag<W>(c[i], b[i]);
       b[i] = c[i];
-      some = static_cast<U>(some + (z != 0));
+      changed_in_batch = static_cast<U>(changed_in_batch + (z != 0));
       for (int k = 0; k < W; ++k) p[k][i] = static_cast<uint8_t>(z >> (8 * k));
     }
-    changed += some;
+    changed += changed_in_batch;
   }
   return changed;
 }
@@ -533,10 +534,10 @@ inline Refusal check_chunk(const Row& row, const ChunkStreams& streams, uint64_t
         return {Check::kTilePosition, number, sum + count - 1, size};
     } else {
       const uint8_t* mine = bits + tile * (kTileWords<W> / 8);
-      uint32_t found = 0;
+      uint32_t bit_count = 0;
       for (uint32_t i = 0; i < (size + 7) / 8; ++i)
-        found += static_cast<uint32_t>(__builtin_popcount(mine[i]));
-      if (found != count) return {Check::kTileBits, number, found, count};
+        bit_count += static_cast<uint32_t>(__builtin_popcount(mine[i]));
+      if (bit_count != count) return {Check::kTileBits, number, bit_count, count};
     }
     uint32_t escapes = 0;
 #pragma omp simd reduction(+ : escapes)

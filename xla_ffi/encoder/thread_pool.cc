@@ -15,10 +15,10 @@ namespace deltacheck {
 namespace {
 
 struct Job {
-  Job(const std::function<void()>* work, int wanted) : work(work), wanted(wanted) {}
+  Job(const std::function<void()>* work, int openings) : work(work), openings(openings) {}
 
   const std::function<void()>* work;
-  int wanted;       // number of threads that may still join
+  int openings;     // number of threads that may still join
   int running = 0;  // number of threads that have joined and not finished
   std::condition_variable idle;
 };
@@ -46,9 +46,9 @@ class Pool {
  private:
   // Starts threads. REQUIRES: mutex_ is held. Fewer threads than requested are no error, because
   // the caller works, too.
-  void grow(int wanted) {
+  void grow(int target) {
     try {
-      for (; threads_ < wanted; ++threads_) std::thread([this] { serve(); }).detach();
+      for (; threads_ < target; ++threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {
     }
   }
@@ -58,7 +58,7 @@ class Pool {
     for (;;) {
       wake_.wait(lock, [&] { return !jobs_.empty(); });
       Job* job = jobs_.front();
-      if (--job->wanted == 0) jobs_.pop_front();
+      if (--job->openings == 0) jobs_.pop_front();
       ++job->running;
       lock.unlock();
       (*job->work)();
@@ -77,14 +77,14 @@ class Pool {
 // parent's mutex may be locked for ever in it. So the child abandons that pool and makes its own.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
-  Pool* seen = current.load(std::memory_order_acquire);
-  const pid_t here = getpid();
-  while (seen == nullptr || seen->process != here) {
-    Pool* made = new Pool(here);
-    if (current.compare_exchange_strong(seen, made, std::memory_order_acq_rel)) return *made;
-    delete made;
+  Pool* pool = current.load(std::memory_order_acquire);
+  const pid_t process_id = getpid();
+  while (pool == nullptr || pool->process != process_id) {
+    Pool* created = new Pool(process_id);
+    if (current.compare_exchange_strong(pool, created, std::memory_order_acq_rel)) return *created;
+    delete created;
   }
-  return *seen;
+  return *pool;
 }
 
 }  // namespace

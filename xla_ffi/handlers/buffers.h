@@ -55,9 +55,9 @@ inline std::string mismatch(const char* operand, const ffi::AnyBuffer& buffer, f
   const bool fits = buffer.element_type() == type && sizes.size() == (columns > 0 ? 2 : 1) &&
                     (rows < 0 || sizes[0] == rows) && (columns == 0 || sizes[1] == columns);
   if (fits) return "";
-  std::string wanted = "(" + (rows < 0 ? std::string("*") : std::to_string(rows));
-  if (columns > 0) wanted += ", " + std::to_string(columns);
-  return std::string(operand) + " must be " + type_name + " of shape " + wanted +
+  std::string expected = "(" + (rows < 0 ? std::string("*") : std::to_string(rows));
+  if (columns > 0) expected += ", " + std::to_string(columns);
+  return std::string(operand) + " must be " + type_name + " of shape " + expected +
          "), not element type " + std::to_string(static_cast<int>(buffer.element_type())) +
          " of shape " + shape_of(buffer);
 }

@@ -51,9 +51,9 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
     for (const Leaf& leaf : leaves) {
       encoded.push_back(encode(leaf.run, leaf.current, leaf.base));
       rows += encoded.back().rows.size();
-      for (Row one : encoded.back().rows) {
-        one.chunk += first_chunk;
-        *row++ = one;
+      for (Row leaf_row : encoded.back().rows) {
+        leaf_row.chunk += first_chunk;
+        *row++ = leaf_row;
       }
       first_chunk += static_cast<uint32_t>(leaf.run.chunks);
       for (const Bytes& content : encoded.back().streams) bytes += content.size;
@@ -65,8 +65,8 @@ ffi::Error encode_on_cpu(ffi::RemainingArgs arguments, ffi::Span<const int64_t> 
     set_number(head, kHeadOverflow, !fits);
     for (int stream = 0; stream < kStreams; ++stream) {
       uint64_t size = 0;
-      for (const Encoded& one : encoded) {
-        const Bytes& content = one.streams[stream];
+      for (const Encoded& leaf : encoded) {
+        const Bytes& content = leaf.streams[stream];
         if (fits && content.size > 0) std::memcpy(at, content.data.get(), content.size);
         if (fits) at += content.size;
         size += content.size;
@@ -141,15 +141,16 @@ ffi::Error statistics_on_cpu(ffi::AnyBuffer current, ffi::AnyBuffer base,
       measured(current, base, bounds, *counts, *values, &run, &elements, &wide);
   if (!problem.empty()) return wrong(kName, problem);
   try {
-    const std::vector<Statistics> found =
+    const std::vector<Statistics> measured_chunks =
         statistics(run, elements, static_cast<const uint8_t*>(current.untyped_data()),
                    static_cast<const uint8_t*>(base.untyped_data()));
     uint32_t* numbers = counts->typed_data<uint32_t>();
-    for (size_t i = 0; i < found.size(); ++i) {
-      *numbers++ = static_cast<uint32_t>(found[i].changed);
-      *numbers++ = static_cast<uint32_t>(found[i].nonfinite);
-      const double sums[3] = {found[i].squared_difference, found[i].squared_base,
-                              found[i].largest_difference};
+    for (size_t i = 0; i < measured_chunks.size(); ++i) {
+      *numbers++ = static_cast<uint32_t>(measured_chunks[i].changed);
+      *numbers++ = static_cast<uint32_t>(measured_chunks[i].nonfinite);
+      const double sums[3] = {measured_chunks[i].squared_difference,
+                              measured_chunks[i].squared_base,
+                              measured_chunks[i].largest_difference};
       for (size_t k = 0; k < 3; ++k) {
         if (wide)
           values->typed_data<double>()[3 * i + k] = sums[k];

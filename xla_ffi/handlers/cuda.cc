@@ -19,9 +19,9 @@ namespace ffi = xla::ffi;
 #ifdef DELTACHECK_EMULATOR
 // The emulator has no streams, so its handlers bind no stream of XLA and pass a default one.
 constexpr const char* kPlatform = "cpu";
-#  define DELTACHECK_HANDLER(name, function, operands)                          \
-    XLA_FFI_DEFINE_HANDLER(                                                     \
-        name, [](auto... given) { return function(cudaStream_t{}, given...); }, \
+#  define DELTACHECK_HANDLER(name, function, operands)                                  \
+    XLA_FFI_DEFINE_HANDLER(                                                             \
+        name, [](auto... arguments) { return function(cudaStream_t{}, arguments...); }, \
         ffi::Ffi::Bind() operands)
 #else
 constexpr const char* kPlatform = "CUDA";
@@ -119,19 +119,19 @@ ffi::Error apply_on_cuda(cudaStream_t stream, ffi::AnyBuffer base, ffi::AnyBuffe
   if (!problem.empty()) return wrong(kName, problem);
   // The table is in pageable memory. The runtime has copied it when cudaMemcpyAsync returns, so it
   // may go out of scope.
-  uint8_t* const there = static_cast<uint8_t*>(workspace->untyped_data());
+  uint8_t* const device_memory = static_cast<uint8_t*>(workspace->untyped_data());
   cudaError_t error =
-      cudaMemcpyAsync(there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
+      cudaMemcpyAsync(device_memory, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
   if (error == cudaSuccess) {
-    error = cudaMemcpyAsync(there + table_bytes, streams.data(), kStreams * sizeof(uint8_t*),
-                            cudaMemcpyHostToDevice, stream);
+    error = cudaMemcpyAsync(device_memory + table_bytes, streams.data(),
+                            kStreams * sizeof(uint8_t*), cudaMemcpyHostToDevice, stream);
   }
   if (error != cudaSuccess) return failed(kName, error);
   device::ApplyArguments call{};
-  call.table = reinterpret_cast<const device::Chunk*>(there);
+  call.table = reinterpret_cast<const device::Chunk*>(device_memory);
   call.rows = static_cast<const Row*>(rows.untyped_data());
   call.row_count = static_cast<uint32_t>(rows.dimensions()[0]);
-  call.streams = reinterpret_cast<const uint8_t* const*>(there + table_bytes);
+  call.streams = reinterpret_cast<const uint8_t* const*>(device_memory + table_bytes);
   call.offsets = static_cast<const uint64_t*>(offsets.untyped_data());
   error = device::apply(call, stream);
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
@@ -155,27 +155,29 @@ ffi::Error statistics_on_cuda(cudaStream_t stream, ffi::AnyBuffer current, ffi::
   const size_t table_bytes = table.size() * sizeof(device::Chunk),
                kinds_bytes = table.size() * sizeof(Elements);
   // Workspace: the statistics, the table, the element types.
-  const size_t found_at = table.size() * sizeof(Statistics);
+  const size_t results_bytes = table.size() * sizeof(Statistics);
   problem = mismatch("workspace", *workspace, ffi::DataType::U8, "uint8",
-                     static_cast<int64_t>(found_at + table_bytes + kinds_bytes));
+                     static_cast<int64_t>(results_bytes + table_bytes + kinds_bytes));
   if (!problem.empty()) return wrong(kName, problem);
-  uint8_t* const there = static_cast<uint8_t*>(workspace->untyped_data());
-  Statistics* const found = reinterpret_cast<Statistics*>(there);
-  uint8_t *const table_there = there + found_at, *const kinds_there = table_there + table_bytes;
+  uint8_t* const device_memory = static_cast<uint8_t*>(workspace->untyped_data());
+  Statistics* const results = reinterpret_cast<Statistics*>(device_memory);
+  uint8_t *const device_table = device_memory + results_bytes, *const device_kinds =
+                                                                   device_table + table_bytes;
   const uint32_t chunks = static_cast<uint32_t>(table.size());
   cudaError_t error =
-      cudaMemcpyAsync(table_there, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
-  if (error == cudaSuccess) {
-    error = cudaMemcpyAsync(kinds_there, kinds.data(), kinds_bytes, cudaMemcpyHostToDevice, stream);
-  }
+      cudaMemcpyAsync(device_table, table.data(), table_bytes, cudaMemcpyHostToDevice, stream);
   if (error == cudaSuccess) {
     error =
-        device::statistics(reinterpret_cast<const device::Chunk*>(table_there),
-                           reinterpret_cast<const Elements*>(kinds_there), chunks, found, stream);
+        cudaMemcpyAsync(device_kinds, kinds.data(), kinds_bytes, cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
-    error = device::separate(found, chunks, counts->typed_data<uint32_t>(), values->untyped_data(),
-                             wide, stream);
+    error = device::statistics(reinterpret_cast<const device::Chunk*>(device_table),
+                               reinterpret_cast<const Elements*>(device_kinds), chunks, results,
+                               stream);
+  }
+  if (error == cudaSuccess) {
+    error = device::separate(results, chunks, counts->typed_data<uint32_t>(),
+                             values->untyped_data(), wide, stream);
   }
   return error == cudaSuccess ? ffi::Error::Success() : failed(kName, error);
 }

@@ -16,10 +16,10 @@ inline nanobind::list registrations() {
   nanobind::list all;
 #ifdef DELTACHECK_HANDLERS
   int count = 0;
-  const Handler* found = handlers(&count);
+  const Handler* list = handlers(&count);
   for (int i = 0; i < count; ++i) {
-    nanobind::capsule target(found[i].function, "xla._CUSTOM_CALL_TARGET");
-    all.append(nanobind::make_tuple(found[i].name, target, found[i].platform));
+    nanobind::capsule target(list[i].function, "xla._CUSTOM_CALL_TARGET");
+    all.append(nanobind::make_tuple(list[i].name, target, list[i].platform));
   }
 #endif
   return all;
