@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from deltacheck.errors import ForeignMemory, NotACheckpointRoot, StepNotFound
-from deltacheck.maintain.memory_tier import read_bond, write_bond
+from deltacheck.maintain.tier_bond import read_bond, write_bond
 from deltacheck.maintain.transfer import transfer
 from deltacheck.store import collect
 from deltacheck.store.documents import check_place, read_manifest

@@ -115,8 +115,11 @@ class RootWriter:
             collect.delete_checkpoint(self.root, seq)
             self.collect()
 
-    def collect(self, grace_seconds: float | None = None) -> None:
-        """Remove the segments that no step, no save under way and no reader needs."""
+    def collect(self, grace_seconds: float | None = None, newest: int = -1) -> None:
+        """Remove the segments that no step, no save under way and no reader needs.
+
+        ``newest``: a sequence number that was committed, even if that step is deleted by now.
+        """
         protected: set[str] = set()
         for segments in self._protected:
             protected |= set(segments())
@@ -124,6 +127,7 @@ class RootWriter:
             self.root,
             grace_seconds=self._grace_seconds if grace_seconds is None else grace_seconds,
             protected=protected,
+            newest=newest,
         )
 
     def release(self) -> None:

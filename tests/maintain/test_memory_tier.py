@@ -31,8 +31,10 @@ from deltacheck import MemoryTier, Mirror, Policy, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.backends.torch.group.memory_first import MemoryFirstSession
 from deltacheck.cli.app import app
-from deltacheck.maintain import memory_tier as tier
-from deltacheck.maintain.memory_tier import Bond, kept, next_due, stale
+from deltacheck.maintain import memory_tier, tier_bond
+from deltacheck.maintain.drain import next_due, resident
+from deltacheck.maintain.tier_bond import Bond, stale
+from deltacheck.maintain.transfer import transfer as transfer_step
 from deltacheck.save import exits
 from deltacheck.store.manifest import Brief
 from tests.faults import scenarios
@@ -58,10 +60,10 @@ def save(engine: Engine, *steps: int) -> None:
 
 def idle(engine: Engine) -> None:
     """Let the drain finish what it has to do by itself."""
-    until(lambda: tier_of(engine)._is_idle)
+    until(lambda: tier_of(engine).drain.state.is_idle)
 
 
-def tier_of(engine: Engine) -> tier.Tier:
+def tier_of(engine: Engine) -> memory_tier.Tier:
     """Return the tier of an engine that has one."""
     session = engine._session
     assert isinstance(session, MemoryFirstSession)
@@ -140,7 +142,7 @@ class Drain:
         self.go, self.error = threading.Event(), None
         self.after: Callable[[], None] = lambda: None
         self.go.set()
-        original = tier.transfer
+        original = transfer_step
 
         def transfer(*arguments: Any, **how: Any) -> int:
             assert self.go.wait(30)
@@ -150,7 +152,7 @@ class Drain:
             self.after()
             return written
 
-        monkeypatch.setattr(tier, "transfer", transfer)
+        monkeypatch.setattr("deltacheck.maintain.drain.transfer", transfer)
 
 
 @pytest.fixture
@@ -237,9 +239,9 @@ def test_the_drain_copies_what_a_kill_has_left_half_copied(places: Places) -> No
     shutil.rmtree(places.disk / "checkpoints" / "c0000000001")
     (segment,) = (places.disk / "segments").glob("s0000000001-*")
     (segment / "zarr.json").unlink()
-    bond = tier.read_bond(places.memory)
+    bond = tier_bond.read_bond(places.memory)
     assert bond is not None
-    tier.write_bond(
+    tier_bond.write_bond(
         places.memory, bond._replace(seq=0, nonce=deltacheck.open(places.disk).manifest(0).nonce)
     )
     with places.engine() as engine:
@@ -324,7 +326,10 @@ def test_the_files_in_memory_never_take_more_than_the_budget(
         while not ended.is_set():
             most = max(
                 most,
-                sum(tier._bytes_of(places.memory / name) for name in ("segments", "checkpoints")),
+                sum(
+                    memory_tier._bytes_of(places.memory / name)
+                    for name in ("segments", "checkpoints")
+                ),
             )
             time.sleep(0.001)
 
@@ -364,14 +369,14 @@ def test_a_save_waits_for_the_drain_where_memory_is_used_up_or_is_skipped(
     with places.engine() as engine:
         save(engine, 0)
         engine.persist(30)
-        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1000
+        tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1000
         drain.go.clear()
         set_on_busy(engine, "skip")
         assert engine.save(1, state_at(1)).state == "skipped"
         set_on_busy(engine, "wait")
-        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1_500_000
+        tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1_500_000
         save(engine, 2)
-        tier_of(engine).memory_bytes = tier_of(engine)._used() + 1_300_000
+        tier_of(engine).memory_bytes = tier_of(engine).used_bytes() + 1_300_000
         threading.Timer(0.2, drain.go.set).start()
         handle = engine.save(3, state_at(3))
         assert handle.blocking_seconds > 0.15
@@ -405,7 +410,7 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
     with pytest.raises(errors.RootBusy):  # it may still write
         places.engine()
     drain.go.set()
-    until(lambda: tier_of(engine)._ended)
+    until(lambda: tier_of(engine).drain.state.has_ended)
     with places.engine() as again:
         assert again.steps() == [0, 1]
     assert on_disk(places.disk) == [0, 1]
@@ -685,7 +690,7 @@ def test_memory_that_outlived_its_machine_or_is_damaged_is_refused(
     with places.engine() as engine:
         save(engine, 0, 1)
     with monkeypatch.context() as other:
-        other.setattr(tier.collect, "boot", lambda: "another start")
+        other.setattr(tier_bond.collect, "boot", lambda: "another start")
         with pytest.raises(errors.ForeignMemory, match="started anew"):
             places.engine()
     (places.memory / "checkpoints" / "c0000000001" / "zarr.json").write_bytes(b"{}")
@@ -728,9 +733,9 @@ def test_what_is_due_and_what_stays() -> None:
     assert next_due(briefs, 0, 2, ()) == briefs[2]
     assert next_due(briefs, 4, 2, ()) is None
     assert next_due(briefs, 4, 2, {3, 5}) == briefs[3]
-    assert kept(briefs, 5, 1, (), 2) == {4, 5}
-    assert kept(briefs, 1, 2, (), 1) == {2, 4, 5}
-    assert kept(briefs, 4, 2, {1}, 0) == {1}
+    assert resident(briefs, 5, 1, (), 2) == {4, 5}
+    assert resident(briefs, 1, 2, (), 1) == {2, 4, 5}
+    assert resident(briefs, 4, 2, {1}, 0) == {1}
 
 
 @pytest.mark.parametrize(

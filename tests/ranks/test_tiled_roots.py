@@ -28,7 +28,7 @@ from deltacheck import Mirror, Policy, Profile, errors
 from deltacheck.backends.torch import Engine, GradientLog
 from deltacheck.cli import main
 from deltacheck.maintain.compaction import needs
-from deltacheck.maintain.memory_tier import Bond, write_bond
+from deltacheck.maintain.tier_bond import Bond, write_bond
 from deltacheck.report.data import collect
 from deltacheck.store import layout
 from deltacheck.store.files import storage

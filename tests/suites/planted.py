@@ -212,14 +212,14 @@ BUGS = (
     ),
     Bug(
         "memory-let-go-before-it-is-copied",
-        (Edit("deltacheck.maintain.memory_tier", "frozenset(due | set(", "frozenset(set("),),
+        (Edit("deltacheck.maintain.drain", "frozenset(due | set(", "frozenset(set("),),
         (
             "maintain/test_memory_tier.py::test_what_a_killed_process_has_not_drained_is_drained_by_the_next_one",
         ),
     ),
     Bug(
         "memory-of-another-run-taken",
-        (Edit("deltacheck.maintain.memory_tier", "if bond.root != root:", "if False:"),),
+        (Edit("deltacheck.maintain.tier_bond", "if bond.root != root:", "if False:"),),
         (
             "maintain/test_memory_tier.py::test_the_memory_of_another_run_is_refused_naming_both_and_left_as_it_is",
         ),

@@ -93,7 +93,9 @@ class MemoryFirstSession(SingleProcessSession):
 
     def tag(self, step: int | str | None, name: str, *, move: bool) -> None:
         """Name a step of the durable root; a step that is only in memory is copied there first."""
-        with self._tier.retention:  # so that nothing deletes the copy before it has its tag
+        with (
+            self._tier.drain.retention_lock
+        ):  # so that nothing deletes the copy before it has its tag
             root, manifest = self.find(step)
             if root is self.live and self._durable_form(manifest) is None:
                 self._tier.persist(manifest, None)
@@ -124,7 +126,7 @@ class MemoryFirstSession(SingleProcessSession):
 
     def _no_deletion(self) -> AbstractContextManager[object]:
         # The next save builds on the segments that are read, and the drain may trim the memory.
-        return self._tier.lock
+        return self._tier.drain.lock
 
     def _roots_of(self, step: int | str | None) -> list[Root]:
         return [self.root] if isinstance(step, str) else [self.live, self.root]

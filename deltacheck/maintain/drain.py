@@ -1,0 +1,302 @@
+"""The thread that copies committed steps from memory to the durable root, oldest first.
+
+A step leaves memory once it is on the disk, or was never to go there, and is not among the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from deltacheck.errors import SaveFailed, StorageTimeout
+from deltacheck.maintain.tier_bond import Pairing
+from deltacheck.maintain.transfer import transfer
+from deltacheck.save.root_writer import RootWriter
+from deltacheck.store import collect, layout
+from deltacheck.store.deadline import Deadline, Pulse
+from deltacheck.store.documents import check_place, read_manifest
+from deltacheck.store.manifest import Brief
+
+log = logging.getLogger("deltacheck")
+
+# Waiters look again after this time, in seconds: the file system tells nobody of freed memory.
+_LOOK_SECONDS = 0.05
+
+
+class DrainRules(NamedTuple):
+    """The steps that are copied, and the number of newest steps that stay in memory."""
+
+    persist_every: int
+    keep: int
+
+
+def next_due(
+    briefs: Iterable[Brief], newest: int, every: int, requested: Collection[int]
+) -> Brief | None:
+    """Return the oldest checkpoint that is to be copied, or ``None``.
+
+    Args:
+        briefs: The checkpoints in memory.
+        newest: The newest sequence number in the durable root.
+        every: Steps that this number divides are copied.
+        requested: Sequence numbers that are copied in any case.
+    """
+    return min(_due(briefs, newest, every, requested), key=lambda brief: brief.seq, default=None)
+
+
+def resident(
+    briefs: Collection[Brief], newest: int, every: int, requested: Collection[int], keep: int
+) -> frozenset[int]:
+    """Return the sequence numbers that stay in memory: the ``keep`` newest, and all that are due.
+
+    The other arguments are those of ``next_due``.
+    """
+    due = {brief.seq for brief in _due(briefs, newest, every, requested)}
+    return frozenset(due | set(sorted((brief.seq for brief in briefs), reverse=True)[:keep]))
+
+
+def _due(
+    briefs: Iterable[Brief], newest: int, every: int, requested: Collection[int]
+) -> list[Brief]:
+    return [
+        brief
+        for brief in briefs
+        if brief.seq in requested or (brief.seq > newest and brief.step % every == 0)
+    ]
+
+
+class DrainState:
+    """The state that the thread of a drain shares with its callers.
+
+    Args:
+        durable_name: The durable root, for messages.
+        patience_seconds: The time without any progress after which waiters give up.
+    """
+
+    def __init__(self, durable_name: str, patience_seconds: float) -> None:
+        self.requested: set[int] = set()
+        self.is_idle = True
+        self.has_ended = False
+        self.pulse = Pulse(patience_seconds)
+        self.changed = threading.Condition()
+        self._durable_name = durable_name
+        self._is_woken = False
+        self._error: SaveFailed | None = None
+        self._on_end: Callable[[], None] | None = None
+
+    def wake(self) -> None:
+        """Let the thread look for work."""
+        with self.changed:
+            self._is_woken, self.is_idle = True, self.has_ended
+            self.changed.notify_all()
+
+    def notify(self) -> None:
+        """Let waiters look again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def stop(self, on_end: Callable[[], None]) -> None:
+        """Let the thread end after its work; ``on_end`` is the last call that it makes."""
+        with self.changed:
+            self._on_end = on_end
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of the drain that no call has raised."""
+        with self.changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def await_change(self, purpose: str, left: float | None = None) -> None:
+        """Wait for a change, briefly. Raises ``StorageTimeout`` if nothing happens any more."""
+        if self.pulse.left <= 0:
+            raise StorageTimeout(
+                f"{purpose} nothing has happened in {self._durable_name} for"
+                f" {self.pulse.patience_seconds:g} s; it may hang"
+            )
+        with self.changed:
+            self.changed.wait(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
+
+    def await_copies(self, is_done: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until ``is_done``, and raise what failed the drain.
+
+        Raises ``SaveFailed``, ``TimeoutError``, ``StorageTimeout``.
+        """
+        deadline = Deadline.after(timeout)
+        self.pulse.beat()
+        while not is_done():
+            if deadline.left == 0:
+                raise TimeoutError(
+                    f"the newest steps are in memory, but not yet all in {self._durable_name}"
+                    f" after {timeout} s"
+                )
+            self.await_change("steps wait to be copied, and", deadline.left)
+        self.raise_unseen()
+
+    # --- called by the thread ---------------------------------------------------------------------
+
+    def await_work(self) -> bool:
+        """Wait until the thread is woken, and return whether this is its last work."""
+        with self.changed:
+            while not self._is_woken:
+                self.changed.wait()
+            self._is_woken = False
+            return self._on_end is not None
+
+    def set_error(self, error: SaveFailed | None) -> None:
+        """Set the failure that the next call raises. ``None``: the failed step was copied since."""
+        with self.changed:
+            self._error = error
+
+    def finish(self, is_last: bool) -> bool:
+        """End a round of work, and return whether the thread ends."""
+        with self.changed:
+            ends = is_last and not self._is_woken
+            on_end = self._on_end
+        if ends and on_end is not None:
+            on_end()  # before any waiter learns of the end: the roots are free then
+        with self.changed:
+            self.is_idle = ends or not self._is_woken
+            self.has_ended = ends
+            self.changed.notify_all()
+        return ends
+
+
+class Drain:
+    """The drain of one memory root.
+
+    ``lock``: while it is held, nothing leaves memory. ``retention_lock``: while it is held, the
+    retention deletes nothing from the durable root.
+
+    Args:
+        memory: The memory root. The thread needs a ``Root`` of its own.
+        durable: The durable root, likewise.
+        pairing: The bond of the two.
+        rules: The steps to copy and to keep.
+        patience_seconds: The time without any progress after which waiters give up.
+    """
+
+    def __init__(
+        self,
+        memory: RootWriter,
+        durable: RootWriter,
+        pairing: Pairing,
+        rules: DrainRules,
+        patience_seconds: float,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.retention_lock = threading.Lock()
+        self.state = DrainState(str(durable.root.path), patience_seconds)
+        self.newest = pairing.claim()
+        self.is_emptying = False
+        self._memory, self._durable = memory, durable
+        self._pairing = pairing
+        self._rules = rules
+
+    def start(self, protected: Callable[[], set[str]]) -> None:
+        """Start the thread. ``protected``: the segments that the saver builds on."""
+        self._memory.protect(protected)
+        threading.Thread(target=self._run, name="deltacheck-drain", daemon=True).start()
+        self.state.wake()  # a killed process may have left steps that are not copied
+
+    def request(self, seq: int) -> None:
+        """Copy a checkpoint, even if the rules do not, unless the durable root is at it."""
+        with self.state.changed:
+            if seq > self.newest:
+                self.state.requested.add(seq)
+
+    def record_newest(self) -> None:
+        """Record the newest checkpoint of the durable root after a deletion."""
+        self.newest = max(self.newest, self._pairing.record_newest())
+
+    def _run(self) -> None:
+        ends = False
+        while not ends:
+            is_last = self.state.await_work()
+            try:
+                self._drain()
+            except BaseException as error:  # noqa: BLE001 - if the thread died, memory would fill up
+                failure = error
+                if not isinstance(failure, SaveFailed):
+                    failure = SaveFailed(f"draining {self._memory.root.path} failed: {error}")
+                    failure.__cause__ = error
+                log.error("%s", failure)
+                self.state.set_error(failure)
+            ends = self.state.finish(is_last)
+
+    def _drain(self) -> None:
+        """Copy the due steps, oldest first, and remove from memory what need not stay."""
+        state, every = self.state, self._rules.persist_every
+        self._trim()
+        while (brief := next_due(self._briefs(), self.newest, every, state.requested)) is not None:
+            self._copy(brief)
+            with state.changed:
+                state.requested.discard(brief.seq)
+            state.set_error(None)  # the failure was of this step or an earlier one
+            self._retain()
+            self._trim()
+            state.pulse.beat()
+
+    def _copy(self, brief: Brief) -> None:
+        source, target = self._memory.root, self._durable.root
+        name = layout.checkpoint_id(brief.seq)
+        path = source.path / layout.CHECKPOINTS / name / "zarr.json"
+        copied = target.path / layout.CHECKPOINTS / name / "zarr.json"
+        try:
+            # Read past the root's cache: steps come and go in memory.
+            manifest = check_place(path, read_manifest(path), False)
+            # If the copy exists, a process was killed between it and the record below.
+            if not (copied.exists() and target.read(copied).nonce == manifest.nonce):
+                self._durable.check()
+                transfer(
+                    source,
+                    manifest,
+                    target,
+                    self._durable.check,
+                    beat=self.state.pulse.beat,
+                    again=brief.seq < self.newest,
+                )
+            if brief.seq > self.newest:
+                self.newest = brief.seq
+                self._pairing.record(brief.seq, brief.nonce)
+        except Exception as error:
+            raise SaveFailed(
+                f"step {brief.step} is in {source.path}, which a power cut would take, and could"
+                f" not be copied to {target.path}; both are as they were, and the next save"
+                f" tries it again. Cause: {type(error).__name__}: {error}"
+            ) from error
+
+    def _retain(self) -> None:
+        # If a tag is being put, the next round deletes.
+        if self._durable.retention.keeps_all or not self.retention_lock.acquire(blocking=False):
+            return
+        try:
+            self._durable.retain()
+        except Exception:
+            log.warning(
+                "older steps of %s could not be deleted", self._durable.root.path, exc_info=True
+            )
+        finally:
+            self.retention_lock.release()
+
+    def _trim(self) -> None:
+        with self.lock:
+            briefs = self._briefs()
+            keep = 0 if self.is_emptying else self._rules.keep
+            stay = resident(
+                briefs, self.newest, self._rules.persist_every, self.state.requested, keep
+            )
+            for brief in briefs:
+                if brief.seq not in stay:
+                    self._memory.check()
+                    collect.delete_checkpoint(self._memory.root, brief.seq)
+            self._memory.collect(grace_seconds=0, newest=self.newest)
+        self.state.notify()
+
+    def _briefs(self) -> list[Brief]:
+        briefs, damaged = self._memory.root.briefs()
+        for error in damaged.values():
+            raise error
+        return sorted(briefs.values(), key=lambda brief: brief.seq)
