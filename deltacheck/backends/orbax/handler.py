@@ -1,11 +1,9 @@
-"""The handler that ``ocp.CheckpointManager`` calls: saves of JAX trees as segments beside the
-steps,
-and their way back.
+"""The handler that ``ocp.CheckpointManager`` calls to save and restore JAX trees.
 
-Orbax owns the step directories: it creates them, renames them when every handler's futures are
-done, and deletes old ones. We own the store beside them. A save is captured and encoded before
-``async_save`` returns, written by the saver's threads, and its manifest put into the item directory
-as soon as that exists; the rename is what makes the step exist.
+Orbax owns the step directories: it creates them, renames them when the futures of all handlers are
+done, and deletes old ones. The handler owns the store beside them. ``async_save`` captures and
+encodes a save, the saver's threads write it, and its manifest goes into the item's directory as
+soon as Orbax has created that. Orbax's rename makes the step exist.
 """
 
 from __future__ import annotations
@@ -36,34 +34,40 @@ from deltacheck.store.root import Root, open_root, way_out, whole_steps
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] # orbax has no types
-    """Saves and restores the items of a ``CheckpointManager``'s steps. ``manager()`` makes one and
-    registers it.
+    """A handler that saves and restores items of the steps of a ``CheckpointManager``.
 
-    ``root``: the manager's directory; without it, taken from the step directories that Orbax names.
-    ``policy``: what is promised and how long chains grow (default ``Policy.exact()``).
-    ``host_cache_bytes``: most encoded bytes between the training loop and the disk; larger: a slow
-    disk blocks training later, smaller: less memory. ``grace_seconds``: how long segments that no
-    step needs stay for readers that began before; longer: safer for slow readers, shorter: disk
-    space sooner. ``io_timeout_seconds``: longest wait for the storage before a save is given up.
-    ``durability``: what our files survive when our future is done. ``"power"``: a power cut, at the
-    cost of a flush of the disk's cache for each file and directory. ``"process"``: only the end of
-    this process, however it comes; saves end sooner, but a power cut may take the last ones, or
-    leave steps that are listed and raise ``Damaged``. Orbax's own files and renames are synced by
-    ``manager()`` only, see there. ``verify``: whether each save is read back from disk and compared
-    with the state as it was captured. ``"none"``: no; a restore checks what was written.
-    ``"commit"``: what the save wrote, before its step exists, so that a fault on the way to the
-    disk is a failed save; it commits later by the time that reading takes. ``"receipt"``: the whole
-    step, after the commit and behind everything else: ``handle.receipt``, a failure is logged and
-    raised by the next call. Both read about as much as a restore at each save, and hash the whole
-    state at the capture. ``capture``: of arrays that lie in host memory (JAX on the processor).
-    ``"eager"``: they are read before ``save`` returns, and may be donated at once. ``"lazy"``:
-    behind the training; ``save`` returns much sooner, encoding takes processor time from the
-    training, and until an array has been read it cannot be donated: XLA copies it instead, which
-    takes its memory twice. Others are always read at once. ``read_only``: restores keep no copy of
-    the state to go on from, and saves are refused.
+    ``manager()`` makes one and registers it. One instance may serve several items: each has its own
+    chain and its own *shadow*, a copy of the state that changes are found against. See
+    ``docs/how-to/orbax.md``.
 
-    One instance may serve several items: each has its own chain. Beside the encoded bytes it holds
-    one *shadow* an item, a copy of its state, to compare with.
+    Args:
+        root: The manager's directory. Default: taken from the step directories that Orbax names.
+        policy: The contract of each leaf and the length of chains. Longer chains: smaller saves;
+            shorter: faster restores. Default: ``Policy.exact()``.
+        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
+            slow disk blocks training later; smaller: less memory.
+        grace_seconds: The time that unneeded segments stay for readers that began before. Longer:
+            safer for slow readers; shorter: disk space sooner.
+        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
+            slow storage gets its saves through; shorter: a dead one is reported sooner.
+        durability: The event that the handler's files survive when its future is done. ``"power"``:
+            a power cut, at the cost of a flush of the disk's cache for each file and directory.
+            ``"process"``: only the end of this process. Saves end sooner, but a power cut may take
+            the last ones, or leave steps that are listed and raise ``Damaged``. Only ``manager()``
+            syncs Orbax's own files and renames.
+        verify: The check of each save against the captured state. ``"none"``: no check; a restore
+            checks what was written. ``"commit"``: the files of the save are read back before its
+            step exists, so it commits later. ``"receipt"``: the whole step is read back after the
+            commit, and the next call raises a failure. Both read about as much as a restore and
+            hash the state at the capture.
+        capture: The reading of arrays in host memory (JAX on the processor). ``"eager"``: before
+            ``save`` returns, so that they may be donated at once. ``"lazy"``: behind the training.
+            ``save`` returns much sooner, but XLA copies a donated array that is not yet read, which
+            takes its memory twice. Other arrays are always read at once.
+        read_only: Keep no shadow at a restore, and refuse saves. Default: a save may follow.
+
+    Raises:
+        ValueError: An option has a value that it cannot have.
     """
 
     def __init__(
@@ -94,18 +98,29 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         self._read_only = read_only
         self._closed = False
         self._items: dict[tuple[Path, str], Item] = {}
-        self._restoring: Joint | None = None  # of several processes
+        self._restoring: Joint | None = None  # the restores of several processes
 
-    # --- what Orbax calls -------------------------------------------------------------------------
+    # --- called by Orbax --------------------------------------------------------------------------
 
     async def async_save(self, directory: Any, args: DeltaSaveArgs) -> list[Any]:
-        """Capture and encode ``args.item``; returns the future of its manifest.
+        """Capture and encode an item.
 
-        Raises ``UnsupportedLeaf`` or ``DuplicatePath`` for what cannot be kept exactly,
-        ``RootBusy``, ``OSError``, ``RankFailed`` where another process has raised one of these, or
-        has another state. What goes wrong later is raised by the manager's next ``save`` or
-        ``wait_until_finished``; that step then does not exist, and the save after it writes whole
-        leaves.
+        The manager's next ``save`` or ``wait_until_finished`` raises a failure after this call. The
+        step then does not exist, and the next save writes whole leaves.
+
+        Args:
+            directory: The item's directory, which Orbax may not have created yet.
+            args: The item.
+
+        Returns:
+            A list with the future of the manifest.
+
+        Raises:
+            UnsupportedLeaf: A leaf cannot be kept exactly.
+            DuplicatePath: Two leaves have the same path.
+            RootBusy: Another process writes to the root.
+            OSError: The root cannot be written.
+            RankFailed: Another process raised one of these, or has another state.
         """
         self._check_open()
         try:
@@ -115,13 +130,30 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
             raise
 
     def save(self, directory: Any, args: DeltaSaveArgs) -> None:
-        """As ``async_save``, and wait until the manifest is durable."""
+        """Save an item and wait until its manifest is durable.
+
+        Args:
+            directory: The item's directory.
+            args: The item.
+
+        Raises:
+            SaveFailed: The save failed; also what ``async_save`` raises.
+        """
         self._check_open()
         self._begin(directory, args).result()
 
     def restore(self, directory: Any, args: DeltaRestoreArgs | None = None) -> Any:
-        """Restore an item of a step, verified bit for bit; the next save goes on from there. See
-        ``DeltaRestoreArgs``.
+        """Restore an item of a step, verified bit for bit. The next save continues from it.
+
+        Args:
+            directory: The item's directory.
+            args: The target and the conditions. Default: ``DeltaRestoreArgs()``.
+
+        Returns:
+            The tree.
+
+        Raises:
+            DeltacheckError: The item cannot be restored; see ``DeltaRestoreArgs``.
         """
         args = args or DeltaRestoreArgs()
         if jax.process_count() == 1:
@@ -135,7 +167,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return restored_by_all(self._restoring, lambda: self._restore(directory, args))
 
     def _restore(self, directory: Any, args: DeltaRestoreArgs) -> tuple[str, Any]:
-        """What was restored (the digest of its manifest), and its tree."""
+        """Return the digest of the restored manifest, and its tree."""
         place = ItemPlace.of(directory)
         root, manifest = self._open(place)
         root.require_digest(manifest, args.expected_digest)
@@ -158,27 +190,37 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
         return root.digest_of(manifest), restored.tree
 
     def metadata(self, directory: Any) -> Any:
-        """The tree as it was saved, with ``jax.ShapeDtypeStruct`` for arrays: fit to be a restore
-        target.
+        """Return the saved tree with ``jax.ShapeDtypeStruct`` for arrays.
 
-        Raises ``FileNotFoundError`` where the item was not saved with ``DeltaSaveArgs``.
+        Args:
+            directory: The item's directory.
+
+        Returns:
+            The tree, which can be the target of a restore.
+
+        Raises:
+            FileNotFoundError: The item was not saved with ``DeltaSaveArgs``.
         """
         place = ItemPlace.of(directory)
         return abstract_tree(read_manifest(place.directory / "zarr.json"))
 
     def finalize(self, directory: Any) -> None:
-        """Remove segments that no step needs any more. Orbax calls this when every future is done,
-        before the renames.
+        """Remove the segments that no step needs.
 
-        So deletions take effect one save late: Orbax deletes old steps after the renames.
+        Orbax calls this when every future is done, before the renames. It deletes old steps after
+        the renames, so their segments are removed one save later.
+
+        Args:
+            directory: The item's directory.
         """
         item = self._items.get(self._key(ItemPlace.of(directory)))
         if item is not None and isinstance(item.writer, Writer):
             item.writer.collect(self._options.grace_seconds, self._options.io_timeout_seconds)
 
     def close(self) -> None:
-        """Finish the saves under way, stop the threads, give the root back. More than once does
-        nothing.
+        """Finish the saves under way, stop the threads and give the root back.
+
+        A second call does nothing.
         """
         self._closed = True
         while self._items:
@@ -186,14 +228,18 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 
     @classmethod
     def typestr(cls) -> str:
-        """The name under which Orbax records who wrote an item. Permanent."""
+        """Return the name under which Orbax records the writer of an item. It is permanent.
+
+        Returns:
+            The name.
+        """
         return "deltacheck.DeltaCheckpointHandler"
 
-    # --- our side ---------------------------------------------------------------------------------
+    # --- internal ---------------------------------------------------------------------------------
 
     @property
     def is_exact(self) -> bool:
-        """Whether every leaf is stored as it is."""
+        """True if the policy stores every leaf exactly."""
         return self._options.policy.is_exact
 
     def _check_open(self) -> None:
@@ -224,12 +270,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
     def _root_of(self, place: ItemPlace) -> Path:
         if self._root is not None:
             return self._root
-        place.step  # noqa: B018 - raises where this is no manager's step, so that no store appears in a place that nobody meant
+        place.step  # noqa: B018 - raises if this is not a manager's step: no store is made there
         return place.root
 
     def _open(self, place: ItemPlace) -> tuple[Root, Manifest]:
-        """The root whose segments a step needs, and its manifest. A step of another root brings the
-        store beside it.
+        """Return the root whose segments a step needs, and the manifest of the step.
+
+        A step of another manager is read from the store beside that step.
         """
         path = place.root if has_store(place.root) else self._root_of(place)
         try:
@@ -250,13 +297,17 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc] 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
 @dataclass
 class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save: ``item``, any nested state of JAX and NumPy arrays, typed PRNG keys, numbers,
-    text, bytes and ``None``.
+    """The arguments of a save.
 
-    Containers: whatever is a pytree node, and ``deque``. The arrays may be donated or deleted as
-    soon as ``save`` returns (donated without a gain under ``capture="lazy"``); NumPy arrays may be
-    written to. ``metrics``: numbers kept with the step. ``log``: a ``GradientLog`` that may keep
-    the item as gradients, as its ``save`` does; one log serves one item.
+    The arrays may be donated or deleted as soon as ``save`` returns (under ``capture="lazy"`` a
+    donation saves no memory); NumPy arrays may be written to.
+
+    Args:
+        item: A nested state of JAX and NumPy arrays, typed PRNG keys, numbers, text, bytes and
+            ``None``. Containers are pytree nodes and ``deque``.
+        metrics: Numbers kept with the step. Default: none.
+        log: A ``GradientLog`` that may keep the item as gradients, as its ``save`` does. One log
+            serves one item. Default: the item itself is stored.
     """
 
     item: Any
@@ -267,31 +318,32 @@ class DeltaSaveArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_restore=True)
 @dataclass
 class DeltaRestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """How to restore.
+    """The arguments of a restore.
 
-    Without ``item``: the tree as it was saved, pytree nodes that Python itself does not have as
-    dicts of their fields, arrays on the default device. With ``item``, a tree of arrays or
-    ``jax.ShapeDtypeStruct`` of the same structure: its containers, each array in the form (JAX,
-    NumPy, PRNG key) and with the sharding that it has there; numbers and text as they were saved.
-    ``shardings``: one ``Sharding`` or device for all arrays, or a tree of them; goes before the
-    target's. ``leaves``: only these leaf paths, as ``{path: array}``. ``contract``: refuse leaves
-    that were saved under a weaker one than ``"exact"`` or ``"bounded"``; by default each comes as
-    it was saved. ``max_bytes``: refuse before allocating more than this. ``log``: the
-    ``GradientLog`` whose update replays a step that is kept as gradients; such a step needs
-    ``item``. ``expected_digest``: refuse a step whose manifest has another digest than this, which
-    the save's report and ``deltacheck show`` give.
+    If ``jax_enable_x64`` is off, arrays of 64-bit types come back as NumPy, because JAX would round
+    them. Every JAX array owns its buffer and can be donated. In a run of several processes all of
+    them restore, each what its devices need; without a target or ``shardings`` each gets whole
+    arrays. A failure of one process is raised in all.
 
-    Arrays of 64-bit types come back as NumPy where ``jax_enable_x64`` is off: JAX would round them.
-    Every JAX array owns its buffer and can be donated.
-
-    In a run of several processes all of them restore, each what its devices need; without a target
-    or ``shardings`` each gets whole arrays of its own. What fails in one is raised in all.
-
-    Raises ``TreeMismatch`` naming leaf and both values, ``Damaged`` or ``ChainBroken`` naming leaf,
-    segment and way out, ``ContractNotMet`` naming the leaves, ``ReplayNeeded`` for a step that is
-    kept as gradients where there is no ``log``, ``StepNotFound`` for a leaf that is not there,
-    ``BudgetExceeded``, ``NotACheckpointRoot`` for an item that was not saved with
+    A restore raises ``TreeMismatch``, ``Damaged``, ``ChainBroken``, ``ContractNotMet``,
+    ``ReplayNeeded`` (a step of gradients without ``log``), ``StepNotFound`` (an unknown leaf),
+    ``BudgetExceeded``, and ``NotACheckpointRoot`` for an item that was not saved with
     ``DeltaSaveArgs``.
+
+    Args:
+        item: The target, a tree of arrays or ``jax.ShapeDtypeStruct`` of the saved structure. Each
+            array comes in the form (JAX, NumPy, PRNG key) and with the sharding that it has there.
+            Default: the saved tree, foreign pytree nodes as dicts of their fields, arrays on the
+            default device.
+        shardings: One ``Sharding`` or device for all arrays, or a tree of them. Default: those of
+            the target.
+        leaves: Leaf paths. The result is then ``{path: array}`` of these. Default: the whole tree.
+        contract: The weakest contract that a leaf may have, ``"exact"`` or ``"bounded"``. Default:
+            any.
+        max_bytes: The most bytes to allocate. Default: no limit.
+        log: The ``GradientLog`` whose update replays a step of gradients; it needs ``item``.
+        expected_digest: The digest that the manifest must have, from the report of the save or
+            ``deltacheck show``. Default: any.
     """
 
     item: Any = None

@@ -1,6 +1,4 @@
-"""A ``CheckpointManager`` that knows our handler, and that finishes its last save when the program
-ends.
-"""
+"""A ``CheckpointManager`` with the handler of this package, whose last save ends with the program."""
 
 from __future__ import annotations
 
@@ -32,9 +30,8 @@ from deltacheck.store.root import describe_steps
 
 log = logging.getLogger("deltacheck")
 
-_open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = (
-    weakref.WeakKeyDictionary()
-)  # with their handlers
+# The handlers and the last saves of the managers that this module made.
+_open: weakref.WeakKeyDictionary[Any, DeltaCheckpointHandler] = weakref.WeakKeyDictionary()
 _last_saves: weakref.WeakKeyDictionary[Any, LastSave] = weakref.WeakKeyDictionary()
 
 
@@ -53,40 +50,57 @@ def manager(
     exit_timeout_seconds: float = 120.0,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """An ``ocp.CheckpointManager`` whose steps are saved with ``DeltaSaveArgs`` and restored with
-    ``DeltaRestoreArgs``.
-
-    ``options``: ``ocp.CheckpointManagerOptions``. ``items``: names used with
-    ``ocp.args.Composite``; any name can be saved and restored, those named here can also be
-    restored and described without arguments by a process that has not saved them. ``metadata``: as
-    ``CheckpointManager`` takes it. The others: as in ``DeltaCheckpointHandler``.
+    """Make an ``ocp.CheckpointManager`` for ``DeltaSaveArgs`` and ``DeltaRestoreArgs``.
 
     In a run of several processes each of them makes a manager and the same calls. Each writes what
-    lies on its devices, what they have alike is written once, and process 0 commits one step for
-    all; a failure of one is raised in all. The policy must be exact; arrays must be of all
-    processes, and NumPy arrays and numbers alike in each.
+    lies on its devices, replicated parts are written once, and process 0 commits one step for all.
+    A failure of one process is raised in all. The policy must then be exact, arrays must span all
+    processes, and NumPy arrays and numbers must be equal in each. See ``docs/how-to/orbax.md``.
 
-    ``root`` is a local directory: Orbax commits its steps there by renaming, which our handler
-    follows. Raises ``StorageFailed`` for an address of an object store.
+    A save under way when the interpreter exits is finished first; plain Orbax loses it.
 
-    ``durability``: what a step survives once ``wait_until_finished`` has returned (or, without
-    Orbax's asynchronous saves, ``save``). ``"power"``: a power cut. Plain Orbax syncs neither its
-    metadata nor the renames that make a step exist, and deletes older steps after them; here both
-    are synced, the metadata before the rename and the rename before any deletion. Costs a flush of
-    the disk's cache for each file and directory. ``"process"``: only the end of this process;
-    nothing is synced, a power cut may take the last steps.
+    Args:
+        root: A local directory: Orbax commits its steps by renaming.
+        options: ``ocp.CheckpointManagerOptions``. Default: Orbax's.
+        items: Names for ``ocp.args.Composite``. Any name can be saved and restored; a process that
+            has not saved an item named here can also restore and describe it without arguments.
+        policy: As for ``DeltaCheckpointHandler``. Longer chains: smaller saves; shorter: faster
+            restores.
+        host_cache_bytes: The most encoded bytes between the training loop and the disk. Larger: a
+            slow disk blocks training later; smaller: less memory.
+        grace_seconds: The time that unneeded segments stay for readers. Longer: safer for slow
+            readers; shorter: disk space sooner.
+        io_timeout_seconds: The longest wait for the storage before a save is given up. Longer: a
+            slow storage gets its saves through; shorter: a dead one is reported sooner.
+        durability: The event that a step survives once ``wait_until_finished`` (or a synchronous
+            ``save``) has returned. ``"power"``: a power cut. Orbax syncs neither its metadata nor
+            its renames; here the metadata is synced before the rename, and the rename before any
+            deletion. Each costs a flush of the disk's cache. ``"process"``: only the end of this
+            process. Nothing is synced, and a power cut may take the last steps.
+        verify: ``"none"``: a save is not read back; ``"commit"``: before its step exists, which
+            then comes later; ``"receipt"``: after the commit, and the next call raises a failure.
+        capture: ``"eager"``: arrays in host memory are read before ``save`` returns; ``"lazy"``:
+            behind the training, so that ``save`` returns sooner but donations copy.
+        exit_timeout_seconds: The longest wait for the last save at interpreter exit. Longer: a slow
+            storage gets it through; shorter: a dead one lets the process end. A failure is reported
+            on stderr, with exit status 120; after a timeout the process ends at once, because
+            Orbax's threads would keep it.
+        metadata: The metadata of the manager, as ``CheckpointManager`` takes it.
 
-    A save under way when the interpreter exits is finished first; plain Orbax loses it. Where it
-    fails then, or takes longer than ``exit_timeout_seconds``, that is said on stderr, and the exit
-    status is 120; in the second case the process ends at once, since Orbax's threads would keep it.
-    Longer: a slow storage gets the last save through; shorter: a dead one lets the process end.
+    Returns:
+        The manager.
+
+    Raises:
+        StorageFailed: ``root`` is an address of an object store.
+        ValueError: An option has a value that it cannot have, or the options name another primary
+            host or a subset of the processes.
     """
     path = storage.local(root, "a CheckpointManager with our handler").absolute()
-    together = None if options is None else options.multiprocessing_options
+    processes = None if options is None else options.multiprocessing_options
     if (
-        together is not None
+        processes is not None
         and jax.process_count() > 1
-        and (together.primary_host != 0 or together.active_processes is not None)
+        and (processes.primary_host != 0 or processes.active_processes is not None)
     ):
         raise ValueError(
             "all processes of a run save together, and process 0 commits: give"
@@ -109,35 +123,45 @@ def manager(
         registry.add(item, DeltaRestoreArgs, handler)
     if Durability.of(durability).syncs:
         options = with_durable_steps(path, options)
-    made = ocp.CheckpointManager(
+    new_manager = ocp.CheckpointManager(
         path, options=options, handler_registry=registry, metadata=metadata
     )
     _finish_at_exit()
-    _open[made] = handler
-    _last_saves[made] = saves = LastSave(made, exit_timeout_seconds)
+    _open[new_manager] = handler
+    _last_saves[new_manager] = saves = LastSave(new_manager, exit_timeout_seconds)
     exits.finish_at_exit(saves, str(path), exit_timeout_seconds)
-    return made
+    return new_manager
 
 
 class Whole(NamedTuple):
-    """What ``restore_whole`` gives: which step, and its tree."""
+    """A step that ``restore_whole`` has restored, and its tree."""
 
     step: int
     tree: Any
 
 
 def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) -> Whole:
-    """``manager.restore(step, args=args)`` of a step (by default the newest), or of the newest
-    before
-    it that is whole.
+    """Restore a step, or the newest whole step before it.
 
-    A training goes on, with older values, where it would have stopped: the result and warnings in
-    the log say with which step. ``args``: ``DeltaRestoreArgs``, or a ``Composite`` of them. Raises
-    ``StepNotFound`` where there is no step, and what the asked step raised where no earlier one
-    restores either.
+    Training then goes on with older values instead of stopping. Warnings in the log name the
+    damaged steps.
+
+    Args:
+        manager: A manager that ``manager()`` made.
+        args: ``DeltaRestoreArgs``, or a ``Composite`` of them. Default: ``DeltaRestoreArgs()``.
+        step: The newest step to try. Default: the newest of all.
+
+    Returns:
+        The restored step, and its tree.
+
+    Raises:
+        StepNotFound: There is no such step.
+        Damaged: Neither the step nor an earlier one can be restored. This is the error of the step.
+        NotACheckpointRoot: As ``Damaged``, for a step whose manifest is lost.
     """
     steps = sorted(
-        (found for found in manager.all_steps() if step is None or found <= step), reverse=True
+        (candidate for candidate in manager.all_steps() if step is None or candidate <= step),
+        reverse=True,
     )
     if not steps or (step is not None and steps[0] != step):
         raise StepNotFound(
@@ -145,10 +169,10 @@ def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) ->
             f" {describe_steps(manager.all_steps())}"
         )
     first: Damaged | NotACheckpointRoot | None = None
-    for found in steps:
+    for candidate in steps:
         try:
-            tree = manager.restore(found, args=DeltaRestoreArgs() if args is None else args)
-        except (Damaged, NotACheckpointRoot) as error:  # the latter: a step whose manifest is gone
+            tree = manager.restore(candidate, args=DeltaRestoreArgs() if args is None else args)
+        except (Damaged, NotACheckpointRoot) as error:  # the latter: its manifest is lost
             first = first or error
             log.warning("%s", error)
             continue
@@ -156,16 +180,16 @@ def restore_whole(manager: Any, args: Any = None, *, step: int | None = None) ->
             log.warning(
                 "step %d is damaged: step %d of %s is restored in its place",
                 steps[0],
-                found,
+                candidate,
                 manager.directory,
             )
-        return Whole(found, tree)
+        return Whole(candidate, tree)
     assert first is not None
     raise first
 
 
 def handler_of(manager: Any) -> DeltaCheckpointHandler:
-    """The handler of a manager that ``manager()`` made; ``ValueError`` for another."""
+    """Return the handler of a manager that ``manager()`` made; ``ValueError`` for another one."""
     try:
         return _open[manager]
     except (KeyError, TypeError):
@@ -173,7 +197,7 @@ def handler_of(manager: Any) -> DeltaCheckpointHandler:
 
 
 class LastSave:
-    """What ``exits`` needs to know of a manager, without keeping it alive."""
+    """The last save of a manager, for ``exits``. It does not keep the manager alive."""
 
     def __init__(self, manager: Any, seconds: float) -> None:
         self._manager = weakref.ref(manager)
@@ -181,15 +205,16 @@ class LastSave:
         self.seconds = seconds
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until Orbax has done with the manager's last save; raises what failed it if this
-        thread does not know yet, or ``TimeoutError``.
+        """Wait until Orbax has finished the last save of the manager.
+
+        Raises the failure of the save if this thread has not seen it yet, or ``TimeoutError``.
         """
-        made, deadline = self._manager(), Deadline.after(timeout)
-        if made is None or os.getpid() != self._owner:
+        open_manager, deadline = self._manager(), Deadline.after(timeout)
+        if open_manager is None or os.getpid() != self._owner:
             return
         if not await_renames(deadline):  # Orbax's own wait has no deadline
             raise TimeoutError(f"Orbax has not finished it after {timeout:g} s")
-        made.wait_until_finished()
+        open_manager.wait_until_finished()
 
     close = wait  # the manager itself stays open: Orbax may be about to close it
 
@@ -203,8 +228,8 @@ def _finish_at_exit() -> None:
 
 def _finish_all() -> None:
     deadlines = [
-        (saves, made.directory, Deadline.after(saves.seconds))
-        for made, saves in list(_last_saves.items())
+        (saves, open_manager.directory, Deadline.after(saves.seconds))
+        for open_manager, saves in list(_last_saves.items())
     ]
     for saves, where, deadline in deadlines:
         message = f"{where}: the last save did not become a checkpoint"
@@ -213,5 +238,5 @@ def _finish_all() -> None:
             saves.wait(deadline.left)
         except TimeoutError as error:
             exits.end_now(f"{message}. {error}")
-        except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C: it ends this wait, and must be told
+        except BaseException as error:  # noqa: BLE001 - a second Ctrl-C ends this wait, too
             exits.fail(f"{message}. {error or type(error).__name__}")
