@@ -16,8 +16,8 @@ from deltacheck.errors import SaveFailed
 from deltacheck.maintain.drain import Drain, DrainRules
 from deltacheck.maintain.tier_bond import Pairing, seq_at
 from deltacheck.maintain.transfer import as_at
-from deltacheck.save.options import SaveOptions
 from deltacheck.save.root_writer import RootWriter
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store import layout
 from deltacheck.store.documents import Written, manifest_content, manifest_digest
 from deltacheck.store.files import storage

@@ -18,7 +18,7 @@ from deltacheck.restore.chain import Chain
 from deltacheck.save.compactor import CompactionPlan, Compactor, attach
 from deltacheck.save.job.leaf_state import LeafState
 from deltacheck.save.job.save_job import ChainTurn, SaveJob
-from deltacheck.save.options import SaveOptions
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.effort import Effort
 from deltacheck.store.manifest import Manifest, SegmentRef
 

@@ -638,7 +638,7 @@ def test_an_ordinary_root_is_never_taken_for_memory_nor_discarded(places: Places
     with Engine(places.memory) as engine:
         save(engine, 0)
     for how in ("refuse", "discard"):
-        with pytest.raises(errors.ForeignMemory, match="no note of which run"):
+        with pytest.raises(errors.ForeignMemory, match="no record of the run"):
             places.engine(on_stale=how)
     assert on_disk(places.memory) == [0]
     with pytest.raises(ValueError, match="two directories"):

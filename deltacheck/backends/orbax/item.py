@@ -28,7 +28,7 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.save.handle import SaveHandle, progress_of
 from deltacheck.save.joint import Attempt
 from deltacheck.save.logbook import Plan
-from deltacheck.save.options import SaveOptions
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
 from deltacheck.store.deadline import Deadline
 from deltacheck.store.documents import Written, encode_manifest

@@ -23,7 +23,7 @@ from deltacheck.maintain.memory_tier import MemoryTier
 from deltacheck.policy import KeepBest, Policy
 from deltacheck.save import exits
 from deltacheck.save.handle import SaveHandle, progress_of, skipped
-from deltacheck.save.options import SaveOptions, retention_of
+from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import tags
 from deltacheck.store.files import storage as place

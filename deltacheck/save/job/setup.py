@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltacheck.codec.base import Codec
-from deltacheck.save.options import SaveOptions
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.root import Store
 
 

@@ -27,7 +27,7 @@ from deltacheck.leaf.tiles import Box
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.policy import Policy
 from deltacheck.save.joint import Report
-from deltacheck.save.options import SaveOptions, retention_of
+from deltacheck.save.save_options import SaveOptions, retention_of
 from deltacheck.store.files import storage as place
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.object_path import ObjectPath, ObjectStore

@@ -30,8 +30,8 @@ from deltacheck.leaf.tree import Flat, Node
 from deltacheck.restore.chain import Chain
 from deltacheck.save import exits
 from deltacheck.save.joint import Report, merged
-from deltacheck.save.options import SaveOptions
 from deltacheck.save.root_writer import RootWriter
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import Saver
 from deltacheck.store.documents import Written
 from deltacheck.store.files.storage import Place, take_lease

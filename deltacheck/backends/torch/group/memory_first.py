@@ -17,7 +17,7 @@ from deltacheck.errors import Damaged, StepNotFound
 from deltacheck.leaf.tree import Flat
 from deltacheck.maintain.memory_tier import MemoryTier, Tier, durable_digest, most_bytes
 from deltacheck.restore.chain import Chain
-from deltacheck.save.options import SaveOptions
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource
 from deltacheck.store import layout, tags
 from deltacheck.store.deadline import Deadline

@@ -14,7 +14,7 @@ from deltacheck.backends.torch.group.single_process import (
     SingleProcessSession,
 )
 from deltacheck.leaf.tree import Flat
-from deltacheck.save.options import SaveOptions
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.durability import Durability
 from deltacheck.store.files.storage import Place
 from deltacheck.store.manifest import Manifest
