@@ -23,8 +23,8 @@ from deltacheck.restore.receipt import Receipt
 from deltacheck.save.adaptive_effort import EffortChoice
 from deltacheck.save.chain_state import ChainState
 from deltacheck.save.job.save_job import SaveJob
-from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.progress import Progress, as_save_failed
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.store.files.background import Background
 from deltacheck.store.files.storage import remove_tree
 from deltacheck.store.manifest import Manifest

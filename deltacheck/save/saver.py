@@ -25,8 +25,8 @@ from deltacheck.save.job.manifest_builder import SaveRequest
 from deltacheck.save.job.save_job import SaveJob
 from deltacheck.save.job.setup import Setup
 from deltacheck.save.job.source import LeafSource
-from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.pipeline import Pipeline
+from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.treatment.run_state import Shadow
 from deltacheck.save.treatment.treatment import Treatment
 from deltacheck.store.deadline import Deadline, Pulse
