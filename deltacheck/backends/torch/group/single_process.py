@@ -26,7 +26,6 @@ from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import Loaded, as_array
 from deltacheck.restore.fill import StepReader
 from deltacheck.restore.resolve import require_contract
-from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.root_writer import RootWriter
 from deltacheck.save.save_options import SaveOptions
 from deltacheck.save.saver import LeafSource, Saver
