@@ -48,13 +48,13 @@ def check(
         if path not in restored.ties or path not in live.ties:
             checks.append(LeafCheck(path, "exact", _MISSING[path in live.ties]))
             continue
-        owner, other = live.ties[path], restored.ties[path]
-        before, after = live.specs[owner], restored.specs[other]
+        owner, restored_owner = live.ties[path], restored.ties[path]
+        before, after = live.specs[owner], restored.specs[restored_owner]
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             kinds = (f"{spec.dtype}{list(spec.shape)}" for spec in (before, after))
             checks.append(LeafCheck(path, "exact", "was {}, came back as {}".format(*kinds)))
         elif owner in promises:
-            promise, values = promises[owner], restored.arrays[other]
+            promise, values = promises[owner], restored.arrays[restored_owner]
             result = _promised(path, promise, live.arrays[owner], values, step, rates.get(owner))
             if promise.from_step is not None and not result.problem:
                 earlier = live_at(promise.from_step).arrays.get(owner)
@@ -62,7 +62,7 @@ def check(
             checks.append(result)
         else:
             checks.append(
-                LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[other]))
+                LeafCheck(path, "exact", _bits(live.arrays[owner], restored.arrays[restored_owner]))
             )
     for path in sorted(live.values.keys() | restored.values.keys()):
         if path not in restored.values or path not in live.values:
@@ -75,10 +75,10 @@ def check(
     return tuple(checks)
 
 
-def differences(left: Mapping[str, str], right: Mapping[str, str]) -> tuple[str, ...]:
+def differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> tuple[str, ...]:
     """Return the paths whose digests differ or that one side lacks, ascending."""
-    paths = left.keys() | right.keys()
-    return tuple(sorted(path for path in paths if left.get(path) != right.get(path)))
+    paths = expected.keys() | actual.keys()
+    return tuple(sorted(path for path in paths if expected.get(path) != actual.get(path)))
 
 
 def learning_rates(live: Snapshot) -> dict[str, float]:
@@ -87,8 +87,8 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
     by_group = hyperparameters(assignment, live.numbers)
     rates = {}
     for parameter in assignment.parameters:
-        own = by_group.get(parameter.group or "")
-        rate = own.lr if own is not None and own.lr is not None else live.run_rate
+        group = by_group.get(parameter.group or "")
+        rate = live.run_rate if group is None or group.lr is None else group.lr
         if parameter.master is not None and rate is not None:
             rates[parameter.master] = rate
     return rates
@@ -97,8 +97,10 @@ def learning_rates(live: Snapshot) -> dict[str, float]:
 def _bits(live: Array, restored: Array) -> str:
     """Describe the bits in which two arrays of one type differ; empty if there are none."""
     width = live.dtype.itemsize
-    left, right = (array.view(np.uint8).reshape(-1, width) for array in (live, restored))
-    wrong = np.flatnonzero((left != right).any(axis=1))
+    live_bytes, restored_bytes = (
+        array.view(np.uint8).reshape(-1, width) for array in (live, restored)
+    )
+    wrong = np.flatnonzero((live_bytes != restored_bytes).any(axis=1))
     if not wrong.size:
         return ""
     first = int(wrong[0])
@@ -150,20 +152,20 @@ def _reused(
     return LeafCheck(path, "reused", problem, drift, terms.max_drift)
 
 
-def _earlier(then: Array | None, restored: Array, promise: Promise) -> str:
+def _earlier(earlier_values: Array | None, restored: Array, promise: Promise) -> str:
     """Check that a reused first moment has the values of its earlier step.
 
     A second moment is rescaled to the present, so its drift is checked instead.
     """
-    if then is None or then.shape != restored.shape:
+    if earlier_values is None or earlier_values.shape != restored.shape:
         return f"it was not there at step {promise.from_step}, whose values it should have"
     if isinstance(promise.terms, Reused) and promise.terms.max_drift is not None:
         return ""
-    apart = _error("octaves", then, restored, 0.0)
+    error = _error("octaves", earlier_values, restored, 0.0)
     return (
         ""
-        if apart <= _REUSED_MEAN_OCTAVES
-        else f"it is {apart:.4g} octaves from its values of step {promise.from_step}"
+        if error <= _REUSED_MEAN_OCTAVES
+        else f"it is {error:.4g} octaves from its values of step {promise.from_step}"
     )
 
 
@@ -191,5 +193,5 @@ def _error(norm: str, live: Array, restored: Array, rate: float) -> float:
 
 def _largest(values: Array) -> float:
     """Return the largest value; infinity if there is a NaN."""
-    most = float(np.max(values, initial=0.0))
-    return math.inf if math.isnan(most) else most
+    maximum = float(np.max(values, initial=0.0))
+    return math.inf if math.isnan(maximum) else maximum

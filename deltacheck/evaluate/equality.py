@@ -27,14 +27,17 @@ class Verdict:
 
 def compare(claim: str, expected: Any, actual: Any) -> Verdict:
     """Compare the paths of two nested states and, leaf by leaf, shape, dtype and bits."""
-    left, right = dict(_leaves(expected)), dict(_leaves(actual))
-    wrong = [path for path in {**left, **right} if left.get(path) != right.get(path)]
+    expected_leaves, actual_leaves = dict(_leaves(expected)), dict(_leaves(actual))
+    paths = {**expected_leaves, **actual_leaves}
+    wrong = [path for path in paths if expected_leaves.get(path) != actual_leaves.get(path)]
     if wrong:
         return Verdict(
-            claim, False, f"{len(wrong)} of {len(left)} leaves differ, first {', '.join(wrong[:3])}"
+            claim,
+            False,
+            f"{len(wrong)} of {len(expected_leaves)} leaves differ, first {', '.join(wrong[:3])}",
         )
-    size = sum(len(leaf[-1]) for leaf in left.values())
-    return Verdict(claim, True, f"{len(left)} leaves, {size / 1e6:.1f} MB, equal")
+    size = sum(len(leaf[-1]) for leaf in expected_leaves.values())
+    return Verdict(claim, True, f"{len(expected_leaves)} leaves, {size / 1e6:.1f} MB, equal")
 
 
 def compare_losses(
@@ -88,21 +91,21 @@ def in_plain_zarr(claim: str, root: Path, step: int) -> Verdict:
         )
         zarr.open_group(root, mode="r").tree()
         leaves = zarr.open_group(root / "segments" / segment.id / "leaves", mode="r")
-        whole = {
+        arrays = {
             str(array.attrs["leaf_path"]): np.asarray(array[...]) for _, array in leaves.arrays()
         }
-    expected = checkpoints.restore(step, leaves=whole)
+    expected = checkpoints.restore(step, leaves=arrays)
     wrong = [
         path
-        for path in whole
-        if whole[path].shape != expected[path].shape
-        or whole[path].tobytes() != expected[path].tobytes()
+        for path in arrays
+        if arrays[path].shape != expected[path].shape
+        or arrays[path].tobytes() != expected[path].tobytes()
     ]
-    if wrong or not whole:
+    if wrong or not arrays:
         first = f", first {wrong[0]}" if wrong else ""
-        return Verdict(claim, False, f"{len(wrong)} of {len(whole)} arrays differ{first}")
-    size = sum(array.nbytes for array in whole.values())
-    return Verdict(claim, True, f"{len(whole)} arrays, {size / 1e6:.1f} MB, equal")
+        return Verdict(claim, False, f"{len(wrong)} of {len(arrays)} arrays differ{first}")
+    size = sum(array.nbytes for array in arrays.values())
+    return Verdict(claim, True, f"{len(arrays)} arrays, {size / 1e6:.1f} MB, equal")
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, tuple[str, tuple[int, ...], bytes]]]:

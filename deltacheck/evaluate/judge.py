@@ -124,27 +124,27 @@ def judge(evidence: Evidence) -> Judgement:
 
 def size(saves: Sequence[Saved]) -> Size:
     """Compare the bytes of at least two saves with those of the peer."""
-    first, *later = saves
+    first, *later_saves = saves
     return Size(
         first.raw_bytes,
         first.peer_bytes,
         first.stored_bytes,
         first.stored_bytes / first.peer_bytes,
-        statistics.spread([save.stored_bytes for save in later]),
-        statistics.spread([save.stored_bytes / save.peer_bytes for save in later]),
-        statistics.spread([save.stored_bytes / save.raw_bytes for save in later]),
+        statistics.spread([save.stored_bytes for save in later_saves]),
+        statistics.spread([save.stored_bytes / save.peer_bytes for save in later_saves]),
+        statistics.spread([save.stored_bytes / save.raw_bytes for save in later_saves]),
     )
 
 
 def latency(saves: Sequence[Saved]) -> Latency:
     """Compare the seconds of at least two saves with those of the peer."""
-    first, *later = saves
+    first, *later_saves = saves
     return Latency(
-        statistics.spread([save.blocking_seconds for save in later]),
-        statistics.spread([save.durable_seconds for save in later]),
-        statistics.spread([save.peer_seconds for save in later]),
-        statistics.spread([save.blocking_seconds / save.peer_seconds for save in later]),
-        statistics.spread([save.durable_seconds / save.peer_seconds for save in later]),
+        statistics.spread([save.blocking_seconds for save in later_saves]),
+        statistics.spread([save.durable_seconds for save in later_saves]),
+        statistics.spread([save.peer_seconds for save in later_saves]),
+        statistics.spread([save.blocking_seconds / save.peer_seconds for save in later_saves]),
+        statistics.spread([save.durable_seconds / save.peer_seconds for save in later_saves]),
         first.blocking_seconds,
     )
 
@@ -246,8 +246,8 @@ def _difference(ending: Ending, unkilled: Ending) -> str:
 
 
 def _named(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
-    return ", ".join(paths[:MOST_NAMED]) + more
+    suffix = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
+    return ", ".join(paths[:MOST_NAMED]) + suffix
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def quality(evidence: Evidence) -> Quality:
     unkilled = {ending.seed: ending for ending in evidence.unkilled}
     differences_by_seed: dict[int, list[float]] = {}
     curves = []
-    others = [ending.losses for ending in evidence.unkilled]
+    seed_losses = [ending.losses for ending in evidence.unkilled]
     for recovery in evidence.recoveries:
         seed, ending = recovery.kill.seed, recovery.ending
         if ending is None:
@@ -266,7 +266,7 @@ def quality(evidence: Evidence) -> Quality:
         differences_by_seed.setdefault(seed, []).append(
             ending.evaluation - unkilled[seed].evaluation
         )
-        curves.append(statistics.curve(ending.losses, unkilled[seed].losses, others))
+        curves.append(statistics.curve(ending.losses, unkilled[seed].losses, seed_losses))
     final = statistics.equivalence(
         differences_by_seed, [ending.evaluation for ending in evidence.unkilled]
     )

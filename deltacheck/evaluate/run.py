@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 def evaluate(
-    plan: Plan, folder: Path, progress: Progress = lambda phase, done, total: None
+    plan: Plan, folder: Path, progress: Progress = lambda phase, count, total: None
 ) -> Evidence:
     """Perform a plan.
 
@@ -66,19 +66,19 @@ def _evaluate(session: Session, progress: Progress) -> Evidence:
     record = collect(session.folder / ROOTS / OBSERVED)
     pace = observed.pace(plan.every)
     inexact = [step.step for step in record.steps if step.bounded_bytes or step.reused_bytes]
-    planned = kills(plan, inexact)
+    planned_kills = kills(plan, inexact)
     recoveries = []
-    for number, kill in enumerate(planned):
-        progress("kills and resumes", number, len(planned))
+    for number, kill in enumerate(planned_kills):
+        progress("kills and resumes", number, len(planned_kills))
         recoveries.append(_recovery(session, kill, pace))
-    progress("kills and resumes", len(planned), len(planned))
+    progress("kills and resumes", len(planned_kills), len(planned_kills))
     return Evidence(
         plan,
-        observed.others["framework"]["name"],
-        observed.others["framework"]["peer"],
+        observed.other_events["framework"]["name"],
+        observed.other_events["framework"]["peer"],
         tuple(observed.unkilled),
-        ending_of(observed.others["repeat"]["ending"]),
-        ending_of(observed.others["saving_run"]["ending"]),
+        ending_of(observed.other_events["repeat"]["ending"]),
+        ending_of(observed.other_events["saving_run"]["ending"]),
         _saves(observed.saved, record),
         _groups(record),
         tuple(recoveries),
@@ -91,7 +91,7 @@ def _recovery(session: Session, kill: Kill, pace: tuple[float, float]) -> Recove
         session.run_until_killed(Task("save_until_killed", kill), kill, before, pace=pace)
         if not deltacheck.open(folder_of(session.folder, kill) / "root").steps():
             raise EvaluationFailed("no checkpoint survived the kill")
-        resumed = session.run(Task("resume", kill)).others["resumed"]
+        resumed = session.run(Task("resume", kill)).other_events["resumed"]
     except DeltacheckError as error:
         return Recovery(kill, before.step, before.acknowledged_step, error=str(error))
     return Recovery(

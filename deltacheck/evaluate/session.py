@@ -39,7 +39,7 @@ class Reports:
     acknowledged_step: int = 0
     saved: list[Event] = field(default_factory=list)
     unkilled: list[Ending] = field(default_factory=list)
-    others: dict[str, Event] = field(default_factory=dict)
+    other_events: dict[str, Event] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
         """Add an event."""
@@ -55,7 +55,7 @@ class Reports:
             case "unkilled":
                 self.unkilled.append(ending_of(event["ending"]))
             case name:
-                self.others[name] = event
+                self.other_events[name] = event
 
     def pace(self, every: int) -> tuple[float, float]:
         """Return the seconds of a save until it is durable, and between two saves."""
@@ -152,8 +152,8 @@ class Session:
 
     def _reason(self, process: subprocess.Popen[str], reports: Reports) -> str:
         """Explain the end of a worker by the problem that it reported, else by its log."""
-        if "failed" in reports.others:
-            return str(reports.others["failed"]["problem"])
+        if "failed" in reports.other_events:
+            return str(reports.other_events["failed"]["problem"])
         return (
             f"a process ended with exit code {process.returncode}; the end of its"
             f" log:\n{processes.end_of_log(self.folder)}"
@@ -173,14 +173,14 @@ def kills(plan: Plan, inexact: Collection[int] = ()) -> tuple[Kill, ...]:
     """
     saves = [step for step in plan.checkpoints() if len(inexact) < 2 or step in inexact][1:]
     saves = [step for step in saves if step < plan.steps]
-    chosen = []
+    result = []
     for seed in plan.killed_seeds():
         dice = random.Random(seed)
         for number in range(plan.kills):
             position = (number + dice.random()) / plan.kills
             step = saves[min(len(saves) - 1, int(position * len(saves)))]
-            chosen.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
-    return tuple(chosen)
+            result.append(Kill(seed, number, step, (number + seed) % 2 == 1, dice.random()))
+    return tuple(result)
 
 
 def ending_of(fields: dict[str, Any]) -> Ending:

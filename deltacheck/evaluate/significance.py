@@ -33,21 +33,21 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values), len(values))
 
 
-def least_rate(held: int, trials: int, alpha: float = ALPHA) -> float:
+def least_rate(successes: int, trials: int, alpha: float = ALPHA) -> float:
     """Return the lower end of Clopper and Pearson's one-sided interval (1934).
 
     The true rate is at least this with a confidence of ``1 - alpha``. 300 of 300 gives 0.990, 4 of
     4 gives 0.47, 0 of any number gives 0.
     """
-    if not 0 <= held <= trials:
-        raise ValueError(f"{held} of {trials} is no rate")
-    if held == 0:
+    if not 0 <= successes <= trials:
+        raise ValueError(f"{successes} of {trials} is no rate")
+    if successes == 0:
         return 0.0
 
-    def tail(rate: float) -> float:  # probability of ``held`` or more
+    def tail(rate: float) -> float:  # probability of ``successes`` or more
         return sum(
             math.comb(trials, n) * rate**n * (1 - rate) ** (trials - n)
-            for n in range(held, trials + 1)
+            for n in range(successes, trials + 1)
         )
 
     return _root(lambda rate: tail(rate) - alpha, 0.0, 1.0)
@@ -133,11 +133,11 @@ def equivalence(
     finite = all(map(math.isfinite, [*means, *unkilled]))
     noise_sd = stdev(unkilled) if len(unkilled) > 1 and finite else 0.0
     margin = min(MARGIN_SD * noise_sd, MARGIN_SHARE * abs(fmean(unkilled))) if finite else 0.0
-    half_width, needed = math.inf, None
+    half_width, needed_seeds = math.inf, None
     if count > 1 and finite:
         error = stdev(means) / math.sqrt(count)
         half_width = student_quantile(1 - ALPHA, count - 1) * error
-        needed = _needed(stdev(means), margin)
+        needed_seeds = _needed(stdev(means), margin)
     low, high = mean - half_width, mean + half_width
     if all(value == 0 for values in differences.values() for value in values):
         verdict, low, high = EQUAL, 0.0, 0.0
@@ -150,7 +150,9 @@ def equivalence(
         verdict = WITHIN
     else:
         verdict = TOO_FEW
-    return Equivalence(verdict, mean, low, high, margin, noise_sd, len(unkilled), count, needed)
+    return Equivalence(
+        verdict, mean, low, high, margin, noise_sd, len(unkilled), count, needed_seeds
+    )
 
 
 def _needed(sd: float, margin: float) -> int | None:
@@ -184,14 +186,14 @@ class Curve:
 def curve(
     resumed: Mapping[int, float],
     unkilled: Mapping[int, float],
-    others: Sequence[Mapping[int, float]],
+    seed_losses: Sequence[Mapping[int, float]],
 ) -> Curve:
     """Compare losses step by step.
 
     Args:
         resumed: Losses by step.
         unkilled: Losses by step of the same seed.
-        others: Losses of all unkilled seeds.
+        seed_losses: Losses of all unkilled seeds.
 
     Raises:
         KeyError: The unkilled run lacks a step of the resumed one.
@@ -200,7 +202,7 @@ def curve(
     gaps = [abs(loss - unkilled[step]) for step, loss in resumed.items()]
     spikes = 0
     for step in differing:
-        values = [losses[step] for losses in others]
+        values = [losses[step] for losses in seed_losses]
         limit = SPIKE_SD * stdev(values) if len(values) > 1 else math.inf
         spikes += not abs(resumed[step] - unkilled[step]) <= limit
     largest = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
@@ -214,5 +216,5 @@ def curve(
     )
 
 
-def _same(left: float, right: float) -> bool:
-    return left == right or (math.isnan(left) and math.isnan(right))
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))

@@ -110,9 +110,9 @@ def _snapshot(
     }
     values = tree.scalars(skeleton)
     single = {p: float(a[0]) for p, a in arrays.items() if a.size == 1 and a.dtype.kind in "iuf"}
-    shown = {path: f"{type(value).__name__} {_text(value)}" for path, value in values.items()}
+    value_texts = {path: f"{type(value).__name__} {_text(value)}" for path, value in values.items()}
     return Snapshot(
-        specs, arrays, shown, tree.array_paths(skeleton), {**values, **single}, run_rate
+        specs, arrays, value_texts, tree.array_paths(skeleton), {**values, **single}, run_rate
     )
 
 

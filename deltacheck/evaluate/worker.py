@@ -66,11 +66,11 @@ class Run:
         """Train up to a step, and return the last loss."""
         loss = float("nan")
         while self.step < step:
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             loss = float(self.workload.step())
             self.step += 1
             self.losses[self.step] = loss
-            report("stepped", step=self.step, loss=loss, seconds=time.perf_counter() - started)
+            report("stepped", step=self.step, loss=loss, seconds=time.perf_counter() - start_time)
         return loss
 
     def snapshot(self, state: Any = None) -> Snapshot:
@@ -136,10 +136,10 @@ def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
     resuming = root.exists() and bool(deltacheck.open(root).steps())
     saver = run.backend.Saver(root, _policy(plan, folder))
     if resuming:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         run.step, state = saver.restore(run.workload.state())
         run.workload.load(state)
-        report("restored", step=run.step, seconds=time.perf_counter() - started)
+        report("restored", step=run.step, seconds=time.perf_counter() - start_time)
     # The first file of a process is slower than the others: imports, and a file system at rest.
     run.backend.peer_save(run.workload.state(), peer_file)
     peer: dict[str, Any] = {}
@@ -148,9 +148,9 @@ def save(plan: Plan, folder: Path, factory: Factory, root: Path) -> None:
         # The peer writes while no save of ours is in progress, which would slow it down.
         _report_saved(saver.finish(), peer)
         state = run.workload.state()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         peer_bytes = run.backend.peer_save(state, peer_file)
-        peer = {"peer_bytes": peer_bytes, "peer_seconds": time.perf_counter() - started}
+        peer = {"peer_bytes": peer_bytes, "peer_seconds": time.perf_counter() - start_time}
         report("saving", step=step)
         saver.save(step, state, run.metrics(loss))
     run.train_until(plan.steps)
@@ -165,17 +165,17 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
 
     The parent ends the process with SIGKILL.
     """
-    run, own = Run(factory, kill.seed), folder_of(folder, kill)
-    (own / "live").mkdir(parents=True)
-    saver = run.backend.Saver(own / "root", _policy(plan, folder))
+    run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
+    (run_folder / "live").mkdir(parents=True)
+    saver = run.backend.Saver(run_folder / "root", _policy(plan, folder))
     files: list[Path] = []
     for step in plan.checkpoints():
         loss = run.train_until(step)
-        done = saver.finish()
-        if done is not None:
-            report("acknowledged", step=done[0])
+        finished_save = saver.finish()
+        if finished_save is not None:
+            report("acknowledged", step=finished_save[0])
         state = run.workload.state()
-        files.append(_live_file(own, step))
+        files.append(_live_file(run_folder, step))
         run.write_snapshot(state, files[-1])
         # Under another policy, a restored leaf may have the values of any earlier save.
         for old in files[:-LIVE_SNAPSHOTS] if plan.policy == "exact" else ():
@@ -188,25 +188,25 @@ def save_until_killed(plan: Plan, folder: Path, factory: Factory, kill: Kill) ->
 
 def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     """Restore the newest step after a kill, compare it with the live state, and train on."""
-    run, own = Run(factory, kill.seed), folder_of(folder, kill)
-    root = own / "root"
+    run, run_folder = Run(factory, kill.seed), folder_of(folder, kill)
+    root = run_folder / "root"
     saver = run.backend.Saver(root, _policy(plan, folder))
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     step, state = saver.restore(run.workload.state())
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_time
     manifest = deltacheck.open(root).manifest(step)
     restored = run.snapshot(state)
-    live_at = cache(lambda earlier: snapshot.read(_live_file(own, earlier)))
+    live_at = cache(lambda earlier: snapshot.read(_live_file(run_folder, earlier)))
     checks = contract.check(live_at(step), restored, manifest.contracts, step, live_at)
     run.workload.load(state)
     run.step = step
     loaded = snapshot.digests(run.snapshot())
     not_put_back = contract.differences(snapshot.digests(restored), loaded)
     report("restored", step=step, seconds=seconds)
-    for later in (later for later in plan.checkpoints() if later > step):
-        loss = run.train_until(later)
+    for next_step in (number for number in plan.checkpoints() if number > step):
+        loss = run.train_until(next_step)
         saver.finish()
-        saver.save(later, run.workload.state(), run.metrics(loss))
+        saver.save(next_step, run.workload.state(), run.metrics(loss))
     run.train_until(plan.steps)
     saver.finish()
     saver.close()
@@ -223,8 +223,8 @@ def resume(plan: Plan, folder: Path, factory: Factory, kill: Kill) -> None:
     )
 
 
-def _live_file(own: Path, step: int) -> Path:
-    return own / "live" / f"{step}.npz"
+def _live_file(run_folder: Path, step: int) -> Path:
+    return run_folder / "live" / f"{step}.npz"
 
 
 def _profile(run: Run, plan: Plan) -> Profile:
@@ -252,15 +252,15 @@ def _framework(state: Any) -> str:
     raise NoWorkload("the state of the workload holds neither torch tensors nor JAX arrays")
 
 
-def _report_saved(done: tuple[int, float, float, int] | None, peer: dict[str, Any]) -> None:
-    if done is not None:
-        step, blocking, durable, stored = done
+def _report_saved(save_times: tuple[int, float, float, int] | None, peer: dict[str, Any]) -> None:
+    if save_times is not None:
+        step, blocking, durable, stored_bytes = save_times
         report(
             "saved",
             step=step,
             blocking_seconds=blocking,
             durable_seconds=durable,
-            stored_bytes=stored,
+            stored_bytes=stored_bytes,
             **peer,
         )
 
@@ -275,8 +275,8 @@ def main(folder: Path) -> None:
         if line:  # nothing: the evaluation has ended without this process
             _perform(msgspec.json.decode(line, type=Task), plan, folder, factory)
     except Exception as error:
-        known = isinstance(error, DeltacheckError)
-        report("failed", problem=str(error) if known else f"{type(error).__name__}: {error}")
+        is_expected = isinstance(error, DeltacheckError)
+        report("failed", problem=str(error) if is_expected else f"{type(error).__name__}: {error}")
         raise  # the traceback goes to the log
 
 

@@ -83,12 +83,12 @@ def load_factory(reference: str) -> Factory:
     if source.endswith(".py") or os.sep in source:
         path = Path(source).resolve()
         # Under its bare name it could hide a package that it imports.
-        own = f"_deltacheck_eval_{path.stem}"
-        spec = importlib.util.spec_from_file_location(own, path) if path.is_file() else None
+        module_name = f"_deltacheck_eval_{path.stem}"
+        spec = importlib.util.spec_from_file_location(module_name, path) if path.is_file() else None
         if spec is None or spec.loader is None:
             raise NoWorkload(f"there is no Python file {source!r}")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[own] = module
+        sys.modules[module_name] = module
         sys.path.insert(0, str(path.parent))  # as if the file were run: it may import its siblings
         spec.loader.exec_module(module)
     else:

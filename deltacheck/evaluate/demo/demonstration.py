@@ -125,7 +125,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
     # Not at the top: it imports TensorStore, which the command line does not wait for.
     from deltacheck.evaluate.demo.saves import describe_saves
 
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     plan, root = demonstration.plan, folder / _CHECKPOINTS
     shared = folder / "shared"
     shared.mkdir()
@@ -147,7 +147,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
             )
             bar = _bar(progress, "fine-tuning, resumed", plan.steps)
             resumed = session.run(Task("save", root=_CHECKPOINTS), bar)
-        restored = resumed.others.get("restored", {"step": None})
+        restored = resumed.other_events.get("restored", {"step": None})
         if restored["step"] != kill.newest_checkpoint:
             raise DemoFailed(
                 f"the second process did not resume from step {kill.newest_checkpoint}, but from"
@@ -181,7 +181,7 @@ def perform(demonstration: Demonstration, folder: Path, console: Console) -> Out
             for event in saved
         ],
         verdicts=verdicts,
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - start_time,
     )
 
 

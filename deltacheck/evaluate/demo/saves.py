@@ -16,13 +16,13 @@ def describe_saves(root: Path, saved: list[Event]) -> list[dict[str, Any]]:
     """Add to the times of each save what its manifest says of its leaves, summed up by class."""
     opened = open_root(root)
     steps = {step.ref.step: step for step in history.steps(opened, history.committed(opened, []))}
-    described = []
+    records = []
     for event in saved:
         states = steps[event["step"]].states or {}
         by_class: dict[str, list[history.LeafState]] = {}
         for path, state in states.items():
             by_class.setdefault(leaf_class(path), []).append(state)
-        described.append(
+        records.append(
             {
                 "event": "saved",
                 "step": event["step"],
@@ -34,7 +34,7 @@ def describe_saves(root: Path, saved: list[Event]) -> list[dict[str, Any]]:
                 "classes": {name: _change(leaves) for name, leaves in by_class.items()},
             }
         )
-    return described
+    return records
 
 
 def _change(leaves: list[history.LeafState]) -> dict[str, int]:

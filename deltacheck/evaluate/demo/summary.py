@@ -57,12 +57,12 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def _summary(outcome: Outcome) -> Table:
-    ours, theirs = outcome.saved, outcome.torch_saved
-    deltas = [save for save in ours if not save["keyframe"]]
-    peer_bytes = mean(save["bytes"] for save in theirs)
-    peer_seconds = median(save["seconds"] for save in theirs)
-    blocking_seconds = median(save["blocking_seconds"] for save in ours)
-    durable_seconds = median(save["durable_seconds"] for save in ours)
+    saves, peer_saves = outcome.saved, outcome.torch_saved
+    deltas = [save for save in saves if not save["keyframe"]]
+    peer_bytes = mean(save["bytes"] for save in peer_saves)
+    peer_seconds = median(save["seconds"] for save in peer_saves)
+    blocking_seconds = median(save["blocking_seconds"] for save in saves)
+    durable_seconds = median(save["durable_seconds"] for save in saves)
     lost_steps = outcome.kill["last_step"] - outcome.kill["newest_checkpoint"]
 
     table = Table(
@@ -75,13 +75,13 @@ def _summary(outcome: Outcome) -> Table:
     for heading in ("deltacheck", "torch.save + fsync", "ratio"):
         table.add_column(heading, justify="right")
 
-    def add_bytes(name: str, saves: list[dict[str, Any]]) -> None:
-        stored = mean(save["stored_bytes"] for save in saves)
-        megabytes = (f"{stored / 1e6:.1f} MB", f"{peer_bytes / 1e6:.1f} MB")
-        table.add_row(name, *megabytes, f"{stored / peer_bytes:.1%}")
+    def add_bytes(name: str, group: list[dict[str, Any]]) -> None:
+        mean_bytes = mean(save["stored_bytes"] for save in group)
+        megabytes = (f"{mean_bytes / 1e6:.1f} MB", f"{peer_bytes / 1e6:.1f} MB")
+        table.add_row(name, *megabytes, f"{mean_bytes / peer_bytes:.1%}")
 
-    table.add_row("checkpoints measured", str(len(ours)), str(len(theirs)), "")
-    add_bytes("bytes a checkpoint, mean", ours)
+    table.add_row("checkpoints measured", str(len(saves)), str(len(peer_saves)), "")
+    add_bytes("bytes a checkpoint, mean", saves)
     if deltas:
         add_bytes("bytes after the first, mean", deltas)
     milliseconds = (f"{blocking_seconds * 1e3:.1f} ms", f"{peer_seconds * 1e3:.1f} ms")

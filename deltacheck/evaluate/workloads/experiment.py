@@ -144,9 +144,9 @@ class Experiment(ABC):
 
     def perform(self) -> None:
         """Perform the whole experiment, and print it."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self.prepare()
-        say(f"prepared in {time.perf_counter() - started:.0f} s in {self.folder}")
+        say(f"prepared in {time.perf_counter() - start_time:.0f} s in {self.folder}")
 
         say("1. An uninterrupted run, observed by a profiler")
         run, final_loss = self._train_uninterrupted()
@@ -162,14 +162,14 @@ class Experiment(ABC):
             self._compare_sizes(policy, plain_bytes)
 
     def _train_uninterrupted(self) -> tuple[Any, float]:
-        started, steps = time.perf_counter(), self.options.steps
+        start_time, steps = time.perf_counter(), self.options.steps
         run, profiler = self.create_run(), Profiler(interval_steps=self.options.every)
         loss_before = self.held_out_loss(run)
         while run.step < steps:
             metrics = run.train_step()
             profiler.observe(run.step, run.state, **metrics)
         loss = self.held_out_loss(run)
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         say(f"  {self.parameters(run)}, {steps} steps in {seconds:.0f} s")
         say(f"  held-out loss {loss_before:.4f} before, {loss:.4f} after")
 
@@ -203,9 +203,10 @@ class Experiment(ABC):
 
     def _compare_sizes(self, policy: str, plain_bytes: int) -> None:
         count = len(deltacheck.open(self.folder / policy).steps())
-        stored, plain = bytes_under(self.folder / policy), count * plain_bytes
-        sizes = f"{stored / 1e6:.2f} MB, as {self.peer} {plain / 1e6:.2f} MB"
-        say(f"  {count} checkpoints: {sizes} ({stored / plain:.1%}){self.size_note(count)}")
+        stored_bytes, peer_bytes = bytes_under(self.folder / policy), count * plain_bytes
+        sizes = f"{stored_bytes / 1e6:.2f} MB, as {self.peer} {peer_bytes / 1e6:.2f} MB"
+        share = f"{stored_bytes / peer_bytes:.1%}"
+        say(f"  {count} checkpoints: {sizes} ({share}){self.size_note(count)}")
 
 
 def main(

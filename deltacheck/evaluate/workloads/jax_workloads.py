@@ -50,10 +50,10 @@ class Workload:
 
     def __init__(self, recipe: Recipe, weights: Tree | None = None) -> None:
         self.recipe = recipe
-        key, drawn = jax.random.split(jax.random.key(recipe.seed))
-        weights = _rounded(_initial(recipe, drawn)) if weights is None else weights
+        key, subkey = jax.random.split(jax.random.key(recipe.seed))
+        weights = _rounded(_initial(recipe, subkey)) if weights is None else weights
         lora = recipe.task == "lora"
-        params = _adapters(recipe, drawn) if lora else weights
+        params = _adapters(recipe, subkey) if lora else weights
         self.base = weights if lora else {}
         self.optimizer = _post_training_optimizer(recipe)
         master = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
@@ -74,9 +74,9 @@ class Workload:
         Under "rl", the loss is 1 - mean reward.
         """
         rows = next(self.batches) if rows is None else rows
-        self.key, drawn = jax.random.split(self.key)
+        self.key, subkey = jax.random.split(self.key)
         if self.recipe.task == "rl":
-            loss, tokens, weight = self._completed(rows, drawn)
+            loss, tokens, weight = self._completed(rows, subkey)
             self.training, _ = _policy_step(self.recipe, self.training, tokens, weight)
         else:
             self.training, loss_array = _supervised_step(
@@ -85,7 +85,7 @@ class Workload:
                 self.base,
                 rows.tokens.astype(np.int32),
                 rows.graded,
-                drawn,
+                subkey,
             )
             loss = float(loss_array)
         self.step += 1
@@ -175,8 +175,8 @@ def _adapters(recipe: Recipe, key: jax.Array) -> Tree:
     An adapter is a trained correction of low rank, which begins at zero.
     """
     layers = {}
-    for number, drawn in enumerate(jax.random.split(key, recipe.layers)):
-        down = jax.random.normal(drawn, (recipe.width, recipe.rank)) * recipe.width**-0.5
+    for number, subkey in enumerate(jax.random.split(key, recipe.layers)):
+        down = jax.random.normal(subkey, (recipe.width, recipe.rank)) * recipe.width**-0.5
         layers[f"layer_{number}"] = {
             "qkv_down": down,
             "qkv_up": jnp.zeros((recipe.rank, 3 * recipe.width)),
@@ -211,9 +211,9 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
     causal = jnp.tril(jnp.ones((length, length), bool))
 
     def rotated(x: jax.Array) -> jax.Array:
-        left, right = jnp.split(x, 2, axis=-1)
+        x1, x2 = jnp.split(x, 2, axis=-1)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
     def dropped(x: jax.Array, place: int) -> jax.Array:
         if key is None or recipe.dropout == 0:
@@ -237,8 +237,8 @@ def _logits(recipe: Recipe, weights: Tree, tokens: Any, key: jax.Array | None = 
             "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), value
         )
         x += dropped(mixed.reshape(x.shape) @ layer["out"], 2 * number)
-        gate, up = jnp.split(_normed(x, layer["mlp_norm"]) @ layer["up"], 2, axis=-1)
-        x += dropped((jax.nn.silu(gate) * up) @ layer["down"], 2 * number + 1)
+        gate, hidden = jnp.split(_normed(x, layer["mlp_norm"]) @ layer["up"], 2, axis=-1)
+        x += dropped((jax.nn.silu(gate) * hidden) @ layer["down"], 2 * number + 1)
     logits: jax.Array = _normed(x, weights["norm"]) @ weights["embed"].T
     return logits
 
@@ -340,8 +340,8 @@ def _policy_step(
 @functools.partial(jax.jit, static_argnames="recipe")
 def _sampled(recipe: Recipe, weights: Tree, prompts: jax.Array, key: jax.Array) -> jax.Array:
     tokens = prompts
-    for drawn in jax.random.split(key, tasks.DIGITS):
-        fresh = jax.random.categorical(drawn, _logits(recipe, weights, tokens)[:, -1])
+    for subkey in jax.random.split(key, tasks.DIGITS):
+        fresh = jax.random.categorical(subkey, _logits(recipe, weights, tokens)[:, -1])
         tokens = jnp.concatenate([tokens, fresh[:, None].astype(tokens.dtype)], axis=1)
     return tokens
 

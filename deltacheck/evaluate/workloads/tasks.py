@@ -70,8 +70,8 @@ def advantages(rewards: NDArray[np.float32], group: int) -> NDArray[np.float32]:
 
 def _part(recipe: Recipe, *, held_out: bool) -> Rows:
     rows = _sums(recipe, sloppy=0.0) if recipe.task == "rl" else function_rows(recipe)
-    chosen = (np.arange(len(rows.tokens)) % HELD_OUT == 0) == held_out
-    return Rows(rows.tokens[chosen], rows.graded[chosen])
+    mask = (np.arange(len(rows.tokens)) % HELD_OUT == 0) == held_out
+    return Rows(rows.tokens[mask], rows.graded[mask])
 
 
 def _sums(recipe: Recipe, sloppy: float) -> Rows:
@@ -80,11 +80,13 @@ def _sums(recipe: Recipe, sloppy: float) -> Rows:
     Their order is the same for all seeds.
     """
     random = np.random.default_rng(0)
-    left, right = (
+    augend, addend = (
         numbers.reshape(-1)[:, None] for numbers in np.meshgrid(np.arange(100), np.arange(100))
     )
-    digits = np.concatenate([left // 10, left % 10, right // 10, right % 10], axis=1) + ord("0")
-    total = (left + right) // 10 ** np.arange(DIGITS)[::-1] % 10 + ord("0")
+    digits = np.concatenate([augend // 10, augend % 10, addend // 10, addend % 10], axis=1) + ord(
+        "0"
+    )
+    total = (augend + addend) // 10 ** np.arange(DIGITS)[::-1] % 10 + ord("0")
     wrong = random.random(total.shape) < sloppy
     total = np.where(wrong, random.integers(ord("0"), ord("9") + 1, total.shape), total)
 

@@ -161,9 +161,9 @@ class Batches:
         if self._position + self._batch > len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._shuffled()
-        chosen = self._order[self._position : self._position + self._batch]
+        indices = self._order[self._position : self._position + self._batch]
         self._position += self._batch
-        return Rows(self._rows.tokens[chosen], self._rows.graded[chosen])
+        return Rows(self._rows.tokens[indices], self._rows.graded[indices])
 
     def state_dict(self) -> dict[str, int]:
         """Return the position."""
