@@ -1,6 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run benchmarks, print their tables, write them as JSON, check
-what was promised.
-"""
+"""`python -m benchmarks [NAME ...]`: run benchmarks, and check the promised figures."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.record import Result, Settings, written
+from benchmarks.record import Result, Settings, format_cell
 from deltacheck.evaluate import machine
 
 # Name -> module, in the order in which they run; each is `run(settings) -> Result`.
@@ -40,89 +38,91 @@ BENCHMARKS = {
 }
 
 
-# Read when torch is first imported: threads that wait spinning take the cores from the saver's when
-# the machine is busy.
+# Read when torch is first imported. Threads that wait by spinning take the cores from the saver's
+# threads on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Which; all where none is named."),
+        typer.Argument(metavar="[NAME]...", help="Benchmarks to run; all by default."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 where a promised figure is missed.")
+        bool, typer.Option("--check", help="Exit with 1 if a promised figure is missed.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny states: whether it runs; figures without meaning.")
+        bool,
+        typer.Option("--quick", help="Tiny states: a check that it runs; figures without meaning."),
     ] = False,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--folder", help="On the disk to measure (default: where temporary files go)."
+            "--folder", help="A folder on the disk to measure (default: of temporary files)."
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=8, help="Of scale: most ranks (default: 1024).")
+        int | None,
+        typer.Option("--ranks", min=8, help="For scale: largest number of ranks (default: 1024)."),
     ] = None,
     leaves: Annotated[
-        int | None, typer.Option("--leaves", min=1, help="Of scale (default: 1000).")
+        int | None,
+        typer.Option("--leaves", min=1, help="For scale: leaves per state (default: 1000)."),
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the benchmarks.")] = False,
 ) -> None:
-    """Measure what saving and restoring costs."""
+    """Measure the cost of saving and restoring."""
     console = Console()
     if listing:
         for name, module in BENCHMARKS.items():
-            console.print(
-                f"{name:<12}{(importlib.import_module(module).__doc__ or '').partition(chr(10))[0]}"
-            )
+            summary = (importlib.import_module(module).__doc__ or "").partition("\n")[0]
+            console.print(f"{name:<14}{summary}")
         raise typer.Exit
-    unknown = [name for name in names or () if name not in BENCHMARKS]
-    if unknown:
+    unknown_names = [name for name in names or () if name not in BENCHMARKS]
+    if unknown_names:
         console.print(
-            f"There is no benchmark {', '.join(map(escape, unknown))}; there are"
+            f"There is no benchmark {', '.join(map(escape, unknown_names))}; there are"
             f" {', '.join(BENCHMARKS)}"
         )
         raise typer.Exit(2)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="deltacheck-benchmarks-", dir=folder) as name:
-        place = machine.describe(Path(name))
-        show_machine(place, console)
-        for chosen in names or BENCHMARKS:
-            began = time.perf_counter()
-            with tempfile.TemporaryDirectory(dir=name) as own:
-                results.append(
-                    importlib.import_module(BENCHMARKS[chosen]).run(
-                        Settings(quick, Path(own), ranks, leaves)
-                    )
-                )
+        description = machine.describe(Path(name))
+        show_machine(description, console)
+        for benchmark in names or BENCHMARKS:
+            start = time.perf_counter()
+            implementation = importlib.import_module(BENCHMARKS[benchmark])
+            with tempfile.TemporaryDirectory(dir=name) as own_folder:
+                results.append(implementation.run(Settings(quick, Path(own_folder), ranks, leaves)))
             results[-1].show(console)
-            console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
+            console.print(f"[dim]{time.perf_counter() - start:.0f} s[/]")
     if json_file is not None:
         record = {
             "quick": quick,
-            "machine": place,
+            "machine": description,
             "benchmarks": [result.as_json() for result in results],
         }
         json_file.write_text(json.dumps(record, indent=1) + "\n")
     missed = [figure for result in results for figure in result.figures if not figure.holds]
     for figure in missed:
-        console.print(f"[bold red]MISSED[/] {figure.name}: {written(figure.value, figure.unit)}")
+        value = format_cell(figure.value, figure.unit)
+        console.print(f"[bold red]MISSED[/] {figure.name}: {value}")
     raise typer.Exit(1 if check and missed else 0)
 
 
-def show_machine(place: dict[str, Any], console: Console) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
-    memory = place["memory_bytes"] / 2**30
-    console.print(
-        f"{place['processor']}, {place['cores']} cores, {memory:.0f} GiB, {place['file_system']},"
-        f" load {place['load_average']:.1f}; codec {place['codec']}; {versions}; {place['date']}",
-        highlight=False,
+def show_machine(description: dict[str, Any], console: Console) -> None:
+    """Print the machine and the versions on one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in description["versions"].items())
+    hardware = (
+        f"{description['processor']}, {description['cores']} cores,"
+        f" {description['memory_bytes'] / 2**30:.0f} GiB, {description['file_system']},"
+        f" load {description['load_average']:.1f}"
     )
+    software = f"codec {description['codec']}; {versions}; {description['date']}"
+    console.print(f"{hardware}; {software}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""How long a save keeps a real training loop waiting, beside torch.save + fsync of the same state
-on
-the same disk.
+"""Time that a training loop waits for a save, beside torch.save + fsync of the same state.
 
-Loops of a few training steps follow each other in rounds: one without a save, one that begins with
-torch.save, one for each way of saving with the engine. What a save costs is told three times: by
-the handle, by clocks of our own around `save` and the optimizer hook (these count), and by the wall
-time of the whole loop against the one without a save, which holds what training loses to the work
-behind it as well.
+Loops of a few training steps alternate in rounds: one without a save, one that begins with
+torch.save, and one for each way of saving with the engine. The cost of a save is measured three
+times: by the handle, by clocks around `save` and the optimizer hook (these count), and by the wall
+time of the whole loop against the one without a save. The last includes the slowdown of training by
+background work.
 """
 
 from __future__ import annotations
@@ -34,8 +32,9 @@ AUTO, EAGER, KEYFRAME = "auto, delta", "eager, delta", "auto, keyframe"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model to train, the steps between two saves, and the ways to save it. Forward and backward
-    take longer than a capture.
+    """A model to train, the steps between two saves, and the ways to save it.
+
+    Forward and backward pass take longer than a capture.
     """
 
     recipe: Recipe
@@ -44,8 +43,7 @@ class Case:
     ways: tuple[str, ...] = (AUTO, EAGER, KEYFRAME)
 
 
-# One thread, as where an accelerator computes and the host has cores to spare; the second case has
-# none to spare.
+# One thread, as if an accelerator computed and the host had spare cores. The second case has none.
 _BASE = demo(seed=1, threads=1, batch=4)
 CASES = (
     Case(_BASE, every=4, rounds=9),
@@ -58,24 +56,22 @@ QUICK_CASES = (Case(tiny_demo(seed=1), every=2, rounds=3),)
 
 @dataclass(slots=True)
 class Way:
-    """One way of saving, and what its saves cost, in seconds a save."""
+    """One way of saving, and the costs of its saves in seconds per save."""
 
     name: str
     engine: Engine | None  # None: torch.save
-    told: list[float] = field(default_factory=list)  # by the handle, and the wait at the end
-    witnessed: list[float] = field(default_factory=list)  # by our own clocks
+    # By the handle, with the wait at the end
+    reported: list[float] = field(default_factory=list)
+    clocked: list[float] = field(default_factory=list)  # by the benchmark's own clocks
     durable: list[float] = field(default_factory=list)
     loops: list[float] = field(default_factory=list)
-    idle_captured: list[float] = field(
-        default_factory=list
-    )  # the worst case: no training beside the save
+    # The worst case: no training beside the save
+    idle_captured: list[float] = field(default_factory=list)
     idle_durable: list[float] = field(default_factory=list)
 
 
 class Clock:
-    """Time that passes between two optimizer hooks, one registered before the engines' and one
-    after.
-    """
+    """The time between two optimizer hooks, registered before and after those of the engines."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -83,10 +79,11 @@ class Clock:
         self._hooks = [register_optimizer_step_pre_hook(self._begin)]
 
     def enclose(self) -> None:
-        """Call this once the engines exist: what their hooks take is measured from now on."""
+        """Measure the engines' hooks from now on. Call this once, after their creation."""
         self._hooks.append(register_optimizer_step_pre_hook(self._end))
 
     def close(self) -> None:
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -98,28 +95,26 @@ class Clock:
 
 
 def run(settings: Settings) -> Result:
+    """Measure every case."""
     rows: list[list[Cell]] = []
     worst: list[list[Cell]] = []
     figures: list[Figure] = []
     for number, case in enumerate(QUICK_CASES if settings.quick else CASES):
         training = states.untrained(case.recipe)
         size = f"{states.raw_bytes(training.state()) / 1e6:,.0f} MB"
-        bare, theirs, ways = _measure(training, case, settings.folder / str(number))
-        about: list[Cell] = [size, case.recipe.threads, case.every, median(bare) / case.every]
-        base = median(theirs.witnessed)
-        for way in (theirs, *ways):
-            told, witnessed, lost = (
-                median(way.told),
-                median(way.witnessed),
-                median(_lost(way.loops, bare)),
-            )
+        bare, peer, ways = _measure(training, case, settings.folder / str(number))
+        case_cells: list[Cell] = [size, case.recipe.threads, case.every, median(bare) / case.every]
+        base = median(peer.clocked)
+        for way in (peer, *ways):
+            reported, clocked = median(way.reported), median(way.clocked)
+            lost = median(_lost(way.loops, bare))
             rows.append(
                 [
-                    *about,
+                    *case_cells,
                     way.name,
-                    told,
-                    witnessed,
-                    witnessed / base,
+                    reported,
+                    clocked,
+                    clocked / base,
                     median(way.durable),
                     lost,
                     lost / (median(bare) / case.every),
@@ -132,7 +127,7 @@ def run(settings: Settings) -> Result:
                 figures.append(
                     Figure(
                         f"blocking, {size}, training on {case.recipe.threads} threads",
-                        median(way.witnessed) / base,
+                        median(way.clocked) / base,
                         LIMIT,
                     )
                 )
@@ -160,7 +155,7 @@ def run(settings: Settings) -> Result:
     return Result(
         "blocking",
         "wall time that a real training loop loses to a save of its whole state, medians of 5 to 9"
-        " rounds; the first save of an engine, which makes the shadow, is not counted",
+        " rounds; the first save of an engine, which creates the shadow, is not counted",
         [
             Table("in a training loop", loop, rows),
             Table("worst case: no training beside the save", idle, worst),
@@ -170,14 +165,12 @@ def run(settings: Settings) -> Result:
 
 
 def _measure(training: Workload, case: Case, folder: Path) -> tuple[list[float], Way, list[Way]]:
-    """Seconds of loops without a save, with torch.save, and with each way of the case, all in
-    turns.
-    """
+    """Measure loops without a save, with torch.save, and with each way of the case, in turn."""
     folder.mkdir()
     clock = Clock()
     ways = [Way(name, _engine(name, folder)) for name in case.ways]
     clock.enclose()
-    theirs = Way("torch.save + fsync", None)
+    peer = Way("torch.save + fsync", None)
     bare: list[float] = []
 
     def loop() -> None:
@@ -186,34 +179,34 @@ def _measure(training: Workload, case: Case, folder: Path) -> tuple[list[float],
 
     def save_and_loop(way: Way, engine: Engine) -> None:
         clock.seconds = 0.0
-        began = time.perf_counter()
+        start = time.perf_counter()
         handle = engine.save(training.step, training.state())
-        called = time.perf_counter() - began
+        call_seconds = time.perf_counter() - start
         loop()
-        # In a longer run the next save would wait here for this one, so what is left of it is
-        # charged to it.
-        waited = states.timed(engine.wait)
-        way.loops.append(time.perf_counter() - began)
-        way.told.append(handle.blocking_seconds + waited)
-        way.witnessed.append(called + clock.seconds + waited)
+        # In a longer run the next save would wait here for this one, so the rest of it is charged
+        # to it.
+        wait_seconds = states.timed(engine.wait)
+        way.loops.append(time.perf_counter() - start)
+        way.reported.append(handle.blocking_seconds + wait_seconds)
+        way.clocked.append(call_seconds + clock.seconds + wait_seconds)
         way.durable.append(_durable_seconds(handle))
 
     def torch_and_loop() -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         peer_save(training.state(), folder / "torch_save.pt")
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         loop()
-        theirs.loops.append(time.perf_counter() - began)
-        for what in (theirs.told, theirs.witnessed, theirs.durable):
-            what.append(seconds)
+        peer.loops.append(time.perf_counter() - start)
+        for values in (peer.reported, peer.clocked, peer.durable):
+            values.append(seconds)
 
     def idle(way: Way, engine: Engine) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         handle = engine.save(training.step, training.state())
         handle.wait("captured")
-        way.idle_captured.append(time.perf_counter() - began)
+        way.idle_captured.append(time.perf_counter() - start)
         handle.wait()
-        way.idle_durable.append(time.perf_counter() - began)
+        way.idle_durable.append(time.perf_counter() - start)
 
     with ExitStack() as stack:
         stack.callback(clock.close)
@@ -231,7 +224,7 @@ def _measure(training: Workload, case: Case, folder: Path) -> tuple[list[float],
             training.train_step()
             for way, engine in engines:
                 idle(way, engine)
-    return bare, theirs, ways
+    return bare, peer, ways
 
 
 def _engine(name: str, folder: Path) -> Engine:
@@ -244,11 +237,11 @@ def _engine(name: str, folder: Path) -> Engine:
 
 
 def _lost(loops: list[float], bare: list[float]) -> list[float]:
-    """What each loop took longer than the one without a save of the same round."""
-    return [with_save - without for with_save, without in zip(loops, bare, strict=True)]
+    """Return the seconds of each loop beyond the one without a save of the same round."""
+    return [with_save - without_save for with_save, without_save in zip(loops, bare, strict=True)]
 
 
 def _durable_seconds(handle: SaveHandle) -> float:
     report = handle.report
-    assert report is not None  # it was waited for
+    assert report is not None  # the save was waited for
     return report.durable_seconds

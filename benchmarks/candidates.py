@@ -1,5 +1,7 @@
-"""What each class of the state is worth: one class replaced, some steps trained on, judged by
-`deltacheck.profile.sensitivity`.
+"""The importance of each class of the state.
+
+One class is replaced, and some steps are trained. `deltacheck.profile.sensitivity` judges the
+result.
 """
 
 from __future__ import annotations
@@ -36,11 +38,16 @@ COLUMNS: dict[str, Unit] = {
 F32 = NDArray[np.float32]
 
 
-def judged(
+def measure_candidates(
     run: Run, older_steps: int, settle_steps: int, horizon: int = HORIZON
 ) -> list[list[Cell]]:
-    """One row of ``COLUMNS`` for each candidate, from a run that has settled. ``older_steps``: age
-    of the stale ones.
+    """Return a row of ``COLUMNS`` for each candidate, from a settled run.
+
+    Args:
+        run: The run.
+        older_steps: Age of stale values.
+        settle_steps: Steps to train before.
+        horizon: Steps to train after the replacement.
     """
     run.train(settle_steps)
     older = copy.deepcopy(run.workload.state())
@@ -59,7 +66,7 @@ def judged(
         return run.masters(state)
 
     candidates = _candidates(run, live, older, older_steps)
-    found = measure(
+    verdicts = measure(
         trained,
         live,
         candidates,
@@ -80,7 +87,7 @@ def judged(
             verdict.lost_steps,
             verdict.law_violations,
         ]
-        for verdict in found
+        for verdict in verdicts
     ]
 
 
@@ -103,11 +110,11 @@ def _candidates(run: Run, live: State, older: State, age: int) -> dict[str, Stat
     limit = adam.moment_limit(run.rule.beta1, run.rule.beta2)
     rescale = adam.bias_rescale(run.workload.step, run.workload.step - age, run.rule.beta2)
 
-    def with_class(chosen: tuple[str, ...], change: Callable[[str], NDArray[Any]]) -> State:
-        """The live state, the chosen classes' words replaced by ``change(path)``."""
+    def with_class(classes: tuple[str, ...], change: Callable[[str], NDArray[Any]]) -> State:
+        """Return the live state with the words of some classes replaced by ``change(path)``."""
 
         def replaced(path: str, leaf: Any) -> Any:
-            return _like(leaf, change(owners[path])) if class_of(path) in chosen else leaf
+            return _like(leaf, change(owners[path])) if class_of(path) in classes else leaf
 
         return changed(live, replaced)  # type: ignore[no-any-return]
 
@@ -161,7 +168,7 @@ def _octaves(second: F32) -> F32:
 
 
 def _like(leaf: Any, words: NDArray[Any]) -> Any:
-    """The words as an array of the leaf's framework, type and shape."""
+    """Convert words to an array of the leaf's framework, type and shape."""
     if hasattr(leaf, "detach"):
         import torch
 

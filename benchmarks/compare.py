@@ -1,5 +1,6 @@
-"""Ours beside what people use, in one run: same state, same disk, everything synced; its own
-options: `python -m benchmarks compare --help`.
+"""deltacheck beside other ways of saving: same state, same disk, everything synced.
+
+It has options of its own: `python -m benchmarks compare --help`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from benchmarks.prepared import SIZES, STATES, Size, size_of
 from benchmarks.process import in_own_process
 from benchmarks.race import Job
-from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit, written
+from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit, format_cell
 from benchmarks.rivals import BOUNDED, EXACT, POST_TRAINING, RIVALS
 from deltacheck.evaluate import machine
 
@@ -34,7 +35,7 @@ RESTORE_AT_MOST = 1.5  # of torch.load
 MEMORY_AT_MOST = 1.0  # of the asynchronous rival's
 PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "benchmarks.md"
 
-# What was measured in each repeat: name in the record -> heading.
+# The measurements of each repeat: headings by the name in the record
 SAMPLES = {
     "blocking": "blocking",
     "loop loses": "loop loses",
@@ -47,12 +48,12 @@ SAMPLES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One rival on one state. ``samples``: by the names of ``SAMPLES``, seconds or bytes of each
-    repeat. ``skipped``: why there are none.
+    """The measurements of one rival on one state.
 
-    ``peak``: most memory beyond the training's own, of all saves, bytes. ``told_blocking``: what
-    the library itself says. ``torch_save_bytes``: of the same state. ``saves_before``: until the
-    steady state, which ``steady`` says was reached.
+    ``samples``: seconds or bytes of each repeat, by the names of ``SAMPLES``. ``skipped``: why
+    there are none. ``peak``: largest memory of all saves beyond the training's own, bytes.
+    ``told_blocking``: seconds that the library itself reports. ``torch_save_bytes``: of the same
+    state. ``saves_before``: until the steady state. ``steady``: it was reached.
     """
 
     framework: str
@@ -72,18 +73,17 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """Framework, state and rival."""
         return self.framework, self.state, self.rival
 
     def middle(self, name: str) -> float:
-        """The median; of bytes the mean, since saves with keyframes are larger than those between
-        them.
-        """
+        """Return the median; for bytes the mean, since saves with keyframes are larger."""
         return (mean if name == "bytes" else median)(self.samples[name])
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A run of this benchmark, and where it was."""
+class Invocation:
+    """A run of this benchmark: its command line and its machine."""
 
     command: str
     machine: Mapping[str, Any]
@@ -94,7 +94,7 @@ def main(
         Path | None,
         typer.Option(
             "--json",
-            help="Write all figures, and every repeat, to this file, as soon as each is there.",
+            help="Write all figures and every repeat to this file, each as soon as it is measured.",
         ),
     ] = None,
     also: Annotated[
@@ -102,14 +102,14 @@ def main(
         typer.Option(
             "--also",
             help=(
-                "What earlier runs wrote with --json: taken over, not measured again. Ratios"
-                " between runs say less."
+                "Files that earlier runs wrote with --json: reused, not measured again. Ratios"
+                " between runs are less reliable."
             ),
         ),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Exit with 1 where a wanted figure is missed, and name it."),
+        typer.Option("--check", help="Exit with 1 if a promised figure is missed, and name it."),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the medians to this PNG file.")
@@ -127,19 +127,19 @@ def main(
         ),
     ] = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Saves that count, of each rival on each state.")
+        int, typer.Option("--repeats", min=1, help="Measured saves of each rival on each state.")
     ] = 5,
     every: Annotated[
         int | None, typer.Option("--every", min=1, help="Training steps between two saves.")
     ] = None,
     rivals: Annotated[
         str | None,
-        typer.Option("--rivals", help="Only those whose names contain one of these, with commas."),
+        typer.Option("--rivals", help="Only rivals whose names contain one of these, with commas."),
     ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--folder", help="On the disk to measure (default: where temporary files go)."
+            "--folder", help="A folder on the disk to measure (default: of temporary files)."
         ),
     ] = None,
     write_docs: Annotated[
@@ -149,19 +149,19 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Measure ways of saving beside each other while a real post-training goes on."""
+    """Compare ways of saving during a real post-training."""
     console = Console(width=None if Console().is_terminal else 250)
-    chosen = (
+    state_names = (
         list(STATES) if states is None and size != "small" else (states or "rl_like").split(",")
     )
-    if size not in (*SIZES, "full") or not set(chosen) <= STATES.keys():
+    if size not in (*SIZES, "full") or not set(state_names) <= STATES.keys():
         console.print(
             f"--size is one of {', '.join(SIZES)}, full; --states are of {', '.join(STATES)}"
         )
         raise typer.Exit(2)
     options = {
         "size": size,
-        "states": ",".join(chosen),
+        "states": ",".join(state_names),
         "repeats": repeats,
         "every": every,
         "rivals": rivals and f'"{rivals}"',
@@ -169,27 +169,26 @@ def main(
     command = "python -m benchmarks compare " + " ".join(
         f"--{k} {v}" for k, v in options.items() if v is not None
     )
-    earlier = [json.loads(file.read_text()) for file in also or []]
-    taken = {
-        entry.key: entry for record in earlier for entry in (Entry(**e) for e in record["entries"])
-    }
-    runs = [Made(record["command"], record["machine"]) for record in earlier]
+    records = [json.loads(file.read_text()) for file in also or []]
+    earlier = [Entry(**fields) for record in records for fields in record["entries"]]
+    reused = {entry.key: entry for entry in earlier}
+    runs = [Invocation(record["command"], record["machine"]) for record in records]
     entries: list[Entry] = []
-    result = judged(entries, size, repeats)
+    result = summarize(entries, size, repeats)
     with tempfile.TemporaryDirectory(prefix="deltacheck-compare-", dir=folder) as name:
-        runs.insert(0, Made(command, machine.describe(Path(name))))
-        for entry in compared(
+        runs.insert(0, Invocation(command, machine.describe(Path(name))))
+        for entry in compare(
             size,
-            chosen,
+            state_names,
             repeats,
             every,
             (rivals or "").split(","),
             Path(name),
             console.print,
-            taken,
+            reused,
         ):
             entries.append(entry)
-            result = judged(entries, size, repeats)
+            result = summarize(entries, size, repeats)
             if json_file is not None:
                 record = asdict(runs[0]) | {
                     "entries": [asdict(e) for e in entries],
@@ -204,45 +203,54 @@ def main(
         draw(entries, plot)
     if write_docs:
         draw(entries, plot_of(size))
-        PAGE.write_text(rewritten(PAGE.read_text(), size, section(entries, result, runs, size)))
+        PAGE.write_text(update_page(PAGE.read_text(), size, section(entries, result, runs, size)))
     raise typer.Exit(1 if check and any(not figure.holds for figure in result.figures) else 0)
 
 
 def run(settings: Settings) -> Result:
-    """As one of all benchmarks: the small size, or the tiny one."""
+    """Run as one of all benchmarks, in the small or the tiny size."""
     size, repeats = ("tiny", 2) if settings.quick else ("small", 5)
-    return judged(
-        list(compared(size, ["rl_like"], repeats, None, [""], settings.folder, lambda line: None)),
+    return summarize(
+        list(compare(size, ["rl_like"], repeats, None, [""], settings.folder, lambda line: None)),
         size,
         repeats,
     )
 
 
-def compared(
+def compare(
     size_name: str,
     states: Iterable[str],
     repeats: int,
     every: int | None,
     rivals: Sequence[str],
     folder: Path,
-    tell: Callable[[str], object],
-    taken: Mapping[tuple[str, str, str], Entry] = MappingProxyType({}),
+    report: Callable[[str], object],
+    reused: Mapping[tuple[str, str, str], Entry] = MappingProxyType({}),
 ) -> Iterable[Entry]:
-    """Every rival whose name contains one of ``rivals``, on every state, one process after the
-    other; those ``taken`` are not measured.
+    """Measure rivals on states, one process after the other.
+
+    Args:
+        size_name: The size of the model.
+        states: Names of ``STATES``.
+        repeats: Measured saves of each rival on each state.
+        every: Training steps between two saves; ``None``: as the size says.
+        rivals: Parts of names; a rival whose name contains one of them is measured.
+        folder: On the disk to measure.
+        report: Called with lines of progress.
+        reused: Entries of earlier runs, which are not measured again.
     """
     size = size_of(size_name)
     size = size if every is None else Size(**(asdict(size) | {"every": every}))
     for state in states:
         for framework, kinds in RIVALS.items():
-            wanted = [kind for kind in kinds if any(part in kind.name for part in rivals)]
+            selected = [kind for kind in kinds if any(part in kind.name for part in rivals)]
             prepared = folder / f"{framework}-{state}"
-            for kind in wanted:
-                if (framework, state, kind.name) in taken:
-                    yield taken[framework, state, kind.name]
+            for kind in selected:
+                if (framework, state, kind.name) in reused:
+                    yield reused[framework, state, kind.name]
                     continue
                 if kind.needs and find_spec(kind.needs) is None:
-                    tell(
+                    report(
                         f"{framework}, {state}, {kind.name}: skipped, {kind.needs} is not installed"
                     )
                     yield Entry(
@@ -251,14 +259,20 @@ def compared(
                     continue
                 if not prepared.exists():
                     prepared.mkdir()
-                    tell(f"{framework}, {state}: preparing")
+                    report(f"{framework}, {state}: preparing")
                     in_own_process(
                         "benchmarks.race", Job(framework, state, size, str(prepared)).as_argument()
                     )
-                own = folder / "rival"
-                own.mkdir()
+                own_folder = folder / "rival"
+                own_folder.mkdir()
                 job = Job(
-                    framework, state, size, str(prepared), str(own / "root"), kind.name, repeats
+                    framework,
+                    state,
+                    size,
+                    str(prepared),
+                    str(own_folder / "root"),
+                    kind.name,
+                    repeats,
                 )
                 entry = Entry(
                     framework,
@@ -267,53 +281,51 @@ def compared(
                     kind.syncs,
                     **in_own_process("benchmarks.race", job.as_argument()),
                 )
-                shutil.rmtree(own)
-                tell(
+                shutil.rmtree(own_folder)
+                report(
                     f"{framework}, {state}, {kind.name}: blocking"
-                    f" {written(entry.middle('blocking'), 'seconds')},"
-                    f" {written(entry.middle('bytes'), 'bytes')}, restore"
-                    f" {written(entry.middle('restore'), 'seconds')}"
+                    f" {format_cell(entry.middle('blocking'), 'seconds')},"
+                    f" {format_cell(entry.middle('bytes'), 'bytes')}, restore"
+                    f" {format_cell(entry.middle('restore'), 'seconds')}"
                 )
                 yield entry
             shutil.rmtree(prepared, ignore_errors=True)
 
 
 def figures(entries: Sequence[Entry]) -> list[Figure]:
-    """What was wanted of ours, from what was measured: a figure for each pair of entries that are
-    both there.
-    """
-    found = {(e.framework, e.state, e.rival): e for e in entries if not e.skipped}
-    wanted: list[Figure] = []
-    for (framework, state, name), ours in found.items():
+    """Return the promised figures, each for a pair of entries that were both measured."""
+    by_key = {entry.key: entry for entry in entries if not entry.skipped}
+    promised: list[Figure] = []
+    for (framework, state, name), ours in by_key.items():
         if name not in OURS:
             continue
-        at = f"{framework}, {state}, {name.removeprefix('deltacheck, ')}"
-        rival = found.get((framework, state, ASYNC[framework]))
+        case = f"{framework}, {state}, {name.removeprefix('deltacheck, ')}"
+        rival = by_key.get((framework, state, ASYNC[framework]))
         if rival is not None:
             ratio = ours.middle("blocking") / rival.middle("blocking")
-            wanted.append(Figure(f"blocking, {at}, of {rival.rival}", ratio, BLOCKING_AT_MOST))
+            promised.append(Figure(f"blocking, {case}, of {rival.rival}", ratio, BLOCKING_AT_MOST))
         share = ours.middle("bytes") / ours.torch_save_bytes if ours.steady else float("inf")
-        wanted.append(Figure(f"bytes, {at}, of torch.save", share, BYTES_AT_MOST[name]))
-        loaded = found.get(("torch", state, "torch.save"))
-        if loaded is not None:
-            wanted.append(
+        promised.append(Figure(f"bytes, {case}, of torch.save", share, BYTES_AT_MOST[name]))
+        torch_load = by_key.get(("torch", state, "torch.save"))
+        if torch_load is not None:
+            promised.append(
                 Figure(
-                    f"restore, {at}, of torch.load",
-                    ours.middle("restore") / loaded.middle("restore"),
+                    f"restore, {case}, of torch.load",
+                    ours.middle("restore") / torch_load.middle("restore"),
                     RESTORE_AT_MOST,
                 )
             )
         if rival is not None:
-            wanted.append(
+            promised.append(
                 Figure(
-                    f"peak memory, {at}, of {rival.rival}", ours.peak / rival.peak, MEMORY_AT_MOST
+                    f"peak memory, {case}, of {rival.rival}", ours.peak / rival.peak, MEMORY_AT_MOST
                 )
             )
-    return wanted
+    return promised
 
 
-def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
-    """Tables and figures of what was measured."""
+def summarize(entries: Sequence[Entry], size: str, repeats: int) -> Result:
+    """Return the tables and figures of some entries."""
     columns: dict[str, Unit] = {
         "state": "text",
         "framework": "text",
@@ -332,7 +344,7 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
         if entry.skipped:
             continue
         spread = [_spread(entry, name) for name in SAMPLES]
-        told = median(entry.told_blocking) if entry.told_blocking else None
+        reported = median(entry.told_blocking) if entry.told_blocking else None
         share, first = (
             size / entry.torch_save_bytes for size in (entry.middle("bytes"), entry.first_bytes)
         )
@@ -346,7 +358,7 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
                 share,
                 first,
                 entry.peak,
-                told,
+                reported,
             ]
         )
     skipped = [
@@ -357,12 +369,12 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
     about = (
         f"size {size}; medians of {repeats} saves in the steady state of a real post-training,"
         " smallest and largest; each way in a process of its own. Blocking: the call, waits before"
-        " the next optimizer step, and what the next save would have to wait for. Loop loses: wall"
+        " the next optimizer step, and the wait of the next save for this one. Loop loses: wall"
         " time of the steps that begin with a save, over as many without. Until durable: from the"
         " call, syncs included. Processor time: of those steps, less that of those without."
         " Restore: of the newest step by a new manager in the same process, files in the page"
-        " cache. Peak memory: most of any save, the first included, beyond what the training takes"
-        " alone. Told: what the library itself says of its blocking"
+        " cache. Peak memory: largest of any save, including the first, beyond that of training"
+        " alone. Told: the blocking that the library itself reports"
     )
     return Result(
         "compare",
@@ -373,7 +385,7 @@ def judged(entries: Sequence[Entry], size: str, repeats: int) -> Result:
 
 
 def _spread(entry: Entry, name: str) -> str:
-    """The middle, the smallest and the largest, in one unit."""
+    """Format the middle, the smallest and the largest value in one unit."""
     middle, values = entry.middle(name), entry.samples[name]
     if name == "bytes":
         scale, name = (1e6, "MB") if middle >= 1e5 else (1e3, "kB")
@@ -386,68 +398,64 @@ def _spread(entry: Entry, name: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, and no exponent."""
-    return (
-        f"{value:,.0f}"
-        if abs(value) >= 99.95
-        else f"{value:.3g}"
-        if abs(value) >= 0.01
-        else f"{value:.3f}"
-    )
+    """Format three digits without an exponent."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.3f}"
 
 
 # --- the page and the plot ------------------------------------------------------------------------
 
 
 def plot_of(size: str) -> Path:
-    """The plot beside the page."""
+    """Return the file of the plot beside the page."""
     return PAGE.with_name(f"compare-{size}.png")
 
 
-def section(entries: Sequence[Entry], result: Result, runs: Sequence[Made], size: str) -> str:
-    """The part of the page that is about a size: how it was measured, a table for each state, and
-    what was missed. ``runs``: the newest first.
+def section(entries: Sequence[Entry], result: Result, runs: Sequence[Invocation], size: str) -> str:
+    """Write the part of the page for a size: the commands, a table for each state, the figures.
+
+    ``runs``: the newest first.
     """
-    there = [entry for entry in entries if not entry.skipped]
+    measured = [entry for entry in entries if not entry.skipped]
     lines = []
     for number, run in enumerate(runs):
         place = run.machine
-        taken = "Taken over from an earlier run: " if number else ""
+        origin = "Reused from an earlier run: " if number else ""
         versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
         lines += [
             (
-                f"{taken}`{run.command}`, {place['date'][:10]}; {place['processor']},"
+                f"{origin}`{run.command}`, {place['date'][:10]}; {place['processor']},"
                 f" {place['cores']} cores, {place['memory_bytes'] / 2**30:.0f} GiB,"
                 f" {place['file_system']}, no accelerator used; load {place['load_average']:.1f} at"
-                " the start (a machine that others use: only ratios within this run say"
-                f" something). {versions}."
+                " the start (a shared machine: only ratios within this run are"
+                f" meaningful). {versions}."
             ),
             "",
         ]
     lines.append(f"![Medians as bars, smallest and largest as whiskers]({plot_of(size).name})")
-    for state in dict.fromkeys(entry.state for entry in there):
-        mine = [entry for entry in there if entry.state == state]
-        one = mine[0]
+    for state in dict.fromkeys(entry.state for entry in measured):
+        rows = [entry for entry in measured if entry.state == state]
         headings = ["", *SAMPLES.values(), "of torch.save", "peak memory", "syncs itself"]
         lines += [
             "",
-            f"**{state}**: {one.raw_bytes / 1e6:,.0f} MB"
+            f"**{state}**: {rows[0].raw_bytes / 1e6:,.0f} MB"
             + "".join(
-                f"; {framework}: {written(steps[0], 'seconds')} a step"
+                f"; {framework}: {format_cell(steps[0], 'seconds')} a step"
                 for framework in RIVALS
-                if (steps := [e.step_seconds for e in mine if e.framework == framework])
+                if (steps := [e.step_seconds for e in rows if e.framework == framework])
             ),
             "",
             "| " + " | ".join(headings) + " |",
             "|" + "---|" * len(headings),
         ]
-        for entry in mine:
+        for entry in rows:
             cells = [_spread(entry, name) for name in SAMPLES]
-            share = written(entry.middle("bytes") / entry.torch_save_bytes, "ratio")
+            share = format_cell(entry.middle("bytes") / entry.torch_save_bytes, "ratio")
             title = entry.rival if entry.rival not in OURS else f"{entry.rival}, {entry.framework}"
             lines.append(
                 "| "
-                + " | ".join([title, *cells, share, written(entry.peak, "bytes"), entry.syncs])
+                + " | ".join([title, *cells, share, format_cell(entry.peak, "bytes"), entry.syncs])
                 + " |"
             )
     skipped = [f"{entry.rival} was skipped: {entry.skipped}." for entry in entries if entry.skipped]
@@ -455,7 +463,7 @@ def section(entries: Sequence[Entry], result: Result, runs: Sequence[Made], size
         "",
         *dict.fromkeys(skipped),
         *([""] if skipped else []),
-        "| wanted | measured | at most | |",
+        "| promised | measured | at most | |",
         "|---|---|---|---|",
     ]
     for figure in result.figures:
@@ -470,54 +478,57 @@ def _factor(value: float) -> str:
     return f"{value:.3g}"
 
 
-def rewritten(page: str, size: str, text: str) -> str:
-    """The page with ``text`` between the marks of a size. Raises ``ValueError`` where it has
-    none.
+def update_page(page: str, size: str, text: str) -> str:
+    """Put ``text`` between the marks of a size.
+
+    Raises:
+        ValueError: The page has no such marks.
     """
     begin, end = f"<!-- compare {size}: begin -->", f"<!-- compare {size}: end -->"
-    found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
-    if found is None:
+    section = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
+    if section is None:
         raise ValueError(f"the page has no {begin} ... {end}")
-    return page[: found.start()] + f"{begin}\n{text}{end}" + page[found.end() :]
+    return page[: section.start()] + f"{begin}\n{text}{end}" + page[section.end() :]
 
 
 def draw(entries: Sequence[Entry], file: Path) -> None:
-    """Medians as bars, smallest and largest as whiskers: a row for each state, a column for each
-    quantity. A small PNG.
+    """Draw medians as bars, smallest and largest as whiskers, to a small PNG.
+
+    There is a row for each state and a column for each quantity.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    there = [entry for entry in entries if not entry.skipped]
-    states = list(dict.fromkeys(entry.state for entry in there))
+    measured = [entry for entry in entries if not entry.skipped]
+    states = list(dict.fromkeys(entry.state for entry in measured))
     quantities = ("blocking", "durable", "bytes", "restore", "cpu")
-    most = max(sum(entry.state == state for entry in there) for state in states)
+    most_rows = max(sum(entry.state == state for entry in measured) for state in states)
     figure, axes = pyplot.subplots(
         len(states),
         len(quantities),
-        figsize=(13, (0.26 * most + 0.8) * len(states)),
+        figsize=(13, (0.26 * most_rows + 0.8) * len(states)),
         squeeze=False,
         sharey="row",
         dpi=80,
     )
     for row, state in zip(axes, states, strict=True):
-        mine = [entry for entry in there if entry.state == state][::-1]
+        bars = [entry for entry in measured if entry.state == state][::-1]
         labels = [
             f"{entry.rival} ({entry.framework})" if entry.rival in OURS else entry.rival
-            for entry in mine
+            for entry in bars
         ]
-        colours = ["tab:orange" if entry.rival in OURS else "tab:gray" for entry in mine]
+        colours = ["tab:orange" if entry.rival in OURS else "tab:gray" for entry in bars]
         for axis, quantity in zip(row, quantities, strict=True):
             scale = 1e-6 if quantity == "bytes" else 1.0
             values = [
-                [scale * max(value, 0.0) for value in entry.samples[quantity]] for entry in mine
+                [scale * max(value, 0.0) for value in entry.samples[quantity]] for entry in bars
             ]
-            middles = [median(of) for of in values]
+            middles = [median(repeats) for repeats in values]
             whiskers = [
-                [m - min(of) for m, of in zip(middles, values, strict=True)],
-                [max(of) - m for m, of in zip(middles, values, strict=True)],
+                [m - min(repeats) for m, repeats in zip(middles, values, strict=True)],
+                [max(repeats) - m for m, repeats in zip(middles, values, strict=True)],
             ]
             axis.barh(labels, middles, xerr=whiskers, color=colours, error_kw={"elinewidth": 0.8})
             axis.set_title(

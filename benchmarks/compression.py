@@ -1,9 +1,8 @@
-"""How small real AdamW snapshots become, tensor by tensor, and how fast on one thread, beside what
-others do in the same run.
+"""Compression of real AdamW snapshots on one thread, beside other methods in the same run.
 
-The rows are those of a table that was measured before on another model of the same size; its best
-values are the figures here. What is compared is the state after `post_trained`, at a rate at which
-one step changes about 2 % of the bf16 weights, with itself some steps later.
+The rows are those of a table that was measured before on another model of the same size. Its best
+values are the promised figures. The state after `post_trained` is compared with itself some steps
+later, at a rate at which one step changes about 2 % of the bf16 weights.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from deltacheck.store.segment import stream_codec
 
 RATE = 3.4e-6
 WEIGHTS, MASTER = "bf16 weights", "fp32 master"
-DENSITIES = (0.022, 0.137, 0.527)  # of changed bf16 weights, wanted
-MOST_STEPS = 150
+DENSITIES = (0.022, 0.137, 0.527)  # shares of changed bf16 weights to measure at
+MAX_STEPS = 150
 BEST = (81.0, 17.6, 5.8)  # times smaller, of the earlier table, at these densities
 BEST_OF = {MASTER: 2.63, "exp_avg": 1.34, "exp_avg_sq": 1.52}  # after one step
 LIMIT_SECONDS_PER_GB = 1 / 1.5  # of raw AdamW state, one thread, in memory
 
 CHUNK_BYTES = 1 << 20
-TIMED_BYTES = 64 << 20  # a snapshot is repeated up to this, out of the caches' reach
+TIMED_BYTES = 64 << 20  # a snapshot is repeated up to this, more than caches hold
 REPETITIONS = 5
 
 Leaves = dict[str, torch.Tensor]
@@ -51,7 +50,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(slots=True)
 class Pair:
-    """One class of leaves, and what it was before."""
+    """One class of leaves at two steps."""
 
     name: str
     before: Leaves
@@ -64,20 +63,22 @@ class Pair:
 
     @property
     def raw(self) -> int:
+        """Bytes in memory."""
         return sum(leaf.nbytes for leaf in self.now.values())
 
     def words(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(before, now), all leaves one after the other."""
+        """Return the words of all leaves, before and now."""
         return _words(self.before, self.word_bytes), _words(self.now, self.word_bytes)
 
 
 def run(settings: Settings) -> Result:
+    """Measure every pair."""
     recipe = states.QUICK if settings.quick else states.REAL
     training = states.post_trained(
         recipe, RATE, settle_steps=2 if settings.quick else states.SETTLE_STEPS
     )
     parameters = sum(p.numel() for p in training.model.parameters())
-    pairs = list(_pairs(training, 4 if settings.quick else MOST_STEPS))
+    pairs = list(_pairs(training, 4 if settings.quick else MAX_STEPS))
     rows: list[list[Cell]] = []
     figures: list[Figure] = []
     seconds: dict[str, float] = {}
@@ -85,7 +86,7 @@ def run(settings: Settings) -> Result:
     _native.set_threads(1)
     try:
         for number, pair in enumerate(pairs):
-            found = _methods(pair, settings, settings.folder / str(number))
+            measured = _methods(pair, settings, settings.folder / str(number))
             before, now = pair.words()
             rows += [
                 [
@@ -95,14 +96,16 @@ def run(settings: Settings) -> Result:
                     round(pair.raw / size, 2),
                     _rate(pair.raw, time),
                 ]
-                for method, (size, time) in found.items()
+                for method, (size, time) in measured.items()
             ]
             figures.append(
                 Figure(
-                    f"{pair.name}: ours, on disk, of raw", found[_OURS][0] / pair.raw, 1 / pair.best
+                    f"{pair.name}: ours, on disk, of raw",
+                    measured[_OURS][0] / pair.raw,
+                    1 / pair.best,
                 )
             )
-            seconds[pair.name] = (found[_OURS][1] or 0.0) / pair.raw
+            seconds[pair.name] = (measured[_OURS][1] or 0.0) / pair.raw
     finally:
         _native.set_threads(threads)
     pipeline = _pipeline(pairs, seconds)
@@ -139,16 +142,16 @@ def run(settings: Settings) -> Result:
 _BYTE_GROUPS, _XOR, _OURS, _STREAMS = "byte groups, no delta", "xor", "ours", "ours, streams alone"
 
 
-def _pairs(training: Workload, most_steps: int) -> Iterator[Pair]:
-    """The weights when the wanted share has changed, and the rest of the state after one step."""
+def _pairs(training: Workload, max_steps: int) -> Iterator[Pair]:
+    """Yield the state after one step, and the weights when given shares of them have changed."""
     start = _snapshot(training)
     training.train_step()
     now = _snapshot(training)
     for name, best in BEST_OF.items():
         yield Pair(f"{name}, 1 step", start[name], now[name], best)
     weights, steps = now[WEIGHTS], 1
-    for wanted, best in zip(DENSITIES, BEST, strict=True):
-        while steps < most_steps and _changed(start[WEIGHTS], weights) < 0.95 * wanted:
+    for density, best in zip(DENSITIES, BEST, strict=True):
+        while steps < max_steps and _changed(start[WEIGHTS], weights) < 0.95 * density:
             training.train_step()
             steps += 1
             weights = _snapshot(training)[WEIGHTS]
@@ -177,7 +180,7 @@ def _words(leaves: Leaves, word_bytes: int) -> NDArray[Any]:
 
 
 def _methods(pair: Pair, settings: Settings, folder: Path) -> dict[str, tuple[int, float | None]]:
-    """Per method: bytes, and seconds where they mean something."""
+    """Return bytes for each method, and seconds if they are meaningful."""
     before, now = pair.words()
     times = 1 if settings.quick else -(-TIMED_BYTES // now.nbytes)
     long_before, long_now = np.tile(before, times), np.tile(now, times)
@@ -195,20 +198,21 @@ def _methods(pair: Pair, settings: Settings, folder: Path) -> dict[str, tuple[in
     for _ in range(1 if settings.quick else REPETITIONS):
         for name, way in ways.items():
             np.copyto(shadow, long_before)
-            began = perf_counter()
+            start = perf_counter()
             sizes[name] = way()
-            seconds[name].append(perf_counter() - began)
-    found: dict[str, tuple[int, float | None]] = {
+            seconds[name].append(perf_counter() - start)
+    results: dict[str, tuple[int, float | None]] = {
         name: (sizes[name] // times, median(seconds[name]) / times) for name in ways
     }
-    whole, streams = _on_disk(pair, folder)
-    found[_OURS] = (whole, found[_OURS][1] if native is not None else None)
-    return found | {_STREAMS: (streams, None)}
+    segment_bytes, stream_bytes = _on_disk(pair, folder)
+    results[_OURS] = (segment_bytes, results[_OURS][1] if native is not None else None)
+    return results | {_STREAMS: (stream_bytes, None)}
 
 
 def _byte_groups(words: NDArray[Any]) -> Bytes:
-    """Byte planes of the words, rotated so that all exponent bits lie in the top one, as ZipNN does
-    it.
+    """Return the byte planes of the words, rotated so that the top one has all exponent bits.
+
+    ZipNN (Hershcovitch et al., 2024) arranges bytes like this.
     """
     rotated = (words << 1) | (words >> (8 * words.itemsize - 1))
     return np.ascontiguousarray(rotated.view(np.uint8).reshape(-1, words.itemsize).T).reshape(-1)
@@ -217,34 +221,35 @@ def _byte_groups(words: NDArray[Any]) -> Bytes:
 def _zstd(data: Bytes) -> int:
     compressor = Zstd(level=1)
     return sum(
-        len(compressor.encode(data[at : at + CHUNK_BYTES]))
-        for at in range(0, data.size, CHUNK_BYTES)
+        len(compressor.encode(data[start : start + CHUNK_BYTES]))
+        for start in range(0, data.size, CHUNK_BYTES)
     )
 
 
 def _encode(now: NDArray[Any], shadow: NDArray[Any], native: Callable[..., int]) -> int:
-    """Encode in the runs that a save uses, and make the streams' files, for nobody. The bytes
-    before the entropy stage.
+    """Encode in the runs that a save uses, write the streams to /dev/null, and return their bytes.
+
+    The bytes are those before the entropy stage.
     """
     codec, words = NativeCodec(), now.itemsize
     run = codec.run_bytes or now.nbytes
     total = 0
-    with open(os.devnull, "wb") as nobody:
-        for at in range(0, now.nbytes, run):
-            part = slice(at // words, min(now.nbytes, at + run) // words)
+    with open(os.devnull, "wb") as sink:
+        for start in range(0, now.nbytes, run):
+            part = slice(start // words, min(now.nbytes, start + run) // words)
             count = part.stop - part.start
             bounds = np.append(np.arange(0, count, CHUNK_BYTES // words), count).astype(np.uint64)
             encoded, _ = codec.encode(now[part], shadow[part], bounds, words)
             for data in encoded.streams.values():
                 spec = ArraySpec.flat(data.size, "uint8", stream_codec([data]), {})
                 for number in range(spec.file_count):
-                    arrays.write_stream_file(native, nobody.fileno(), spec, [data], number)
+                    arrays.write_stream_file(native, sink.fileno(), spec, [data], number)
                 total += data.size
     return total
 
 
 def _on_disk(pair: Pair, folder: Path) -> tuple[int, int]:
-    """(all files, the streams' data) of the segment that a save of the class alone writes."""
+    """Return the bytes of all files and of the streams alone in the segment of a save."""
     with Engine(folder) as engine:
         engine.save(0, pair.before).result()
         report = engine.save(1, pair.now).result()
@@ -258,8 +263,9 @@ def _on_disk(pair: Pair, folder: Path) -> tuple[int, int]:
 
 
 def _pipeline(pairs: list[Pair], seconds_per_byte: dict[str, float]) -> float:
-    """Seconds for 1 GB of a state with 2 bytes of weights and 12 of float32 a parameter, after one
-    step.
+    """Return the seconds for 1 GB of a state after one step.
+
+    A parameter has 2 bytes of weights and 12 bytes of float32.
     """
     one_step = {pair.word_bytes: 0.0 for pair in pairs}
     for pair in pairs:

@@ -1,6 +1,4 @@
-"""How long it takes to tell what changed in a model, beside a plain read of it and beside the same
-statistics in vectorised torch.
-"""
+"""Time to find the changes of a model, beside a plain read and the same statistics in torch."""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ READ_AT_MOST = 1 / 0.95  # of a plain read, nothing dirty
 
 
 def run(settings: Settings) -> Result:
-    size = (
-        8 << 20 if settings.quick else 512 << 20
-    )  # each of two arrays: a model of 1 GB in two parts
+    """Measure both dtypes at several densities of changes."""
+    # Of each of two arrays, which are together a model of 1 GB.
+    size = 8 << 20 if settings.quick else 512 << 20
     repetitions = 3 if settings.quick else 5
     rows: list[list[Cell]] = []
     figures = []
@@ -40,7 +38,7 @@ def run(settings: Settings) -> Result:
                 for density in DENSITIES:
                     current, base = state(name, density, size)
                     # memcmp stops at the first difference: it reads the base twice over.
-                    of_read, of_torch = _measured(
+                    of_read, of_torch = _measure(
                         name, current, base, base.copy(), repetitions, pool
                     )
                     rows.append([name, density, of_read, of_torch])
@@ -61,7 +59,7 @@ def run(settings: Settings) -> Result:
     about = (
         f"deltacheck.codec.statistics of two arrays of {size >> 20} MiB (changed words, non-finite"
         " values, sums of squares of differences and base, largest difference) on one thread,"
-        " beside memcmp of as much, and beside torch, which takes 1 MiB at a time, in its cache,"
+        " beside memcmp of the same bytes, and beside torch, which processes 1 MiB at a time, in cache,"
         f" in float32; interleaved, medians of {repetitions}, in processor time;"
         f" {_native.instruction_set()}"
     )
@@ -74,7 +72,7 @@ def run(settings: Settings) -> Result:
     return Result("detection", about, [Table("statistics", columns, rows)], figures)
 
 
-def _measured(
+def _measure(
     name: str,
     current: NDArray[Any],
     base: NDArray[Any],
@@ -99,26 +97,26 @@ def _measured(
 
 
 def _by_torch(current: torch.Tensor, base: torch.Tensor) -> list[torch.Tensor]:
-    found = []
+    sums = []
     step = CHUNK_BYTES // current.element_size()
     for now, before in zip(current.split(step), base.split(step), strict=True):
         words = torch.int32 if now.element_size() == 4 else torch.int16
         changed = (now.view(words) != before.view(words)).sum()
-        one, other = now.float(), before.float()
-        finite = one.isfinite() & other.isfinite()
-        difference = torch.where(finite, one - other, 0)
-        kept = torch.where(finite, other, 0)
-        found += [
+        new, old = now.float(), before.float()
+        finite = new.isfinite() & old.isfinite()
+        difference = torch.where(finite, new - old, 0)
+        finite_base = torch.where(finite, old, 0)
+        sums += [
             changed,
-            one.isfinite().logical_not().sum(),
+            new.isfinite().logical_not().sum(),
             difference.square().sum(),
-            kept.square().sum(),
+            finite_base.square().sum(),
             difference.abs().max(),
         ]
-    return found
+    return sums
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = process_time()
+    start = process_time()
     work()
-    return process_time() - began
+    return process_time() - start

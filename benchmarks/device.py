@@ -1,5 +1,4 @@
-"""How fast the CUDA encoder is, as a fraction of the device's own copy, and how long a save keeps a
-training on it waiting.
+"""Speed of the CUDA encoder relative to the device's own copy, and blocking of its saves.
 
 Without a CUDA device there is nothing to measure, and the result says so.
 """
@@ -32,6 +31,7 @@ BLOCKING_AT_MOST = 0.0005  # of torch.save
 
 
 def run(settings: Settings) -> Result:
+    """Measure encoding and saves if there is a CUDA device."""
     if not torch.cuda.is_available():
         return Result("device", "not measured: there is no CUDA device", [])
     device = tensor_codec.accelerator_of(torch.empty(1, device="cuda"))
@@ -46,7 +46,7 @@ def run(settings: Settings) -> Result:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda};"
         f" medians of {REPETITIONS}, by CUDA events. Bytes moved: both arrays once, the streams"
         " once, under diff and planes the base once more; a copy moves two for each of its bytes."
-        " With the choice of methods and the placing of streams, without digests"
+        " With the choice of methods and the placement of streams, without digests"
     )
     columns = {
         "dtype": "text",
@@ -55,12 +55,12 @@ def run(settings: Settings) -> Result:
         "time per GB": "seconds",
         "of copy bandwidth": "ratio",
     }
-    more = {"with digests": "seconds", "to the host, of raw": "ratio"}
+    more_columns = {"with digests": "seconds", "to the host, of raw": "ratio"}
     return Result(
         "device",
         about,
         [
-            Table(f"encoding {size >> 20} MiB", columns | more, rows),
+            Table(f"encoding {size >> 20} MiB", columns | more_columns, rows),
             Table(
                 "a save",
                 {"way": "text", "blocking": "seconds", "of torch.save": "ratio"},
@@ -87,10 +87,10 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
                 width,
             )
             original = base.clone()
-            [made] = windows.encode(device, [job], size, lambda used: None, lambda: None)
-            streams = sum(stream.size for stream in made.encoded.streams.values())
+            [result] = windows.encode(device, [job], size, lambda used: None, lambda: None)
+            streams = sum(stream.size for stream in result.encoded.streams.values())
             methods = (
-                "+".join(sorted({METHOD_NAMES[m] for m in made.encoded.rows[:, METHOD]}))
+                "+".join(sorted({METHOD_NAMES[m] for m in result.encoded.rows[:, METHOD]}))
                 or "unchanged"
             )
             plain = _kernels(
@@ -130,7 +130,7 @@ def _encoding(device: Any, size: int) -> tuple[list[list[Cell]], list[Figure]]:
 
 
 def _state(dtype: torch.dtype, density: float, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(current, base) as bytes on the device."""
+    """Return current and base values as bytes on the device."""
     random = torch.Generator("cuda").manual_seed(7)
     count = size // dtype.itemsize
     values = torch.randn(count, generator=random, device="cuda") * 0.02
@@ -145,7 +145,7 @@ def _state(dtype: torch.dtype, density: float, size: int) -> tuple[torch.Tensor,
 
 
 def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], object]) -> float:
-    """Seconds of the encoder's kernels alone."""
+    """Return the seconds of the encoder's kernels alone."""
     table = np.zeros(job.bounds.size - 1, windows.CHUNK)
     offsets = job.bounds[:-1] * np.uint64(job.word_bytes)
     table["current"], table["base"] = (
@@ -180,7 +180,7 @@ def _kernels(device: Any, job: GroupJob, digests: bool, before: Callable[[], obj
 
 
 def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Device time of ``work``, a median; ``before`` runs each time and is not counted."""
+    """Return the median device time of ``work``; ``before`` runs each time and is not counted."""
     times = []
     for _ in range(REPETITIONS + 2):
         before()
@@ -194,12 +194,14 @@ def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: 
 
 
 def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Figure]]:
-    """What ``save`` and the wait before the next optimizer step take of a bfloat16 model with its
-    AdamW state.
+    """Measure ``save`` and the wait before the next optimizer step.
+
+    The state is a bfloat16 model with master weights and AdamW moments.
     """
+    # 16 bytes per parameter, with both moments.
     parameters = [
         torch.nn.Parameter(torch.randn(size // 16 // 10, device="cuda")) for _ in range(10)
-    ]  # 16 bytes each, with both moments
+    ]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     weights = {str(i): p.detach().to(torch.bfloat16).repeat(2) for i, p in enumerate(parameters)}
 
@@ -219,12 +221,12 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
     saved, blocked = [], []
     for _ in range(3):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         with Path(settings.folder / "state.pt").open(
             "wb", buffering=io.DEFAULT_BUFFER_SIZE
         ) as file:
             torch.save(state(), file)
-        saved.append(time.perf_counter() - began)
+        saved.append(time.perf_counter() - start)
     with Engine(settings.folder / "engine", shadow="device") as engine:
         engine.guard(optimizer)
         for number in range(REPETITIONS):
@@ -232,11 +234,12 @@ def _blocking(settings: Settings, size: int) -> tuple[list[list[Cell]], list[Fig
             handle = engine.save(number, state())
             step()
             engine.wait()
-            if number > 1:  # the first writes whole leaves, the second makes the pools
+            if number > 1:  # the first writes whole leaves, the second creates the pools
                 blocked.append(handle.blocking_seconds)
-    whole, waited = median(saved), median(blocked)
+    torch_seconds, blocking_seconds = median(saved), median(blocked)
     rows: list[list[Cell]] = [
-        ["torch.save", whole, 1.0],
-        ["engine, deltas", waited, waited / whole],
+        ["torch.save", torch_seconds, 1.0],
+        ["engine, deltas", blocking_seconds, blocking_seconds / torch_seconds],
     ]
-    return rows, [Figure("blocking of a save, of torch.save", waited / whole, BLOCKING_AT_MOST)]
+    share = blocking_seconds / torch_seconds
+    return rows, [Figure("blocking of a save, of torch.save", share, BLOCKING_AT_MOST)]

@@ -1,6 +1,4 @@
-"""How long encoding takes beside a plain read of its two arrays, by the share of words that
-changed.
-"""
+"""Time to encode, beside a plain read of the same arrays, by the share of changed words."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from deltacheck.codec import METHOD, METHOD_NAMES, NativeCodec, memory
 
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 1.0)
 CHUNK_BYTES = 1 << 20
-WARM_BYTES = 8 << 20  # a call's output stays in memory that the process has already
+WARM_BYTES = 8 << 20  # small enough for a call's output to stay in memory already mapped
 PLANES = METHOD_NAMES.index("planes")
 
 # Processor seconds over those of a plain read.
@@ -33,32 +31,30 @@ PROMISES = {
 }
 PROMISES |= {"one pass, 10 % changed": 1 / 0.90, "planes of a first save": 1 / 0.90}
 
-_memcmp = ctypes.CDLL(None).memcmp  # gives the interpreter free
+_memcmp = ctypes.CDLL(None).memcmp  # ctypes releases the interpreter lock
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def run(settings: Settings) -> Result:
+    """Measure both dtypes at several densities of changes, on one and two threads."""
     size = 8 << 20 if settings.quick else 128 << 20
     repetitions = 3 if settings.quick else 5
     rows: list[list[Cell]] = []
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     with threads_restored():
         for name in ("float32", "bfloat16"):
             for density in DENSITIES:
                 current, base = state(name, density, size)
                 for threads in (1, 2):
-                    row = measured(current, base, threads, repetitions)
+                    row = measure(current, base, threads, repetitions)
                     rows.append([name, density, threads, *row])
-                    told = (
-                        "nothing changed"
-                        if density == 0
-                        else f"one pass, {100 * density:g} % changed"
-                    )
+                    changes = f"one pass, {100 * density:g} % changed"
+                    case = "nothing changed" if density == 0 else changes
                     value = row[3 if density == 0 else 1]
-                    if told in PROMISES and isinstance(value, float):
-                        found[f"{told}, {name}, {threads} threads"] = 1 / value
+                    if case in PROMISES and isinstance(value, float):
+                        speeds[f"{case}, {name}, {threads} threads"] = 1 / value
             for threads in (1, 2):
-                found[f"planes of a first save, {name}, {threads} threads"] = 1 / first_save(
+                speeds[f"planes of a first save, {name}, {threads} threads"] = 1 / first_save(
                     current, base, threads, repetitions
                 )
     columns: dict[str, Unit] = {
@@ -77,26 +73,27 @@ def run(settings: Settings) -> Result:
     }
     about = (
         f"speed as a share of a plain read (memcmp) of the same two arrays of {size >> 20} MiB on"
-        f" as many threads, interleaved, median of {repetitions}, in processor time, so that what"
-        f" else runs on the machine counts less; {_native.instruction_set()}. One pass: compare,"
-        f" compact, update the base; the method is given, calls of {WARM_BYTES >> 20} MiB, whose"
-        " output lies in warm memory. With the choice: the same and the sampling that picks the"
-        f" method. As a save calls it: {(NativeCodec.run_bytes or size) >> 20} MiB at a time, the"
-        " page faults of its output included; the same by the clock. Changes lie at random: +-1..3"
+        f" as many threads, interleaved, median of {repetitions}, in processor time, which other"
+        f" programs disturb less; {_native.instruction_set()}. One pass: compare, compact, update"
+        f" the base; the method is given, calls of {WARM_BYTES >> 20} MiB, whose output stays in"
+        " warm memory. With the choice: the same and the sampling that chooses the method. As a"
+        f" save calls it: {(NativeCodec.run_bytes or size) >> 20} MiB at a time, including the page"
+        " faults of its output; the same by the clock. Changes are at random positions: +-1..3"
         " units in the last place (bfloat16), 1e-5 of the spread (float32). Without the entropy"
         " stage and the disk"
     )
     limits = [
         Figure(f"time over a plain read: {name}", value, limit)
-        for name, value in found.items()
-        for told, limit in PROMISES.items()
-        if name.startswith(told)
+        for name, value in speeds.items()
+        for case, limit in PROMISES.items()
+        if name.startswith(case)
     ]
     return Result("encode", about, [Table("encoder", columns, rows)], limits)
 
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
+    """Restore the codec's number of threads at the end."""
     before = _native.threads()
     try:
         yield
@@ -105,7 +102,7 @@ def threads_restored() -> Iterator[None]:
 
 
 def state(name: str, density: float, size: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(current, base) as words."""
+    """Return current and base values as words."""
     random = np.random.default_rng(7)
     spread = 0.02
     count = size // (4 if name == "float32" else 2)
@@ -123,17 +120,18 @@ def state(name: str, density: float, size: int) -> tuple[NDArray[Any], NDArray[A
 
 
 def bounds_of(size: int, step: int, word_bytes: int) -> list[NDArray[np.uint64]]:
-    """The chunks of every call."""
+    """Return the chunk bounds of every call, in words."""
     return [
-        np.arange(0, min(step, size - at) + 1, CHUNK_BYTES, dtype=np.uint64)
+        np.arange(0, min(step, size - start) + 1, CHUNK_BYTES, dtype=np.uint64)
         // np.uint64(word_bytes)
-        for at in range(0, size, step)
+        for start in range(0, size, step)
     ]
 
 
-def measured(
+def measure(
     current: NDArray[Any], base: NDArray[Any], threads: int, repetitions: int
 ) -> list[Cell]:
+    """Return the cells of one dtype, density and number of threads."""
     codec, width, size = NativeCodec(), current.itemsize, current.nbytes
     step = min(codec.run_bytes or size, size)
     now, original = memory.as_bytes("current", current), memory.as_bytes("base", base)
@@ -155,14 +153,14 @@ def measured(
     methods = {int(m) for part in parts for m in part.rows[:, METHOD]} or {
         METHOD_NAMES.index("sparse")
     }
-    chosen = max(methods)
+    method = max(methods)
 
     def decode() -> None:
         for number, (edges, part) in enumerate(zip(bounds, parts, strict=True)):
             codec.apply(part, shadow[number * step : (number + 1) * step], edges, width)
 
     works: dict[str, Callable[[], None]] = {
-        "pass": lambda: encode(WARM_BYTES, chosen),
+        "pass": lambda: encode(WARM_BYTES, method),
         "choice": lambda: encode(WARM_BYTES),
         "save": lambda: encode(step),
         "decode": decode,
@@ -175,19 +173,19 @@ def measured(
                 np.copyto(shadow, original)
                 read = timed(lambda: plain_read(shadow, original, threads, pool))
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                took = timed(work)
-                shares[name].append(read[0] / took[0])
+                seconds = timed(work)
+                shares[name].append(read[0] / seconds[0])
                 rates.append(2 * size / read[1] / 1e6)
                 if name == "save":
                     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-                    clocks.append(read[1] / took[1])
+                    clocks.append(read[1] / seconds[1])
     if not np.array_equal(shadow, now):
-        raise AssertionError("what was decoded is not what was encoded")
+        raise AssertionError("the decoded values differ from the encoded ones")
     streams = sum(stream.nbytes for part in parts for stream in part.streams.values())
-    told = "+".join(METHOD_NAMES[m] for m in sorted(methods)) if streams else "unchanged"
+    method_names = "+".join(METHOD_NAMES[m] for m in sorted(methods)) if streams else "unchanged"
     middle = [median(shares[name]) for name in works]
     return [
-        told,
+        method_names,
         *middle[:3],
         median(clocks),
         int(median(faults)),
@@ -198,13 +196,10 @@ def measured(
 
 
 def first_save(current: NDArray[Any], base: NDArray[Any], threads: int, repetitions: int) -> float:
-    """Planes of values, without a base."""
-    now, other, width = (
-        memory.as_bytes("current", current),
-        memory.as_bytes("base", base).copy(),
-        current.itemsize,
-    )
-    copy = other.copy()
+    """Return the speed of encoding planes of values, without a base, over a plain read."""
+    now, width = memory.as_bytes("current", current), current.itemsize
+    original = memory.as_bytes("base", base).copy()
+    copy = original.copy()
     bounds = bounds_of(now.nbytes, WARM_BYTES, width)
 
     def encode() -> None:
@@ -217,22 +212,20 @@ def first_save(current: NDArray[Any], base: NDArray[Any], threads: int, repetiti
     encode()
     with ThreadPoolExecutor(threads) as pool:
         return median(
-            timed(lambda: plain_read(copy, other, threads, pool))[0] / timed(encode)[0]
+            timed(lambda: plain_read(copy, original, threads, pool))[0] / timed(encode)[0]
             for _ in range(repetitions)
         )
 
 
 def plain_read(
-    one: NDArray[Any], other: NDArray[Any], threads: int, pool: ThreadPoolExecutor
+    left: NDArray[Any], right: NDArray[Any], threads: int, pool: ThreadPoolExecutor
 ) -> None:
-    """Read two equal arrays, which memcmp does as fast as the best loop that was tried against it
-    (within 4 %).
-    """
-    share = one.nbytes // threads
+    """Read two equal arrays with memcmp, which is within 4 % of the fastest known loop."""
+    share = left.nbytes // threads
 
     def part(number: int) -> int:
         return int(
-            _memcmp(one.ctypes.data + number * share, other.ctypes.data + number * share, share)
+            _memcmp(left.ctypes.data + number * share, right.ctypes.data + number * share, share)
         )
 
     different = part(0) if threads == 1 else sum(map(abs, pool.map(part, range(threads))))
@@ -241,7 +234,7 @@ def plain_read(
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """(processor seconds of the whole process, seconds by the clock)."""
-    began = process_time(), perf_counter()
+    """Return the processor seconds of the whole process, and the seconds by the clock."""
+    start = process_time(), perf_counter()
     work()
-    return process_time() - began[0], perf_counter() - began[1]
+    return process_time() - start[0], perf_counter() - start[1]

@@ -1,5 +1,6 @@
-"""The order-0 entropy of a lossless save: how small codes that look at one symbol at a time can
-make it, without any table or file.
+"""The order-0 entropy of a lossless save: a bound for codes of one symbol at a time.
+
+Tables and files are not counted.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ Words = NDArray[Any]  # unsigned, 1-D
 
 
 def bound_bytes(before: Mapping[str, Words], now: Mapping[str, Words]) -> float:
-    """Bytes of all leaves, each by the best of the codes of ``leaf_bytes``."""
+    """Return the bytes of all leaves, each by the better code of ``leaf_bytes``."""
     return sum(leaf_bytes(before[path], words) for path, words in now.items())
 
 
 def leaf_bytes(before: Words, now: Words) -> float:
-    """Bytes of one leaf: as differences or as values, whichever is smaller.
+    """Return the bytes of one leaf, as differences or as values, whichever is smaller.
 
-    Words of up to 16 bits are symbols; wider ones are split into bytes, each place with a
-    distribution of its own. A difference counts modulo the word, its sign folded into the lowest
+    Words of up to 16 bits are symbols. Wider words are split into bytes, each position with a
+    distribution of its own. A difference is taken modulo the word, its sign folded into the lowest
     bit.
     """
     signed = (now - before).view(f"i{now.itemsize}")
@@ -31,7 +32,7 @@ def leaf_bytes(before: Words, now: Words) -> float:
 
 
 def words_of(array: Any) -> Words:
-    """The bits of a NumPy, JAX or host torch array as unsigned words of its element size."""
+    """Copy the bits of a NumPy, JAX or host torch array as unsigned words of its element size."""
     if hasattr(array, "detach"):
         import torch
 

@@ -1,12 +1,9 @@
-"""What training loses to a save at every step: with a memory tier, to the disk, and by ways that
-store
-less of each step.
+"""Time that training loses to a save at every step: memory tier, disk, and gradient log.
 
-The same training goes on while each way has its turns: a loop of some steps with a save after each,
-and one without any save before it, whose wall time is compared. All of a loop's saves are committed
-when its time ends, so nothing of them is left for others to pay; copies from memory to the disk go
-on behind the training, and what is left of them at the end of a loop is finished before the next
-begins.
+The same training continues while the ways alternate: a loop of some steps with a save after each
+step follows a loop without any save, and their wall times are compared. All saves of a loop are
+committed when its time ends, so no other loop pays for them. Copies from memory to the disk continue
+during training. The rest of them is finished before the next loop begins.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ WAYS = (MEMORY, DRAINED, DISK, LOGGED)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model to train, on which device, ``steps`` in each loop."""
+    """A model to train on a device, with ``steps`` in each loop."""
 
     recipe: Recipe
     device: str
@@ -74,9 +71,9 @@ class Loop:
         self.step = 0
 
     def run(self, steps: int, save: Callable[[int, states.State], object] | None = None) -> float:
-        """Seconds for some steps with a save after each, the device's work included."""
+        """Return the seconds for some steps with a save after each, device work included."""
         self._synchronise()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
             tokens = torch.randint(0, 256, self._shape, device=self._device)
             loss = self.model.loss(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -87,9 +84,10 @@ class Loop:
                 save(self.step, self.state())
             self.optimizer.zero_grad()
         self._synchronise()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def state(self) -> states.State:
+        """Return the whole state."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -103,10 +101,11 @@ class Loop:
 
 @dataclass(slots=True)
 class Way:
-    """One way of saving. ``overheads``: each loop's seconds beyond the one without saves before it,
-    of
-    that one's; ``processor``: the same of processor time, of all threads, which other programs on
-    the machine disturb less.
+    """One way of saving.
+
+    ``overheads``: seconds of each loop beyond those of the loop without saves before it, relative
+    to the latter. ``processor``: the same for the processor time of all threads, which other
+    programs disturb less.
     """
 
     name: str
@@ -119,10 +118,12 @@ class Way:
     drained: list[float] = field(default_factory=list)
 
     def save(self, step: int, state: states.State) -> SaveHandle:
+        """Save a step in this way."""
         return self.engine.save(step, state) if self.log is None else self.log.save(step, state)
 
 
 def run(settings: Settings) -> Result:
+    """Measure all ways on the CUDA device if there is one, else on the CPU."""
     case = QUICK if settings.quick else CUDA if torch.cuda.is_available() else CPU
     memory = Path(
         tempfile.mkdtemp(
@@ -166,13 +167,17 @@ def run(settings: Settings) -> Result:
         "of the state": "ratio",
         "copied after": "seconds",
     }
-    logged = median(next(way.overheads for way in ways if way.name == LOGGED))
+    log_overhead = median(next(way.overheads for way in ways if way.name == LOGGED))
     figures = (
-        [Figure("a save at every step, of a step, by a gradient log in memory", logged, LIMIT)]
+        [
+            Figure(
+                "a save at every step, of a step, by a gradient log in memory", log_overhead, LIMIT
+            )
+        ]
         if case.device == "cuda"
         else []
     )
-    where = (
+    measured_on = (
         "there is no CUDA device, so the promised figure (at most 3.1 % of a step) is not measured"
         if not figures
         else "on the device"
@@ -180,10 +185,10 @@ def run(settings: Settings) -> Result:
     about = (
         f"every step saved, learning rate {RATE:g}, {case.rounds} loops of {case.steps} steps for"
         " each way, medians; memory tier in"
-        f" {'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {where}."
-        " 'of a step': what a loop took longer than the one without saves right before it;"
-        " 'processor': the same of processor time, of all threads. 'copied after': until what was"
-        " left to copy to the disk at the end of a loop was there"
+        f" {'/dev/shm' if memory.parent == _MEMORY else 'the same folder as the disk'}; {measured_on}."
+        " 'of a step': seconds of a loop beyond those of the loop without saves right before it;"
+        " 'processor': the same for the processor time of all threads. 'copied after': time to copy"
+        " the rest of a loop's saves to the disk"
     )
     return Result("every_step", about, [Table("a save at every step", columns, rows)], figures)
 
@@ -202,9 +207,9 @@ def _measure(case: Case, folder: Path, memory: Path) -> tuple[Loop, list[float],
             way.engine.wait()
         for _ in range(case.rounds):
             for way in ways:
-                began = time.process_time()
+                start = time.process_time()
                 bare.append(loop.run(case.steps))
-                processor = time.process_time() - began
+                processor = time.process_time() - start
                 loop.run(1, way.save)  # from the state that this way has saved last, many steps ago
                 way.engine.persist()
                 _loop(way, loop, case.steps, bare[-1], processor)
@@ -217,22 +222,22 @@ def _loop(way: Way, loop: Loop, steps: int, bare: float, processor: float) -> No
     def save(step: int, state: states.State) -> None:
         handles.append(way.save(step, state))
 
-    began, spent = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     loop.run(steps, save)
     way.engine.wait()
-    way.processor.append((time.process_time() - spent) / processor - 1)
-    way.overheads.append((time.perf_counter() - began) / bare - 1)
+    way.processor.append((time.process_time() - cpu_start) / processor - 1)
+    way.overheads.append((time.perf_counter() - start) / bare - 1)
     way.drained.append(states.timed(way.engine.persist))
     for handle in handles:
         report = handle.report
-        assert report is not None  # it was waited for
+        assert report is not None  # the save was waited for
         way.blocking.append(report.blocking_seconds)
         way.stored.append(report.stored_bytes)
 
 
 def _way(name: str, loop: Loop, folder: Path, memory: Path, stack: ExitStack) -> Way:
-    # Rarely to the disk: what a run does that wants RPO of a step against the death of a process,
-    # and of minutes against a power cut.
+    # Rarely to the disk, like a run that accepts to lose one step if a process dies, and minutes in
+    # a power cut.
     tier = MemoryTier(memory, persist_every=1 if name == DRAINED else 1000)
     options: dict[str, Any] = {} if name == DISK else {"memory": tier}
     engine = stack.enter_context(Engine(folder, **options))

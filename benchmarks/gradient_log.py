@@ -1,9 +1,7 @@
-"""What a gradient log stores of a step, beside torch.save and a direct delta; what its saves and
-restores cost; whether they are exact.
+"""Size, cost and exactness of a gradient log, beside torch.save and a direct delta.
 
-The same training goes on while each way of saving has its turn. Every logged step is restored at
-the end and compared, leaf by leaf, with the digests that were taken of the live state beside the
-save.
+The same training continues while the ways of saving alternate. Every logged step is restored at the
+end and compared, leaf by leaf, with digests of the live state at the save.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 import xxhash
 
 from benchmarks import states
-from benchmarks.record import Cell, Figure, Result, Settings, Table
+from benchmarks.record import Cell, Figure, Result, Settings, Table, Unit
 from benchmarks.states import State
 from deltacheck import SaveReport
 from deltacheck.backends.torch import Engine, GradientLog
@@ -34,19 +32,19 @@ MAX_REPLAY_STEPS = 16
 
 @dataclass(slots=True)
 class Turn:
-    """One way's saves, one after the other."""
+    """The saves of one way, in order."""
 
     reports: list[SaveReport] = field(default_factory=list)
-    durable: dict[int, float] = field(
-        default_factory=dict
-    )  # by sequence number, in seconds, by our own clock
+    # Seconds by sequence number, by the benchmark's own clock
+    durable: dict[int, float] = field(default_factory=dict)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def logged(self) -> list[SaveReport]:
+        """Return the saves that wrote gradients."""
         return [report for report in self.reports if report.replayed_steps]
 
     def deltas(self) -> list[SaveReport]:
-        """Saves of the state itself without keyframes."""
+        """Return the saves of the state itself without keyframes."""
         return [
             r
             for r in self.reports
@@ -55,6 +53,7 @@ class Turn:
 
 
 def run(settings: Settings) -> Result:
+    """Measure sizes, times and restores at several rates and intervals."""
     recipe = states.QUICK if settings.quick else states.REAL
     replays = 4 if settings.quick else MAX_REPLAY_STEPS
     sizes: list[list[Cell]] = []
@@ -70,9 +69,8 @@ def run(settings: Settings) -> Result:
         file = peer_save(training.state(), settings.folder / "torch_save.pt")
         for every in EVERY[:1] if settings.quick else EVERY:
             folder = settings.folder / f"{rate:g}-{every}"
-            saves = (
-                replays // every + 2
-            )  # a save of the state itself, one cycle of logged ones, and the next of the state
+            # A save of the state itself, a cycle of logged saves, and the next of the state.
+            saves = replays // every + 2
             log = _logged(training, every, saves, folder / "log", replays)
             direct = _direct(training, every, min(saves, 6), folder / "direct")
             logged = median(report.stored_bytes for report in log.logged())
@@ -95,8 +93,8 @@ def run(settings: Settings) -> Result:
                         durable,
                     ]
                 )
-            bad = _not_exact(folder / "log", log, training)
-            wrong, checked = wrong + bad, checked + len(log.reports)
+            wrong += _count_inexact(folder / "log", log, training)
+            checked += len(log.reports)
             if every == 1:
                 figures.append(
                     Figure(
@@ -107,29 +105,43 @@ def run(settings: Settings) -> Result:
                 )
                 restores += _restores(f"{rate:g}", folder, log, direct, training, settings)
     figures.append(Figure("logged steps that were not restored bit for bit", wrong, 0, "count"))
-    return Result(
-        "gradient_log",
-        f"post-training {parameters / 1e6:.1f} M parameters (bf16 weights and gradients; fp32 master and moments), clipped; all files of a save; "
-        f"cycle: mean over {replays} replayed steps and the save of the state itself after them; {checked} steps restored and compared",
-        [
-            Table(
-                "stored, of torch.save of the same state",
-                {"lr": "text", "every": "count", "torch.save": "bytes", "a logged step": "ratio", "a direct delta": "ratio", "cycle": "ratio"},
-                sizes,
-            ),
-            Table(
-                "what a save costs the training, and until it is durable; each was waited for",
-                {"lr": "text", "every": "count", "way": "text", "blocking": "seconds", "durable": "seconds"},
-                times,
-            ),
-            Table(
-                "restoring, root opened and files in the page cache, every byte verified",
-                {"lr": "text", "steps replayed": "count", "restore": "seconds", "direct delta, as many deltas": "seconds"},
-                restores,
-            ),
-        ],
-        figures,
-    )  # fmt: skip
+    about = (
+        f"post-training {parameters / 1e6:.1f} M parameters (bf16 weights and gradients; fp32 master"
+        " and moments), clipped; all files of a save; cycle: mean over"
+        f" {replays} replayed steps and the save of the state itself after them; {checked} steps"
+        " restored and compared"
+    )
+    size_columns: dict[str, Unit] = {
+        "lr": "text",
+        "every": "count",
+        "torch.save": "bytes",
+        "a logged step": "ratio",
+        "a direct delta": "ratio",
+        "cycle": "ratio",
+    }
+    time_columns: dict[str, Unit] = {
+        "lr": "text",
+        "every": "count",
+        "way": "text",
+        "blocking": "seconds",
+        "durable": "seconds",
+    }
+    restore_columns: dict[str, Unit] = {
+        "lr": "text",
+        "steps replayed": "count",
+        "restore": "seconds",
+        "direct delta, as many deltas": "seconds",
+    }
+    tables = [
+        Table("stored, of torch.save of the same state", size_columns, sizes),
+        Table("cost of a save that is waited for", time_columns, times),
+        Table(
+            "restoring, root opened and files in the page cache, every byte verified",
+            restore_columns,
+            restores,
+        ),
+    ]
+    return Result("gradient_log", about, tables, figures)
 
 
 def _logged(training: Workload, every: int, saves: int, folder: Path, replays: int) -> Turn:
@@ -143,10 +155,10 @@ def _logged(training: Workload, every: int, saves: int, folder: Path, replays: i
         for number in range(saves):
             for _ in range(every if number else 0):
                 training.train_step()
-            state, began = training.state(), time.perf_counter()
+            state, start = training.state(), time.perf_counter()
             report = log.save(training.step, state).result()
             assert report is not None  # nothing is skipped
-            turn.durable[report.seq] = time.perf_counter() - began
+            turn.durable[report.seq] = time.perf_counter() - start
             turn.reports.append(report)
             turn.digests[training.step] = _digests(training.state())
     return turn
@@ -158,12 +170,12 @@ def _direct(training: Workload, every: int, saves: int, folder: Path) -> Turn:
         for number in range(saves):
             for _ in range(every if number else 0):
                 training.train_step()
-            state, began = training.state(), time.perf_counter()
+            state, start = training.state(), time.perf_counter()
             handle = engine.save(training.step, state)
-            engine.before_update()  # what the next optimizer step would wait for counts as blocking
+            engine.before_update()  # the wait of the next optimizer step counts as blocking
             report = handle.result()
             assert report is not None
-            turn.durable[report.seq] = time.perf_counter() - began
+            turn.durable[report.seq] = time.perf_counter() - start
             turn.reports.append(report)
             turn.digests[training.step] = _digests(training.state())
     return turn
@@ -178,8 +190,8 @@ def _digests(state: State) -> dict[str, str]:
     }
 
 
-def _not_exact(root: Path, turn: Turn, training: Workload) -> int:
-    """Steps whose restore differs from the live state of then in a single bit."""
+def _count_inexact(root: Path, turn: Turn, training: Workload) -> int:
+    """Count the steps whose restore differs from the live state in any bit."""
     with Engine(root) as engine:
         return sum(
             _digests(engine.restore(step, optimizer=training.optimizer)) != digests
@@ -193,15 +205,16 @@ def _restores(
     by_replays: Mapping[int, int] = {report.replayed_steps: report.step for report in log.reports}
     rows: list[list[Cell]] = []
     for replays in sorted({0, 1, 4, max(by_replays)} & by_replays.keys()):
-        ours = _timed(folder / "log", by_replays[replays], training, settings)
-        theirs = None
+        log_seconds = _time_restore(folder / "log", by_replays[replays], training, settings)
+        direct_seconds = None
         if replays < len(direct.reports):
-            theirs = _timed(folder / "direct", direct.reports[replays].step, training, settings)
-        rows.append([rate, replays, ours, theirs])
+            step = direct.reports[replays].step
+            direct_seconds = _time_restore(folder / "direct", step, training, settings)
+        rows.append([rate, replays, log_seconds, direct_seconds])
     return rows
 
 
-def _timed(root: Path, step: int, training: Workload, settings: Settings) -> float:
+def _time_restore(root: Path, step: int, training: Workload, settings: Settings) -> float:
     def restore() -> None:
         with Engine(root) as engine:
             engine.restore(step, optimizer=training.optimizer)

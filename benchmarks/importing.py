@@ -1,6 +1,4 @@
-"""How long `import deltacheck` takes: median of fresh processes, beside `import numpy` in the same
-run.
-"""
+"""Time of `import deltacheck` in fresh processes, beside `import numpy` in the same run."""
 
 from __future__ import annotations
 
@@ -10,33 +8,35 @@ from statistics import median
 
 from benchmarks.record import Figure, Result, Settings, Table, Unit
 
-# What is imported, measured inside a process that has imported nothing but `time` and `sys`.
+# Statements that are timed inside a process that has imported only `time` and `sys`
 _STATEMENTS = {
     "numpy": "import numpy",
     "deltacheck": "import deltacheck",
     "deltacheck, and what reads a root": "import deltacheck; deltacheck.open",
 }
-_CHILD = """
+_PROGRAM = """
 import sys, time
-began = time.perf_counter()
+start = time.perf_counter()
 {statement}
-seconds = time.perf_counter() - began
-print(seconds, *sorted({{"torch", "jax", "flax", "orbax", "tensorstore", "numpy"}} & set(sys.modules)))
+seconds = time.perf_counter() - start
+packages = {{"torch", "jax", "flax", "orbax", "tensorstore", "numpy"}}
+print(seconds, *sorted(packages & set(sys.modules)))
 """
 
 
 def run(settings: Settings) -> Result:
+    """Measure every statement."""
     repetitions = 3 if settings.quick else 11
     seconds: dict[str, list[float]] = {name: [] for name in _STATEMENTS}
     loaded: dict[str, str] = {}
     for _ in range(1 + repetitions):  # the first fills the file cache and is dropped
         for name, statement in _STATEMENTS.items():
-            code = _CHILD.format(statement=statement)
-            done = subprocess.run(
+            code = _PROGRAM.format(statement=statement)
+            result = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, check=True
             )
-            took, *modules = done.stdout.split()
-            seconds[name].append(float(took))
+            elapsed, *modules = result.stdout.split()
+            seconds[name].append(float(elapsed))
             loaded[name] = ", ".join(modules)
     middle = {name: median(values[1:]) for name, values in seconds.items()}
     rows = [

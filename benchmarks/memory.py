@@ -1,7 +1,7 @@
-"""Peak host memory of saves: what a process needs beyond what it had before the engine existed.
+"""Peak host memory of saves beyond the memory before the engine's creation.
 
-One process for each setting (``python -m benchmarks.memory BYTES HOST_CACHE_BYTES FOLDER``), for an
-allocator keeps memory that it has once asked for.
+Each setting has a process of its own (``python -m benchmarks.memory BYTES HOST_CACHE_BYTES
+FOLDER``), because an allocator keeps memory that it has once requested.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ HOST_CACHE_BYTES = (64 << 20, 256 << 20)
 
 
 def run(settings: Settings) -> Result:
+    """Measure each size of the host cache."""
     size = 8 << 20 if settings.quick else 700 << 20
     rows: list[list[Cell]] = []
     figures: list[Figure] = []
     for host_cache_bytes in HOST_CACHE_BYTES[:1] if settings.quick else HOST_CACHE_BYTES:
         folder = settings.folder / str(host_cache_bytes)
-        found = in_own_process("benchmarks.memory", str(size), str(host_cache_bytes), str(folder))
-        allowed = found["state"] + host_cache_bytes
+        arguments = (str(size), str(host_cache_bytes), str(folder))
+        measured = in_own_process("benchmarks.memory", *arguments)
+        allowed = measured["state"] + host_cache_bytes
         peaks = {
-            "first save, keyframes": found["keyframe"],
-            f"later saves, deltas (worst of {DELTAS})": max(found["deltas"]),
+            "first save, keyframes": measured["keyframe"],
+            f"later saves, deltas (worst of {DELTAS})": max(measured["deltas"]),
         }
         for name, peak in peaks.items():
             cells = [
-                found["state"],
+                measured["state"],
                 host_cache_bytes,
                 name,
                 peak,
-                peak - found["state"],
+                peak - measured["state"],
                 peak - allowed,
                 peak / allowed,
             ]
@@ -51,14 +53,14 @@ def run(settings: Settings) -> Result:
                     1.0,
                 )
             )
-        rest = median(found["after"])
+        rest = median(measured["after"])
         rows.append(
             [
-                found["state"],
+                measured["state"],
                 host_cache_bytes,
                 "between saves",
                 rest,
-                rest - found["state"],
+                rest - measured["state"],
                 None,
                 rest / allowed,
             ]
@@ -74,22 +76,21 @@ def run(settings: Settings) -> Result:
     }
     about = (
         "resident memory (VmHWM, reset before each save) beyond that before the engine existed;"
-        " synthetic state, libraries loaded before, glibc's allocator as it is"
+        " synthetic state, libraries loaded before, glibc's allocator with its defaults"
     )
     return Result("memory", about, [Table("extra host memory", columns, rows)], figures)
 
 
 def measure(size: int, host_cache_bytes: int, folder: Path) -> dict[str, Any]:
-    """Everything one process finds, in bytes."""
+    """Measure in this process, in bytes."""
     from benchmarks import states
     from deltacheck.backends.torch import Engine
 
     with tempfile.TemporaryDirectory() as scratch, Engine(Path(scratch) / "root") as engine:
-        engine.save(
-            0, states.Synthetic(1 << 20).state()
-        ).wait()  # libraries and thread pools, which are not a save's
+        # Loads libraries and starts thread pools, whose memory does not count as a save's.
+        engine.save(0, states.Synthetic(1 << 20).state()).wait()
     synthetic = states.Synthetic(size)
-    synthetic.train_step()  # what the optimizer itself leaves allocated
+    synthetic.train_step()  # allocates what the optimizer itself keeps
     trim()
     before = status("VmRSS")
     deltas, after = [], []

@@ -1,17 +1,15 @@
-"""The states that `compare` saves: a real post-training run, brought to where it is steady, once
-for
-all rivals.
+"""The states that `compare` saves: a steady post-training run, prepared once for all rivals.
 
 A model is pre-trained for a few steps from weights of natural scale, then post-trained. Second
-moments have a memory of 1,000 steps, too many to train here, so they are matured: after some steps
-the moments become their unbiased estimates and the optimizer's count moves on by ``MATURED_STEPS``,
-as though the run had gone on like this for so long. From there on every update is the optimizer's
+moments have a memory of 1,000 steps, too many to train here. After some steps the moments are
+therefore replaced by their unbiased estimates, and the optimizer's count is advanced by
+``MATURED_STEPS``, as if the run had continued for so long. All later updates are the optimizer's
 own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,14 @@ from deltacheck.profile import Profile
 
 STATES = {"adamw": "sft", "lora": "lora", "rl_like": "rl"}  # name -> task
 MATURED_STEPS = 1000
-# Of training and of the hungriest rival, which is Orbax: state, gradients, temporaries, four copies
+# Of training and of Orbax, which needs the most: state, gradients, temporaries, four copies
 _BYTES_A_PARAMETER = 100
 _LOOK_EVERY, _LOOKS = 2, 9  # of the profiler
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large the model is and how long it trains. ``every``: training steps between two
-    saves.
-    """
+    """The size of the model and of its training. ``every``: training steps between two saves."""
 
     width: int
     layers: int
@@ -43,21 +39,22 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Of the layers; embeddings are few."""
+        """Parameters of the layers; embeddings add few."""
         hidden = 64 * ((self.width * 8 // 3 + 63) // 64)
         return self.layers * (4 * self.width**2 + 3 * self.width * hidden)
 
 
 SIZES = {
-    "tiny": Size(64, 1, 4, 3e-3, 4, 1),  # whether it runs; figures without meaning
+    "tiny": Size(64, 1, 4, 3e-3, 4, 1),  # a check that it runs; figures without meaning
     "small": Size(256, 4, 40, 3e-3, 20, 8),
     "medium": Size(1024, 8, 16, 1e-3, 12, 4),
 }
 
 
 def size_of(name: str) -> Size:
-    """``full``: as many layers, four times as wide in parameters, as the memory that is free now
-    allows.
+    """Return a size by its name.
+
+    ``full`` has layers four times as large as those of ``medium``, as many as free memory allows.
     """
     if name != "full":
         return SIZES[name]
@@ -67,16 +64,16 @@ def size_of(name: str) -> Size:
         if line.startswith("MemAvailable")
     )
     parameters = int(available.split()[1]) * 1024 // _BYTES_A_PARAMETER
-    one = Size(2048, 1, 8, 5e-4, 8, 2)
-    return Size(2048, max(1, parameters // one.parameters), 8, 5e-4, 8, 2)
+    single_layer = Size(2048, 1, 8, 5e-4, 8, 2)
+    return replace(single_layer, layers=max(1, parameters // single_layer.parameters))
 
 
 def recipe_of(state: str, size: Size) -> Recipe:
-    """The workload of a state at a size: the rates of the tasks, and little text a step."""
+    """Return the recipe of a state at a size: the rate of its task, and little text per step."""
     task = STATES[state]
     if size == SIZES["tiny"]:
         return tiny(task)
-    few: dict[str, Any] = (
+    small_batch: dict[str, Any] = (
         {"batch": 2, "group": 4, "pretrain_batch": 16}
         if task == "rl"
         else {"batch": 1, "context": 96}
@@ -90,7 +87,7 @@ def recipe_of(state: str, size: Size) -> Recipe:
         pretrain_rate=size.pretrain_rate,
         dropout=0.0,
         sources=60,
-        **few,
+        **small_batch,
     )
 
 
@@ -114,8 +111,8 @@ def prepare(framework: str, state: str, size: Size, folder: Path) -> None:
     chain.close()
 
 
-def loaded(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, Profile]:
-    """The run that ``prepare`` has left in ``folder``, as another process goes on with it."""
+def load(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, Profile]:
+    """Load the run that ``prepare`` has left in ``folder``, in another process."""
     run = Run(framework, recipe_of(state, size), pretrained=False)
     chain = Chain(framework, folder / "run", Policy.exact())
     step = deltacheck.open(folder / "run").steps()[-1]
@@ -125,17 +122,15 @@ def loaded(framework: str, state: str, size: Size, folder: Path) -> tuple[Run, P
 
 
 def _mature(run: Run) -> None:
-    """Make the moments what they would be after ``MATURED_STEPS`` more steps with gradients like
-    those so far.
-    """
+    """Set the moments to their values after ``MATURED_STEPS`` more steps with similar gradients."""
     if run.framework == "torch":
         for group in run.workload.optimizer.param_groups:
             before, after = group["step"], group["step"] + MATURED_STEPS
             group["step"] = after
             for parameter in group["params"]:
-                kept = run.workload.optimizer.state[parameter]
+                state = run.workload.optimizer.state[parameter]
                 for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-                    kept[name].mul_(_matured(beta, before, after))
+                    state[name].mul_(_bias_ratio(beta, before, after))
         return
     import jax
     import optax
@@ -144,7 +139,7 @@ def _mature(run: Run) -> None:
         if not isinstance(node, optax.ScaleByAdamState):
             return node
         before, after = int(node.count), int(node.count) + MATURED_STEPS
-        means, squares = (_matured(beta, before, after) for beta in run.recipe.betas)
+        means, squares = (_bias_ratio(beta, before, after) for beta in run.recipe.betas)
         return optax.ScaleByAdamState(
             node.count + MATURED_STEPS,
             jax.tree.map(lambda m: m * means, node.mu),
@@ -160,5 +155,5 @@ def _mature(run: Run) -> None:
     run.workload.training = training | {"optimizer": moments}
 
 
-def _matured(beta: float, before: int, after: int) -> float:
+def _bias_ratio(beta: float, before: int, after: int) -> float:
     return float((1 - beta**after) / (1 - beta**before))

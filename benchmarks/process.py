@@ -1,6 +1,4 @@
-"""What a process takes: memory, processor time, and a process of its own for whatever must be
-measured alone.
-"""
+"""Memory and processor time of a process, and processes for what must be measured alone."""
 
 from __future__ import annotations
 
@@ -21,31 +19,32 @@ _CHILDREN_SECONDS = 0.02
 
 
 def in_own_process(module: str, *arguments: str) -> Any:
-    """Run ``python -m module arguments`` with the packages of this process. Returns the JSON of the
-    last line that it prints.
+    """Run ``python -m module arguments`` with the packages of this process.
 
-    Raises ``RuntimeError`` with the end of what it says on stderr where it fails.
+    Returns:
+        The JSON of the last line that it prints.
+
+    Raises:
+        RuntimeError: It failed; the message contains the end of its stderr.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
-    found_at = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
-    }  # the same packages, in the same order
-    done = subprocess.run(command, capture_output=True, text=True, env=found_at)
-    if done.returncode != 0:
+    # The same packages, in the same order.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode != 0:
         raise RuntimeError(
-            f"the measuring process failed: {' '.join(arguments)}\n{done.stderr[-4000:]}"
+            f"the measuring process failed: {' '.join(arguments)}\n{result.stderr[-4000:]}"
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @dataclass(slots=True)
 class Peak:
-    """The most resident memory while a block runs: the kernel's mark where it can be reset, else
-    the
-    largest of many samples.
+    """The largest resident memory while a block runs.
 
-    Memory of child processes that is theirs alone is added, sampled; what they share with this
-    process is counted here.
+    It is the kernel's high-water mark if that can be reset, else the largest of many samples.
+    Memory that belongs to child processes alone is added, sampled. Memory that they share with this
+    process is counted once.
     """
 
     bytes: int = 0
@@ -84,22 +83,25 @@ class Peak:
 
 
 def status(name: str, process: str = "self") -> int:
-    """A line of the kernel's account of a process, in bytes."""
+    """Return a line of the kernel's status of a process, in bytes."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel tells no {name}")
+    raise RuntimeError(f"the kernel does not report {name}")
 
 
 def trim() -> None:
-    """Let glibc give back what is free: what training leaves in its heap is not a save's."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
+    """Return glibc's free memory to the kernel.
+
+    Memory that training has left in the heap must not count as a save's.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def child_processes() -> list[int]:
-    """The processes that this one started, theirs included, and that still live."""
+    """Return the living processes that this one has started, and theirs."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -108,20 +110,20 @@ def child_processes() -> list[int]:
             except OSError:  # it has ended
                 continue
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, way = [], [os.getpid()]
-    while way:
-        children = parents.get(way.pop(), [])
-        found += children
-        way += children
-    return found
+    descendants, queue = [], [os.getpid()]
+    while queue:
+        children = parents.get(queue.pop(), [])
+        descendants += children
+        queue += children
+    return descendants
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of those that it started, so far."""
-    own, ended = (
+    """Return the processor time so far of this process and of those that it has started."""
+    usages = [
         resource.getrusage(resource.RUSAGE_SELF),
-        resource.getrusage(resource.RUSAGE_CHILDREN),
-    )
+        resource.getrusage(resource.RUSAGE_CHILDREN),  # those that have ended
+    ]
     ticks = 0
     for child in child_processes():
         try:
@@ -129,13 +131,8 @@ def cpu_seconds() -> float:
         except OSError:
             continue
         ticks += int(fields[11]) + int(fields[12])
-    return (
-        own.ru_utime
-        + own.ru_stime
-        + ended.ru_utime
-        + ended.ru_stime
-        + ticks / os.sysconf("SC_CLK_TCK")
-    )
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return seconds + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _anonymous(process: int) -> int:

@@ -1,4 +1,4 @@
-"""What share of a training step the profiler takes, at its default interval."""
+"""Share of a training step that the profiler takes, at its default interval."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ PROFILER_AT_MOST = 0.02  # of the step
 
 
 def run(settings: Settings) -> Result:
+    """Measure training steps and calls of the profiler."""
     looks = 2 if settings.quick else 6
     training = states.untrained(states.QUICK if settings.quick else states.REAL)
     profiler = Profiler()
@@ -24,15 +25,15 @@ def run(settings: Settings) -> Result:
         losses[0] = training.train_step()
 
     def observe() -> None:
-        looked[0] = profiler.observe(training.step, training.state, loss=losses[0])
+        was_look[0] = profiler.observe(training.step, training.state, loss=losses[0])
 
-    looked = [False]
+    was_look = [False]
     train()  # fills torch's caches, and is not measured
     first = states.timed(observe)
     for _ in range(looks * interval):
         steps.append(states.timed(train))
         seconds = states.timed(observe)
-        calls[looked[0]].append(seconds)
+        calls[was_look[0]].append(seconds)
     step, look, note = median(steps), median(calls[True]), median(calls[False])
     share = (look + (interval - 1) * note) / interval / step
     columns: dict[str, Unit] = {
@@ -49,8 +50,7 @@ def run(settings: Settings) -> Result:
         "profiling",
         "deltacheck.Profiler beside training of the demo's model on one thread, looking at every"
         f" {interval}th step; wall time, medians of {looks * interval} steps and {looks} looks,"
-        " gathering the state included; the first look, which also plans the sample, is told"
-        " apart",
+        " gathering the state included; the first look, which also plans the sample, is separate",
         [Table("profiler", columns, [row])],
         [Figure("profiler, share of the step time", share, PROFILER_AT_MOST)],
     )

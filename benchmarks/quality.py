@@ -1,6 +1,4 @@
-"""What a resumed run loses: killed at many steps, restored, trained on, and compared with the run
-that was never killed.
-"""
+"""The loss of resumed runs: killed at many steps, restored, trained on, compared with unkilled."""
 
 from __future__ import annotations
 
@@ -21,9 +19,11 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """``settle_steps`` before the first save, one every ``every`` steps. The last ``kills`` of the
-    saves are resumed from, each for ``horizon`` steps, a multiple of ``every``.
+class KillPlan:
+    """The saves of a run, and those that are resumed from.
+
+    After ``settle_steps`` the run saves every ``every`` steps. Each of the last ``kills`` saves is
+    restored and trained on for ``horizon`` steps, a multiple of ``every``.
     """
 
     seeds: tuple[int, ...]
@@ -38,12 +38,12 @@ class Plan:
 class Resumed:
     """One resumed run against the uninterrupted one, ``horizon`` steps after the restore.
 
-    ``loss_change``: of the evaluation loss. ``progress``: by how much the uninterrupted one lowered
-    it in these steps. ``noise``: how far another data order moves it. ``lost_steps``: along the way
-    of the uninterrupted run's weights. ``restore_error``, ``element_change``: largest difference of
-    a master weight right after the restore and at the end, in learning rates. ``update``: L2 norm
-    of the first update over the uninterrupted run's. ``forward_exact``: whether the forward pass
-    after the restore has the bits of the one before.
+    ``loss_change``: of the evaluation loss. ``progress``: the decrease of that loss in the
+    uninterrupted run. ``noise``: the change that another data order causes. ``lost_steps``: along
+    the path of the uninterrupted run's weights. ``restore_error``, ``element_change``: largest
+    difference of a master weight right after the restore and at the end, in learning rates.
+    ``update``: L2 norm of the first update over the uninterrupted run's. ``forward_exact``: the
+    forward pass after the restore has the bits of the one before.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lived:
+class _Reference:
     """The uninterrupted run at one step."""
 
     loss: float
@@ -69,98 +69,96 @@ class _Lived:
 
 
 def resumed(
-    framework: str, recipe: Recipe, ways: Sequence[Way], plan: Plan, folder: Path
+    framework: str, recipe: Recipe, ways: Sequence[Way], plan: KillPlan, folder: Path
 ) -> dict[str, list[Resumed]]:
-    """Kill the runs of all seeds under each policy; by the policy's name, one record for each
-    kill.
+    """Kill the runs of all seeds under each policy.
+
+    Returns:
+        One record for each kill, by the name of the policy.
     """
-    found: dict[str, list[Resumed]] = {way.name: [] for way in ways}
+    by_policy: dict[str, list[Resumed]] = {way.name: [] for way in ways}
     for seed in plan.seeds:
-        for name, records in _one_seed(
-            framework, recipe, seed, ways, plan, folder / str(seed)
-        ).items():
-            found[name] += records
-    return found
+        of_seed = _resume_seed(framework, recipe, seed, ways, plan, folder / str(seed))
+        for name, records in of_seed.items():
+            by_policy[name] += records
+    return by_policy
 
 
 def noise_sd(records: Sequence[Resumed]) -> float:
-    """Standard deviation of the evaluation loss over data orders: two runs differ by sqrt(2)
-    of it.
+    """Return the standard deviation of the evaluation loss over data orders.
+
+    Two runs differ by sqrt(2) times as much.
     """
     return float(np.sqrt(mean(record.noise**2 for record in records) / 2))
 
 
 def lost_by_loss(records: Sequence[Resumed], horizon: int) -> float | None:
-    """Steps of training that the mean change of the loss is worth; ``None`` where the run made no
-    progress to compare with.
-    """
+    """Convert the mean change of the loss to training steps; ``None`` without any progress."""
     progress = mean(record.progress for record in records) / horizon
     return mean(record.loss_change for record in records) / progress if progress > 0 else None
 
 
-def _one_seed(
-    framework: str, recipe: Recipe, seed: int, ways: Sequence[Way], plan: Plan, folder: Path
+def _resume_seed(
+    framework: str, recipe: Recipe, seed: int, ways: Sequence[Way], plan: KillPlan, folder: Path
 ) -> dict[str, list[Resumed]]:
     run = Run(framework, replace(recipe, seed=seed))
     chains = {
         way.name: Chain(framework, folder / str(number), way.policy(4 * plan.saves))
         for number, way in enumerate(ways)
     }
-    lived: dict[int, _Lived] = {}
+    references: dict[int, _Reference] = {}
     try:
         loss = run.train(plan.settle_steps)
         for number in range(plan.saves + plan.horizon // plan.every):
             if number < plan.saves:
                 for chain in chains.values():
                     chain.save(run.workload.step, run.workload.state(), run.metrics(loss))
-            step, before, logits, now = (
-                run.workload.step,
-                run.workload.evaluate(),
-                run.logits(),
-                run.masters(),
-            )
+            step, loss_before = run.workload.step, run.workload.evaluate()
+            logits, masters = run.logits(), run.masters()
             loss = run.train(1)
-            lived[step] = _Lived(before, now, run.masters(), logits)
+            references[step] = _Reference(loss_before, masters, run.masters(), logits)
             loss = run.train(plan.every - 1) if plan.every > 1 else loss
-        lived[run.workload.step] = _Lived(run.workload.evaluate(), run.masters(), {}, b"")
+        references[run.workload.step] = _Reference(run.workload.evaluate(), run.masters(), {}, b"")
         exact = next(chains[way.name] for way in ways if way.lossless)
         kills = list(exact.bytes)[-plan.kills :]
-        found: dict[str, list[Resumed]] = {name: [] for name in chains}
+        records: dict[str, list[Resumed]] = {name: [] for name in chains}
         for kill in kills:
             run.workload.load(exact.restore(kill, run.workload.state()))
             run.workload.reorder(1000 * seed + kill)
             run.train(plan.horizon)
-            noise = run.workload.evaluate() - lived[kill + plan.horizon].loss
+            noise = run.workload.evaluate() - references[kill + plan.horizon].loss
             for name, chain in chains.items():
-                found[name].append(_resume(run, chain, kill, lived, plan.horizon, noise))
+                records[name].append(_resume(run, chain, kill, references, plan.horizon, noise))
     finally:
         for chain in chains.values():
             chain.close()
-    return found
+    return records
 
 
 def _resume(
-    run: Run, chain: Chain, kill: int, lived: dict[int, _Lived], horizon: int, noise: float
+    run: Run, chain: Chain, kill: int, references: dict[int, _Reference], horizon: int, noise: float
 ) -> Resumed:
-    then, end = lived[kill], lived[kill + horizon]
+    reference, end = references[kill], references[kill + horizon]
     run.workload.load(chain.restore(kill, run.workload.state()))
     restored, logits = run.masters(), run.logits()
     run.train(1)
-    update = distance(run.masters(), restored) / (distance(then.next_masters, then.masters) or 1.0)
+    update = distance(run.masters(), restored) / (
+        distance(reference.next_masters, reference.masters) or 1.0
+    )
     run.train(horizon - 1)
-    reached = run.masters()
+    final_masters = run.masters()
     rate = run.recipe.rate
     return Resumed(
         step=kill,
         stage=chain.stages[kill],
         loss_change=run.workload.evaluate() - end.loss,
-        progress=then.loss - end.loss,
+        progress=reference.loss - end.loss,
         noise=noise,
-        lost_steps=lost_steps(then.masters, end.masters, reached, horizon),
-        restore_error=largest_change(restored, then.masters) / rate,
-        element_change=largest_change(reached, end.masters) / rate,
+        lost_steps=lost_steps(reference.masters, end.masters, final_masters, horizon),
+        restore_error=largest_change(restored, reference.masters) / rate,
+        element_change=largest_change(final_masters, end.masters) / rate,
         update=update,
-        forward_exact=logits == then.logits,
+        forward_exact=logits == reference.logits,
     )
 
 
@@ -184,9 +182,7 @@ WEIGHTS_COLUMNS: dict[str, Unit] = {
 
 
 def loss_row(name: str, records: Sequence[Resumed], horizon: int) -> list[Cell]:
-    """The cells of ``LOSS_COLUMNS``: mean change of the evaluation loss and the largest one, and
-    what the mean is worth in steps.
-    """
+    """Return the cells of ``LOSS_COLUMNS``, among them mean and largest change of the loss."""
     changes = [record.loss_change for record in records]
     stable = sum(record.stage == "stable" for record in records)
     lost = lost_by_loss(records, horizon)
@@ -202,8 +198,9 @@ def loss_row(name: str, records: Sequence[Resumed], horizon: int) -> list[Cell]:
 
 
 def weights_row(name: str, records: Sequence[Resumed]) -> list[Cell]:
-    """The cells of ``WEIGHTS_COLUMNS``: lost steps and forward passes are means, the others the
-    worst of all kills.
+    """Return the cells of ``WEIGHTS_COLUMNS``.
+
+    Lost steps and forward passes are means. The others are the worst of all kills.
     """
     return [
         name,

@@ -1,9 +1,8 @@
-"""One rival on one state, in a process of its own: what its saves cost a training that goes on, and
-what a restore takes.
+"""One rival on one state, in a process of its own: `python -m benchmarks.race JSON`.
 
-``python -m benchmarks.race JSON``; see ``Job``. In turns: the training alone, then the same number
-of steps that begin with a save. What is left of the save after them is waited for, as the next one
-would, and counts as blocking.
+It measures the cost of saves during training, and restores. Training alone alternates with the same
+number of steps that begin with a save. The rest of the save is then waited for, as the next save
+would, and counts as blocking. ``Job`` describes the argument.
 """
 
 from __future__ import annotations
@@ -21,18 +20,20 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from benchmarks.prepared import Size, loaded, prepare
+from benchmarks.prepared import Size, load, prepare
 from benchmarks.process import Peak, cpu_seconds, trim
 from benchmarks.rivals import RIVALS, Rival, sync_tree
 from benchmarks.ways import Run
 
-MOST_SAVES_BEFORE = 10  # until a rival is in its steady state
+MAX_WARMUP_SAVES = 10  # until a rival is in its steady state
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a measuring process is asked. ``prepared``: the run's folder; ``rival``: ``""`` asks to
-    prepare it; ``root``: for the saves, new.
+    """The task of a measuring process.
+
+    ``prepared``: the folder of the run. ``rival``: its name; empty: prepare the run. ``root``: a
+    new folder for the saves.
     """
 
     framework: str
@@ -44,18 +45,18 @@ class Job:
     repeats: int = 5
 
     def as_argument(self) -> str:
+        """Return the job as a command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, argument: str) -> Job:
+        """Read what ``as_argument`` has returned."""
         fields = json.loads(argument)
         return cls(**(fields | {"size": Size(**fields["size"])}))
 
 
 class Update:
-    """The time that rivals take before an optimizer step, theirs and what their own hooks
-    wait for.
-    """
+    """The time that a rival and its own hooks take before an optimizer step."""
 
     def __init__(self, framework: str) -> None:
         self.seconds = 0.0
@@ -70,7 +71,7 @@ class Update:
             self._hooks.append(self._register(self._begin))
 
     def enclose(self, rival: Rival) -> None:
-        """Call this once the rival exists: what its own hooks take is measured from now on."""
+        """Measure the hooks of a rival from now on. Call this once, after the rival's creation."""
         self._rival = rival
         if self._register is not None:
             self._hooks.append(self._register(self._end))
@@ -86,14 +87,16 @@ class Update:
 
 @dataclass(slots=True)
 class Watch:
-    """Waits on a thread of its own until a save is on disk, and syncs what the rival does not."""
+    """A thread that waits until a save is on disk, and syncs what the rival does not sync."""
 
-    began: float
+    start_time: float
     durable: float = 0.0
     failure: BaseException | None = None
     _thread: threading.Thread | None = None
 
     def start(self, wait: Callable[[], object], unsynced: Path | None) -> None:
+        """Begin to wait."""
+
         def watch() -> None:
             try:
                 wait()
@@ -101,12 +104,13 @@ class Watch:
                     sync_tree(unsynced)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that joins
                 self.failure = error
-            self.durable = time.perf_counter() - self.began
+            self.durable = time.perf_counter() - self.start_time
 
         self._thread = threading.Thread(target=watch)
         self._thread.start()
 
     def join(self) -> None:
+        """Wait for the thread, and raise its failure."""
         assert self._thread is not None
         self._thread.join()
         if self.failure is not None:
@@ -114,65 +118,67 @@ class Watch:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Everything one process finds, in seconds and bytes: of each repeat, in lists; of the run,
-    alone.
+    """Measure a rival.
+
+    Returns:
+        Seconds and bytes: lists with a value for each repeat, and single values of the run.
     """
-    kind = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
-    run, profile = loaded(job.framework, job.state, job.size, Path(job.prepared))
-    run.train(2)  # compiles, and fills what allocators keep
+    rival_type = next(kind for kind in RIVALS[job.framework] if kind.name == job.rival)
+    run, profile = load(job.framework, job.state, job.size, Path(job.prepared))
+    run.train(2)  # compiles, and fills the caches of allocators
     gc.collect()
     trim()
-    alone = []
+    training_peaks = []
     for _ in range(2):
         with Peak() as peak:
             run.train(job.size.every)
-        alone.append(peak.bytes)
+        training_peaks.append(peak.bytes)
     update = Update(job.framework)
-    rival = kind(Path(job.root).absolute(), run, profile)
+    rival = rival_type(Path(job.root).absolute(), run, profile)
     update.enclose(rival)
     peaks: list[int] = []
-    first: int | None = None
+    first_bytes: int | None = None
     steady = False
-    before = 0
-    while not steady and before < MOST_SAVES_BEFORE:
+    warmup_saves = 0
+    while not steady and warmup_saves < MAX_WARMUP_SAVES:
         *_, peak_bytes = _save(rival, run, update, 1)
         peaks.append(peak_bytes)
-        stored = rival.stored(run.workload.step - 1)
-        first = stored if first is None else first
-        steady = rival.settled() and before > 0
-        before += 1
-    found: dict[str, list[float]] = {
+        stored_bytes = rival.stored(run.workload.step - 1)
+        first_bytes = stored_bytes if first_bytes is None else first_bytes
+        steady = rival.settled() and warmup_saves > 0
+        warmup_saves += 1
+    samples: dict[str, list[float]] = {
         name: [] for name in ("blocking", "loop loses", "durable", "cpu", "bytes")
     }
-    told: list[float] = []
+    reported_blocking: list[float] = []
     for _ in range(job.repeats):
-        began, cpu = time.perf_counter(), cpu_seconds()
+        start, cpu = time.perf_counter(), cpu_seconds()
         run.train(job.size.every)
-        bare, bare_cpu = time.perf_counter() - began, cpu_seconds() - cpu
+        bare, bare_cpu = time.perf_counter() - start, cpu_seconds() - cpu
         step = run.workload.step
         cpu = cpu_seconds()
         watch, blocking, seconds, peak_bytes = _save(rival, run, update, job.size.every)
-        found["cpu"].append(cpu_seconds() - cpu - bare_cpu)
-        found["blocking"].append(blocking)
-        found["loop loses"].append(seconds - bare)
-        found["durable"].append(watch.durable)
-        found["bytes"].append(rival.stored(step))
-        said = rival.told_blocking()
-        if said is not None:
-            told.append(said)
+        samples["cpu"].append(cpu_seconds() - cpu - bare_cpu)
+        samples["blocking"].append(blocking)
+        samples["loop loses"].append(seconds - bare)
+        samples["durable"].append(watch.durable)
+        samples["bytes"].append(rival.stored(step))
+        blocking_seconds = rival.reported_blocking()
+        if blocking_seconds is not None:
+            reported_blocking.append(blocking_seconds)
         peaks.append(peak_bytes)
     _save(rival, run, update, 0)
     rival.close()
     raw_bytes, baseline = _raw_bytes(run), Path(job.root).parent / "baseline.pt"
     torch_save_bytes = run.torch_save(baseline)
     baseline.unlink()
-    found["restore"] = _restored(rival, run, job.repeats)
+    samples["restore"] = _time_restores(rival, run, job.repeats)
     return {
-        "samples": found,
-        "told_blocking": told,
-        "peak": max(peaks) - max(alone),
-        "first_bytes": first,
-        "saves_before": before,
+        "samples": samples,
+        "told_blocking": reported_blocking,
+        "peak": max(peaks) - max(training_peaks),
+        "first_bytes": first_bytes,
+        "saves_before": warmup_saves,
         "steady": steady,
         "step_seconds": bare / job.size.every,
         "raw_bytes": raw_bytes,
@@ -181,51 +187,58 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def _save(rival: Rival, run: Run, update: Update, steps: int) -> tuple[Watch, float, float, int]:
-    """Delete earlier saves, save and train. The watch, seconds that the training thread waited,
-    seconds of all of it, the most memory.
+    """Delete earlier saves, save, and train.
+
+    Returns:
+        The watch, the seconds that the training thread waited, all seconds, the largest memory.
     """
     state, step, metrics = run.workload.state(), run.workload.step, run.metrics(0.0)
     metrics.pop("loss")
     rival.delete_earlier()
     with Peak() as peak:
         update.seconds = 0.0
-        began = time.perf_counter()
-        watch = Watch(began)
+        start = time.perf_counter()
+        watch = Watch(start)
         wait = rival.save(step, state, metrics)
-        called = time.perf_counter() - began
+        call_seconds = time.perf_counter() - start
         watch.start(wait, rival.unsynced(step))
         run.train(steps)
-        trained = time.perf_counter()
+        training_end = time.perf_counter()
         watch.join()
-        ended = time.perf_counter()
-    return watch, called + update.seconds + ended - trained, ended - began, peak.bytes
+        end = time.perf_counter()
+    blocking = call_seconds + update.seconds + end - training_end
+    return watch, blocking, end - start, peak.bytes
 
 
-def _restored(rival: Rival, run: Run, repeats: int) -> list[float]:
-    """Seconds of restores of the newest step, which is the live state: the run is over. Raises
-    where a lossless rival gives another.
+def _time_restores(rival: Rival, run: Run, repeats: int) -> list[float]:
+    """Return the seconds of restores of the newest step, which is the live state.
+
+    The run is over.
+
+    Raises:
+        AssertionError: A lossless rival restored another state.
     """
     step, live = run.workload.step, _digests(_flat(run, run.workload.state()))
     times = []
     for _ in range(repeats):
         like = _emptied(run)
         gc.collect()
-        trim()  # a new program has no memory at hand that an earlier restore has left
-        began = time.perf_counter()
+        trim()  # a new program has no memory that an earlier restore has freed
+        start = time.perf_counter()
         state = rival.restore(step, like)
-        found = _flat(run, state)
-        _touch(found)
-        times.append(time.perf_counter() - began)
-        if rival.lossless and (wrong := sorted(live.items() - _digests(found).items())):
+        leaves = _flat(run, state)
+        _touch(leaves)
+        times.append(time.perf_counter() - start)
+        if rival.lossless and (wrong := sorted(live.items() - _digests(leaves).items())):
             raise AssertionError(
-                f"{rival.name} does not give back {wrong[0][0]!r} and {len(wrong) - 1} more"
+                f"{rival.name} does not restore {wrong[0][0]!r} and {len(wrong) - 1} more"
             )
-        del state, like, found
+        del state, like, leaves
     return times
 
 
 def _flat(run: Run, state: Any) -> Mapping[str, Any]:
-    """Tensors or arrays by path, as much as every rival keeps."""
+    """Return the tensors or arrays by path that every rival saves."""
     if run.framework == "torch":
         from benchmarks import states
 
@@ -234,8 +247,9 @@ def _flat(run: Run, state: Any) -> Mapping[str, Any]:
 
 
 def _emptied(run: Run) -> Any:
-    """What a program has that was started again: in torch the run's own state, all zeros; in JAX
-    the shapes of a state that is gone.
+    """Return the target that a restarted program restores into.
+
+    In torch this is the run's own state, zeroed. In JAX it is the shapes of a deleted state.
     """
     state = run.workload.state()
     if run.framework == "torch":
@@ -254,7 +268,7 @@ def _emptied(run: Run) -> Any:
 
 
 def _touch(arrays: Mapping[str, Any]) -> None:
-    """Read a byte of every page: a file that is only mapped is not restored."""
+    """Read a byte of every page, because a file that is only mapped is not restored."""
     for array in arrays.values():
         if hasattr(array, "detach"):
             array.detach().reshape(-1).view(_bytes()).numpy()[::4096].sum()
@@ -278,8 +292,8 @@ def _raw_bytes(run: Run) -> int:
     return sum(array.nbytes for array in _flat(run, run.workload.state()).values())
 
 
-def answer(job: Job) -> dict[str, Any] | None:
-    """Do what the job asks: prepare the run, or measure the rival that it names."""
+def perform(job: Job) -> dict[str, Any] | None:
+    """Prepare the run, or measure the rival that the job names."""
     if not job.rival:
         prepare(job.framework, job.state, job.size, Path(job.prepared))
         return None
@@ -287,4 +301,4 @@ def answer(job: Job) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(answer(Job.read(sys.argv[1]))))
+    print(json.dumps(perform(Job.read(sys.argv[1]))))

@@ -1,6 +1,4 @@
-"""What a benchmark gives: figures with the limit that was promised for them, and the tables that
-they come from.
-"""
+"""The result of a benchmark: figures with their promised limits, and the tables behind them."""
 
 from __future__ import annotations
 
@@ -18,10 +16,13 @@ Cell = str | int | float | None  # None: does not apply
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a benchmark runs. ``quick``: tiny states, figures without meaning. ``folder``: on the
-    disk
-    to measure, empty. ``ranks``, ``leaves``: of those that have such; ``None``: as many as it is
-    documented with.
+    """The settings of a benchmark.
+
+    Args:
+        quick: Use tiny states; the figures have no meaning.
+        folder: An empty folder on the disk to measure.
+        ranks: The number of ranks, if the benchmark has any; ``None``: as documented.
+        leaves: The number of leaves, likewise.
     """
 
     quick: bool
@@ -32,8 +33,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One promised number: it holds where ``value <= limit``, or with ``at_least`` where ``value >=
-    limit``.
+    """One promised number.
+
+    It holds if ``value <= limit``, or with ``at_least`` if ``value >= limit``.
     """
 
     name: str
@@ -49,8 +51,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``columns``: heading -> unit. ``rows``: one cell for each column, in bytes, seconds or
-    ratios, rounded only when printed.
+    """A table of measurements.
+
+    ``columns``: units by heading. ``rows``: a cell for each column, in bytes, seconds or ratios,
+    rounded only when printed.
     """
 
     title: str
@@ -60,7 +64,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Everything one benchmark found. ``about``: what was measured and what was left out."""
+    """All results of one benchmark. ``about``: a description of the measurement and its limits."""
 
     name: str
     about: str
@@ -68,7 +72,7 @@ class Result:
     figures: Sequence[Figure] = field(default_factory=tuple)
 
     def as_json(self) -> dict[str, Any]:
-        """Rows as objects, so that a reader needs no knowledge of the order of columns."""
+        """Return the result with rows as objects, independent of the order of columns."""
         tables = [
             {
                 "title": t.title,
@@ -81,30 +85,26 @@ class Result:
         return {"name": self.name, "about": self.about, "figures": figures, "tables": tables}
 
     def show(self, console: Console) -> None:
+        """Print tables and figures."""
         console.print(f"\n[bold]{self.name}[/]: {self.about}")
         for table in self.tables:
-            drawn = RichTable(title=table.title, title_justify="left")
+            grid = RichTable(title=table.title, title_justify="left")
             for heading, unit in table.columns.items():
-                drawn.add_column(heading, justify="left" if unit == "text" else "right")
+                grid.add_column(heading, justify="left" if unit == "text" else "right")
             for row in table.rows:
-                drawn.add_row(
-                    *(
-                        written(cell, unit)
-                        for cell, unit in zip(row, table.columns.values(), strict=True)
-                    )
-                )
-            console.print(drawn)
+                cells = zip(row, table.columns.values(), strict=True)
+                grid.add_row(*(format_cell(cell, unit) for cell, unit in cells))
+            console.print(grid)
         for figure in self.figures:
             verdict = "[green]holds[/]" if figure.holds else "[bold red]MISSED[/]"
-            value, limit = written(figure.value, figure.unit), written(figure.limit, figure.unit)
-            console.print(
-                f"{verdict} {figure.name}: {value}, promised at"
-                f" {'least' if figure.at_least else 'most'} {limit}"
-            )
+            value = format_cell(figure.value, figure.unit)
+            limit = format_cell(figure.limit, figure.unit)
+            bound = "least" if figure.at_least else "most"
+            console.print(f"{verdict} {figure.name}: {value}, promised at {bound} {limit}")
 
 
-def written(cell: Cell, unit: Unit) -> str:
-    """A cell for people."""
+def format_cell(cell: Cell, unit: Unit) -> str:
+    """Format a cell for people."""
     if cell is None:
         return ""
     if isinstance(cell, str):
@@ -117,11 +117,7 @@ def written(cell: Cell, unit: Unit) -> str:
         case "number":
             return f"{cell:.3g}"
         case "seconds":
-            return (
-                f"{cell:.2f} s"
-                if cell >= 9.995
-                else f"{cell * 1e3:,.0f} ms"
-                if cell >= 0.0995
-                else f"{cell * 1e3:.1f} ms"
-            )
+            if cell >= 9.995:
+                return f"{cell:.2f} s"
+            return f"{cell * 1e3:,.0f} ms" if cell >= 0.0995 else f"{cell * 1e3:.1f} ms"
     return str(cell)

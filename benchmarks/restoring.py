@@ -1,4 +1,4 @@
-"""How long a restore takes at several depths of the chain, beside torch.load of the same state."""
+"""Time of a restore at several depths of the chain, beside torch.load of the same state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 from deltacheck.backends.torch.files.evaluation import peer_save
 
-DEPTHS = (0, 8, 32)  # deltas on the keyframe; 32 is the most that Policy.exact() allows
+DEPTHS = (0, 8, 32)  # deltas on the keyframe; Policy.exact() allows at most 32
 QUICK_DEPTHS = (0, 1, 3)
-# The limit of a leaf lies between half of this and all of it: no leaf gets a keyframe in between.
+# The limit of each leaf is between half of this and all of it, so no leaf gets another keyframe.
 _POLICY = Policy.exact(max_chain_depth=4 * max(DEPTHS), max_restore_ratio=None)
 
 
 def run(settings: Settings) -> Result:
+    """Measure restores at each depth."""
     size = 4 << 20 if settings.quick else 280 << 20
     repetitions = 2 if settings.quick else 5
     synthetic = states.Synthetic(size)
@@ -37,7 +38,7 @@ def run(settings: Settings) -> Result:
         try:
             for engine in engines.values():
                 if synthetic.step > 1:
-                    engine.restore()  # so that the chain goes on
+                    engine.restore()  # so that the chain continues
             while synthetic.step <= depth + 1:
                 for name, engine in engines.items():
                     engine.save(synthetic.step, parts[name]()).wait()
@@ -71,20 +72,20 @@ def _compare(
     name: str, depth: int, root: Path, state: State, file: Path, repetitions: int
 ) -> list[Cell]:
     peer_save(state, file)
-    ours, theirs = [], []
+    restore_seconds, load_seconds = [], []
 
     def restore() -> None:
         with Engine(root) as engine:
             engine.restore()
 
     for _ in range(repetitions):
-        ours.append(states.timed(restore))
-        theirs.append(states.timed(lambda: torch.load(file, weights_only=True)))
+        restore_seconds.append(states.timed(restore))
+        load_seconds.append(states.timed(lambda: torch.load(file, weights_only=True)))
     return [
         name,
         states.raw_bytes(state),
         depth,
-        median(ours),
-        median(theirs),
-        median(ours) / median(theirs),
+        median(restore_seconds),
+        median(load_seconds),
+        median(restore_seconds) / median(load_seconds),
     ]

@@ -1,9 +1,7 @@
-"""What `compare` sets beside each other: one class a way of saving, each as its documentation shows
-it, with its defaults.
+"""The ways of saving that `compare` compares, each as its documentation shows it.
 
-``save`` begins a save and returns what waits until it is done; ``unsynced`` says what of it the
-benchmark must then sync itself. Steps go to ``root``, which is empty at first. ``restore`` is what
-a new program does: nothing that the saves have left in memory helps it.
+Every class uses the defaults of its library. Steps are written to ``root``, which is empty at
+first. ``restore`` does what a new program does: it uses nothing that the saves have left in memory.
 """
 
 from __future__ import annotations
@@ -30,9 +28,10 @@ BOUNDED = f"{POST_TRAINING}, weights bounded"
 
 
 class Rival(ABC):
-    """One way of saving. ``syncs``: what it syncs to disk by itself, in words; ``lossless``:
-    whether a
-    restore gives every bit; ``needs``: an optional package, without which it is left out.
+    """One way of saving.
+
+    ``syncs``: description of what it syncs to disk by itself. ``lossless``: a restore returns every
+    bit. ``needs``: an optional package, without which the rival is left out.
     """
 
     name: ClassVar[str]
@@ -45,44 +44,44 @@ class Rival(ABC):
         root.mkdir(parents=True)
 
     @abstractmethod
-    def save(
-        self, step: int, state: State, metrics: Mapping[str, float]
-    ) -> Callable[[], object]: ...
+    def save(self, step: int, state: State, metrics: Mapping[str, float]) -> Callable[[], object]:
+        """Begin a save; the returned function waits until it is done."""
 
     @abstractmethod
     def restore(self, step: int, like: State) -> State:
-        """The state of a step; ``like``: a state of the same structure, which may be filled, as a
-        program that resumes has one.
+        """Restore a step.
+
+        Args:
+            step: The step.
+            like: A state of the same structure, as a resuming program has it. It may be filled.
         """
 
     def unsynced(self, step: int) -> Path | None:
-        """What the benchmark syncs after the save: files, directories and the entries that name
-        them.
-        """
+        """Return the folder that the benchmark must sync after the save, with its entry."""
         return self._at(step)
 
     def stored(self, step: int) -> int:
-        """Bytes of all files that the save of a step has added."""
+        """Return the bytes of all files that the save of a step has added."""
         return bytes_on_disk(self._at(step))
 
     def delete_earlier(self) -> None:
-        """Make room before the next save, which needs none of those that are there."""
+        """Delete the saves so far, which the next one does not need."""
         for entry in self.root.iterdir():
             shutil.rmtree(entry)
 
-    def told_blocking(self) -> float | None:
-        """What the library itself says the last save has blocked, in seconds, where it says."""
+    def reported_blocking(self) -> float | None:
+        """Return the seconds that the last save has blocked as the library reports it, if it does."""
         return None
 
     def before_update(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Called before each optimizer step: what must not be overwritten yet is waited for."""
+        """Wait before an optimizer step for what it must not overwrite yet."""
 
     def settled(self) -> bool:
-        """Whether the next save is one of the steady state."""
+        """Return true if the next save is one of the steady state."""
         return True
 
-    def close(self) -> None:  # noqa: B027 - nor anything to close
-        """After the last save."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close the library after the last save."""
 
     def _at(self, step: int) -> Path:
         return self.root / str(step)
@@ -153,9 +152,9 @@ class DcpAsync(Dcp):
 
 
 class TorchCheckpointing(Rival):
-    """Meta's library: stages behind the training, and writes in a process of its own.
+    """Meta's library: stages during training, and writes in a process of its own.
 
-    Without direct I/O, its default, which fails on file systems that want it aligned (ext4:
+    Direct I/O, its default, is off: it fails on file systems that require alignment (ext4:
     "Invalid argument").
     """
 
@@ -195,7 +194,7 @@ class TorchCheckpointing(Rival):
 
 
 class _Ours(Rival):
-    """Bytes are what the whole root grows by: it has no directory of its own for a step."""
+    """Saves of deltacheck. Bytes are the growth of the root: a step has no directory of its own."""
 
     syncs = "everything"
 
@@ -208,17 +207,19 @@ class _Ours(Rival):
         return None
 
     def delete_earlier(self) -> None:
-        """Its saves stand on each other, and are small."""
+        """Delete nothing: saves build on each other, and are small."""
 
     def stored(self, step: int) -> int:
         size = bytes_on_disk(self.root)
-        found, self._size = size - self._size, size
-        return found
+        growth, self._size = size - self._size, size
+        return growth
 
     def settled(self) -> bool:
-        """Whether the first leaves that change everywhere have been written whole again; under a
-        policy with stages, whether the last save was stable, so that the next does not go over to a
-        new form. A profile with nothing large that is stable gives a policy without stages.
+        """Return true if the next save is one of the steady state.
+
+        Under a policy with stages, the last save must have been stable, so that the next one makes
+        no transition. Without stages, the leaves that change everywhere must have been written
+        whole again. A profile without large stable leaves gives a policy without stages.
         """
         import deltacheck
 
@@ -250,7 +251,7 @@ class OursTorch(_Ours):
         self._handle = self._engine.save(step, state, metrics=metrics)
         return self._handle.wait  # type: ignore[no-any-return]
 
-    def told_blocking(self) -> float | None:
+    def reported_blocking(self) -> float | None:
         return float(self._handle.blocking_seconds)
 
     def restore(self, step: int, like: State) -> State:
@@ -275,8 +276,8 @@ class OursTorchBounded(OursTorch):
 
 class Orbax(Rival):
     name = "Orbax CheckpointManager async"
-    # TensorStore does; not the names of items and steps, nor Orbax's own small files after their
-    # names
+    # TensorStore syncs its files. The names of items and steps are not synced, nor are Orbax's own
+    # small files after they are renamed.
     syncs = "arrays"
 
     def __init__(self, root: Path, run: Any, profile: Profile) -> None:
@@ -361,7 +362,7 @@ RIVALS: dict[str, tuple[type[Rival], ...]] = {
 
 
 def sync_tree(top: Path) -> None:
-    """fsync every file and directory of a tree, and the entry of its top."""
+    """Sync every file and directory of a tree, and the entry of its top."""
     for directory, _, names in os.walk(top):
         for name in names:
             descriptor = os.open(Path(directory, name), os.O_RDONLY)

@@ -1,5 +1,6 @@
-"""What a step of many ranks costs beside its data: the plan, the reports, the manifest. Metadata
-only, replayed for every rank of a 70 B model.
+"""The cost of a step of many ranks beside its data: plan, reports and manifest.
+
+The metadata alone is replayed, for every rank of a 70 B model.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from deltacheck.store.manifest import Manifest, SegmentRef
 
 RANKS = 1024
 _LIMIT_SECONDS, _LIMIT_BYTES = 5.0, 64 << 20
-_DEPTH = 8  # saves whose segments a step stands on
+_DEPTH = 8  # saves whose segments a step refers to
 
 
 class Leaf(NamedTuple):
-    """``axis``: that tensor parallelism cuts; ``stage``: of eight in a row, by which a pipeline
-    divides.
+    """A leaf of the model.
+
+    ``axis``: the axis that tensor parallelism cuts. ``stage``: of a pipeline of eight stages.
     """
 
     dtype: str
@@ -42,8 +44,9 @@ class Leaf(NamedTuple):
 def model(
     leaves: int, layers: int = 80, width: int = 8192, inner: int = 28672, heads_kv: int = 1024
 ) -> dict[str, Leaf]:
-    """A decoder of 70 B parameters with its float32 master weights and Adam's moments, cut down or
-    repeated to ``leaves`` leaves.
+    """Return the first leaves of a decoder of 70 B parameters.
+
+    They include its float32 master weights and Adam's moments.
     """
     blocks = {
         "attention.wq": ((width, width), 0),
@@ -62,7 +65,7 @@ def model(
         "norm.weight": ((width,), None, layers - 1),
     }
     parameters |= {
-        f"layers.{n}.{name}": (*of, n) for n in range(layers) for name, of in blocks.items()
+        f"layers.{n}.{name}": (*cut, n) for n in range(layers) for name, cut in blocks.items()
     }
     kinds = {
         "model": "bfloat16",
@@ -70,30 +73,32 @@ def model(
         "exp_avg": "float32",
         "exp_avg_sq": "float32",
     }
-    every = [
-        (f"{kind}/{name}", Leaf(dtype, *of))
+    all_leaves = [
+        (f"{kind}/{name}", Leaf(dtype, *parameter))
         for kind, dtype in kinds.items()
-        for name, of in parameters.items()
+        for name, parameter in parameters.items()
     ]
-    return {path: leaf._replace(stage=leaf.stage * 8 // layers) for path, leaf in every[:leaves]}
+    return {
+        path: leaf._replace(stage=leaf.stage * 8 // layers) for path, leaf in all_leaves[:leaves]
+    }
 
 
-# What a rank holds: path, leaf, rank, ranks -> boxes.
+# The boxes of a leaf that a rank holds: leaf, rank, number of ranks -> boxes.
 Layout = Callable[[Leaf, int, int], Sequence[Box]]
 
 
 def fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
-    """Every leaf in equal parts of its first axis, over all ranks."""
+    """Cut every leaf into equal parts of its first axis, over all ranks."""
     return [_cut(sharding.whole(leaf.shape), 0, rank, size)]
 
 
 def hsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
-    """The same within groups of 64 ranks, that hold the same."""
+    """Cut as FSDP does within groups of 64 ranks; all groups hold the same."""
     return fsdp(leaf, rank % min(64, size), min(64, size))
 
 
 def tp_fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
-    """Tensor parallel over 8 ranks, the parts in equal parts of the first axis over the others."""
+    """Cut by tensor parallelism over 8 ranks, and each part along its first axis over the others."""
     box = sharding.whole(leaf.shape)
     if leaf.axis is not None:
         box = _cut(box, leaf.axis, rank % 8, 8)
@@ -101,7 +106,7 @@ def tp_fsdp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
 
 
 def pp(leaf: Leaf, rank: int, size: int) -> Sequence[Box]:
-    """Pipeline over 8 stages, in each the leaves in equal parts over its ranks."""
+    """Divide leaves over a pipeline of 8 stages, and cut them over the ranks of a stage."""
     return fsdp(leaf, rank // 8, size // 8) if leaf.stage == rank % 8 else []
 
 
@@ -109,17 +114,19 @@ LAYOUTS: Mapping[str, Layout] = {"FSDP": fsdp, "HSDP": hsdp, "TP x FSDP": tp_fsd
 
 
 def _cut(box: Box, axis: int, part: int, parts: int) -> Box:
-    """As ``torch.chunk`` cuts: equal parts, of which the last ones are smaller, or empty."""
+    """Cut as ``torch.chunk`` does: into equal parts, of which the last are smaller or empty."""
     start, stop = box[axis].start, box[axis].stop
     size = -(-(stop - start) // parts)
-    at = slice(min(start + part * size, stop), min(start + (part + 1) * size, stop))
-    return (*box[:axis], at, *box[axis + 1 :])
+    bounds = slice(min(start + part * size, stop), min(start + (part + 1) * size, stop))
+    return (*box[:axis], bounds, *box[axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one save. Seconds on rank 0 but where it says each. ``bytes_up``, ``bytes_down``: messages
-    to and from rank 0 in a save that plans.
+    """The cost of one save.
+
+    Seconds are those of rank 0, except ``held``, ``share`` and ``resolve``, which are those of each
+    rank. ``bytes_up``, ``bytes_down``: messages to and from rank 0 in a save that plans.
     """
 
     layout: str
@@ -142,62 +149,64 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Manifest and planning together."""
+        """Seconds of planning and manifest together."""
         return self.plan + self.merge + self.encode + self.check
 
 
 class _Clock:
+    """A clock of processor time."""
+
     def __init__(self) -> None:
-        self._began = time.process_time()
+        self._lap_start = time.process_time()
 
     def lap(self) -> float:
-        began, self._began = self._began, time.process_time()
-        return self._began - began
+        """Return the seconds since the last call."""
+        start, self._lap_start = self._lap_start, time.process_time()
+        return self._lap_start - start
 
 
 def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
-    """Replay one save of ``size`` ranks that has to be planned, and the same save again."""
+    """Replay one save of ``size`` ranks that must be planned, and the same save again."""
 
-    @cache  # leaves are of few kinds, and what is measured is not how this is made
+    @cache  # leaves are of few kinds, and their creation is not measured
     def holds(leaf: Leaf, rank: int) -> Held:
         return Held(leaf.dtype, leaf.shape, tuple(LAYOUTS[name](leaf, rank, size)))
 
     sharding._cut.cache_clear()
     clock = _Clock()
     held = [
-        {path: one for path, leaf in leaves.items() if (one := holds(leaf, rank)).boxes}
+        {path: part for path, leaf in leaves.items() if (part := holds(leaf, rank)).boxes}
         for rank in range(size)
     ]
     clock.lap()
-    told = [joint.encoded(Told(Holdings.of(one), None)) for one in held]
+    messages = [joint.encoded(Told(Holdings.of(parts), None)) for parts in held]
     each_held = clock.lap() / size
-    holdings = [joint.decoded(one, Told).holdings for one in told]
+    holdings = [joint.decoded(message, Told).holdings for message in messages]
     plan = sharding.plan(holdings)
     shares = sharding.shares(plan, size)
     assigned = [joint.encoded(Assigned(share, None)) for share in shares]
     planning = clock.lap()
-    before = {path: sharding.Before(one.cuts, one.owners) for path, one in plan.items()}
+    before = {path: sharding.Before(cut.cuts, cut.owners) for path, cut in plan.items()}
     clock.lap()
-    again = sharding.plan(holdings, before)
+    second_plan = sharding.plan(holdings, before)
     replanning = clock.lap()
     assert all(
-        again[path].cuts == one.cuts and (again[path].owners == one.owners).all()
-        for path, one in plan.items()
+        second_plan[path].cuts == cut.cuts and (second_plan[path].owners == cut.owners).all()
+        for path, cut in plan.items()
     )
-    mine = [joint.decoded(one, Assigned).share.tiles() for one in assigned]
+    tiles_by_rank = [joint.decoded(message, Assigned).share.tiles() for message in assigned]
     each_share = clock.lap() / size
-    reports = [_encoded_report(rank, tiles_of) for rank, tiles_of in enumerate(mine)]
+    reports = [_encoded_report(rank, rank_tiles) for rank, rank_tiles in enumerate(tiles_by_rank)]
     clock.lap()
-    manifest = joint.merged(
-        _manifest(leaves), plan, [joint.decoded(one, Report) for one in reports]
-    )
+    decoded_reports = [joint.decoded(message, Report) for message in reports]
+    manifest = joint.merged(_manifest(leaves), plan, decoded_reports)
     merging = clock.lap()
     content = manifest_content(manifest)
     encoding = clock.lap()
-    found = documents.from_zarr_json(content, Manifest, "the manifest about to be written")
-    assert found == manifest
+    decoded = documents.from_zarr_json(content, Manifest, "the manifest about to be written")
+    assert decoded == manifest
     checking = clock.lap()
-    _resolve(found, held[size // 2])
+    _resolve(decoded, held[size // 2])
     resolving = clock.lap()
     steady = [joint.encoded(Hello(0, 0, True, "0" * 32, False)) for _ in range(size)]
     return Cost(
@@ -214,16 +223,18 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         share=each_share,
         resolve=resolving,
         manifest_bytes=len(content),
-        bytes_up=sum(map(len, (*told, *reports, *steady))),
+        bytes_up=sum(map(len, (*messages, *reports, *steady))),
         bytes_down=sum(map(len, assigned)) + size * len(joint.encoded(Go(0, False, True, True))),
         steady_up=sum(map(len, (*reports, *steady))),
-        most_tiles=max(sum(len(numbers) for _, numbers in one.values()) for one in mine),
+        most_tiles=max(
+            sum(len(numbers) for _, numbers in rank_tiles.values()) for rank_tiles in tiles_by_rank
+        ),
     )
 
 
-def _encoded_report(rank: int, mine: Mapping[str, tuple[Any, list[int]]]) -> bytes:
-    """What a rank reports that has changed everything at each of the last saves."""
-    count = sum(len(numbers) for _, numbers in mine.values())
+def _encoded_report(rank: int, rank_tiles: Mapping[str, tuple[Any, list[int]]]) -> bytes:
+    """Encode the report of a rank whose leaves all changed at each of the last saves."""
+    count = sum(len(numbers) for _, numbers in rank_tiles.values())
     random = np.random.default_rng(rank)
     refs = tuple(
         SegmentRef(f"s{seq:010d}-{rank:08x}", random.bytes(16).hex(), 10**9)
@@ -233,7 +244,7 @@ def _encoded_report(rank: int, mine: Mapping[str, tuple[Any, list[int]]]) -> byt
 
 
 def _manifest(leaves: Mapping[str, Leaf]) -> Manifest:
-    """Rank 0's own, with the tree of all."""
+    """Create rank 0's own manifest, with the tree of all leaves."""
     groups: dict[str, list[str]] = {}
     for path in leaves:
         kind, name = path.split("/")
@@ -245,7 +256,7 @@ def _manifest(leaves: Mapping[str, Leaf]) -> Manifest:
             for kind, names in groups.items()
         ],
     }
-    about = {"nonce": "0" * 16, "time": 0.0, "writer": "benchmark", "contract": "exact"}
+    header = {"nonce": "0" * 16, "time": 0.0, "writer": "benchmark", "contract": "exact"}
     return Manifest(
         format=layout.FORMAT,
         version=layout.VERSION,
@@ -254,35 +265,37 @@ def _manifest(leaves: Mapping[str, Leaf]) -> Manifest:
         segments=(),
         tree=tree,
         leaves={},
-        **about,
+        **header,
     )
 
 
 def _resolve(manifest: Manifest, held: Mapping[str, Held]) -> None:
-    """What one rank does with a manifest before it reads: which tiles it needs, what they are, in
-    which segments.
-    """
+    """Find the tiles that one rank needs, their records and their segments."""
     names = []
-    for path, one in held.items():
+    for path, part in held.items():
         cut = manifest.tiles.get(path)
-        for box in one.boxes:
-            numbers = [] if cut is None else [o.number for o in tiles.overlaps(cut.cuts, box)]
-            names += [path] if cut is None else sharding.names_of(path, cut.cuts, numbers)
+        for box in part.boxes:
+            if cut is None:
+                names.append(path)
+            else:
+                numbers = [overlap.number for overlap in tiles.overlaps(cut.cuts, box)]
+                names += sharding.names_of(path, cut.cuts, numbers)
     records = [manifest.stored[name] for name in names]
     assert len(records) == len(names)
     manifest.refs_of(names)
 
 
 def run(settings: Settings) -> Result:
-    most = settings.ranks or (128 if settings.quick else RANKS)
+    """Measure each layout at three numbers of ranks."""
+    largest = settings.ranks or (128 if settings.quick else RANKS)
     return measure(
-        sorted({max(8, most // 16), max(8, most // 4), max(8, most)}),
+        sorted({max(8, largest // 16), max(8, largest // 4), max(8, largest)}),
         settings.leaves or (40 if settings.quick else 1000),
     )
 
 
 def measure(sizes: Sequence[int], count: int) -> Result:
-    """Each layout at each number of ranks, 8 at least; of a model that has ``count`` leaves."""
+    """Measure each layout at each number of ranks, at least 8, for ``count`` leaves."""
     leaves = model(count)
     costs = [simulate(name, leaves, size) for name in LAYOUTS for size in sizes]
     first: dict[str, Unit] = {"layout": "text", "ranks": "count", "tiles": "count"}
@@ -311,8 +324,8 @@ def measure(sizes: Sequence[int], count: int) -> Result:
             ],
         ),
         Table(
-            "bytes of all ranks together; messages: 2 from each rank where nothing has changed"
-            " since the save before, 3 where it has",
+            "bytes of all ranks together; messages: 2 from each rank if the plan is unchanged since"
+            " the save before, else 3",
             {k: first[k] for k in ("layout", "ranks")} | size,
             [
                 (c.layout, c.ranks, c.manifest_bytes, c.bytes_up, c.bytes_down, c.steady_up)
@@ -340,7 +353,7 @@ def measure(sizes: Sequence[int], count: int) -> Result:
     largest = [c for c in costs if c.ranks == max(sizes)]
     worst = max(largest, key=lambda c: c.seconds)
     heaviest = max(c.manifest_bytes for c in largest)
-    what = f"of {worst.ranks} ranks and {len(leaves)} leaves"
+    case = f"of {worst.ranks} ranks and {len(leaves)} leaves"
     return Result(
         "scale",
         f"the metadata of one save of a 70 B model (its first {len(leaves)} leaves), replayed in"
@@ -348,12 +361,12 @@ def measure(sizes: Sequence[int], count: int) -> Result:
         tables,
         [
             Figure(
-                f"planning and manifest {what}, slowest layout",
+                f"planning and manifest {case}, slowest layout",
                 worst.seconds,
                 _LIMIT_SECONDS,
                 "seconds",
             ),
-            Figure(f"manifest {what}, largest", heaviest, _LIMIT_BYTES, "bytes"),
+            Figure(f"manifest {case}, largest", heaviest, _LIMIT_BYTES, "bytes"),
         ],
     )
 

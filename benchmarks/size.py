@@ -1,8 +1,7 @@
-"""Bytes on disk of lossless saves of a real fine-tuning run, class by class, beside torch.save and
-zstd of the same state.
+"""Bytes on disk of lossless saves of a fine-tuning run, beside torch.save and zstd.
 
-Each class is saved into a root of its own as well, so its bytes are those of real files (manifest,
-tables and all), not a share of something.
+Each class of leaves is also saved into a root of its own, so its bytes are those of real files,
+including manifest and tables, not a share of something.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ RATES = (1e-6, 2e-5)
 EVERY = (1, 10)  # steps between two saves
 WHOLE = "whole AdamW state"
 WEIGHTS = "bf16 weights"
-_CLASSES = tuple(
-    name for name in CLASSES if name != "other"
-)  # the rest is a few numbers: under 1 % of the bytes
+# The other leaves are a few numbers, less than 1 % of the bytes.
+_CLASSES = tuple(name for name in CLASSES if name != "other")
 
 LIMITED_RATE = 1e-6
 WEIGHTS_LIMIT, WHOLE_LIMIT = 0.03, 0.65  # of raw, at that rate
@@ -43,22 +41,24 @@ WEIGHTS_LIMIT, WHOLE_LIMIT = 0.03, 0.65  # of raw, at that rate
 
 @dataclass(slots=True)
 class Root:
-    """The saves of one class, or of everything, in one directory."""
+    """The saves of one class, or of the whole state, in one directory."""
 
     engine: Engine
     reports: list[SaveReport] = field(default_factory=list)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save a step, and wait for it."""
         report = self.engine.save(step, state).result()
         assert report is not None  # nothing is skipped: every save is waited for
         self.reports.append(report)
 
     @property
     def raw(self) -> int:
+        """Bytes in memory."""
         return self.reports[0].raw_bytes
 
     def steady(self) -> float:
-        """Mean bytes of the saves that hold no keyframe."""
+        """Return the mean bytes of the saves without keyframes."""
         return mean(
             r.stored_bytes
             for r in self.reports
@@ -66,24 +66,26 @@ class Root:
         )
 
     def mean(self) -> float:
-        """Bytes of all files of the root, over its saves. Keyframes weigh more in it than in the
-        long run, for the root is young.
+        """Return the bytes of all files of the root, over its saves.
+
+        The root is young, so keyframes weigh more than in the long run.
         """
         return bytes_on_disk(self.engine.root) / len(self.reports)
 
     def long_run(self) -> float:
-        """Mean bytes of a save in a run without end: the first save has every keyframe, and each
-        leaf's comes again at its chain's limit.
+        """Return the mean bytes of a save in an endless run.
+
+        The first save has all keyframes. Each leaf gets another one at the limit of its chain.
         """
         policy = Policy.exact()
-        held: dict[str, list[int]] = {}  # what the deltas of each leaf hold
+        encoded: dict[str, list[int]] = {}  # bytes of the deltas of each leaf
         for leaf in (
             leaf for report in self.reports for leaf in report.leaves if leaf.kind is LeafKind.DELTA
         ):
-            held.setdefault(leaf.path, []).append(leaf.encoded_bytes)
+            encoded.setdefault(leaf.path, []).append(leaf.encoded_bytes)
         deltas = {
             leaf: deltas_between(
-                policy, leaf.path, leaf.raw_bytes, round(mean(held.get(leaf.path, [0])))
+                policy, leaf.path, leaf.raw_bytes, round(mean(encoded.get(leaf.path, [0])))
             )
             for leaf in self.reports[0].leaves
         }
@@ -91,7 +93,7 @@ class Root:
         return (1 - share) * self.steady() + share * self.reports[0].stored_bytes
 
     def changed(self) -> float:
-        """Changed words of all words, over the deltas (an unchanged leaf is one too)."""
+        """Return the share of changed words in all deltas; an unchanged leaf counts as a delta."""
         leaves = [
             leaf for r in self.reports for leaf in r.leaves if leaf.kind is not LeafKind.KEYFRAME
         ]
@@ -99,6 +101,7 @@ class Root:
 
 
 def run(settings: Settings) -> Result:
+    """Measure the saves of real and synthetic states."""
     recipe = states.QUICK if settings.quick else states.REAL
     saves = {1: 3, 10: 2} if settings.quick else {1: 34, 10: 12}
     rows: list[list[Cell]] = []
@@ -175,11 +178,13 @@ def _cells(name: str, root: Root) -> list[Cell]:
 
 def _figures(roots: Mapping[str, Root], every: int) -> list[Figure]:
     weights, whole = roots[WEIGHTS], roots[WHOLE]
-    at = f"lr {LIMITED_RATE:g}, every {every}"
+    case = f"lr {LIMITED_RATE:g}, every {every}"
     return [
-        Figure(f"bf16 weights alone, {at}, steady", weights.steady() / weights.raw, WEIGHTS_LIMIT),
-        Figure(f"{WHOLE}, {at}, steady", whole.steady() / whole.raw, WHOLE_LIMIT),
-        Figure(f"{WHOLE}, {at}, long run", whole.long_run() / whole.raw, WHOLE_LIMIT),
+        Figure(
+            f"bf16 weights alone, {case}, steady", weights.steady() / weights.raw, WEIGHTS_LIMIT
+        ),
+        Figure(f"{WHOLE}, {case}, steady", whole.steady() / whole.raw, WHOLE_LIMIT),
+        Figure(f"{WHOLE}, {case}, long run", whole.long_run() / whole.raw, WHOLE_LIMIT),
     ]
 
 
@@ -205,7 +210,7 @@ def _train_and_save(
 
 
 def _context(state: State, folder: Path) -> list[list[Cell]]:
-    """What people do today, and what a general compressor makes of it."""
+    """Compress each class without deltas: torch.save and general compressors."""
     rows: list[list[Cell]] = []
     for name, leaves in {
         **{name: states.by_class(state)[name] for name in _CLASSES},
@@ -224,8 +229,6 @@ def _context(state: State, folder: Path) -> list[list[Cell]]:
 
 
 def _words(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes as words of the element's size, which numcodecs needs to know for its byte
-    planes.
-    """
+    """Return a tensor as words of its element size, which numcodecs needs for byte planes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(f"u{tensor.element_size()}")

@@ -1,8 +1,8 @@
-"""Bytes and quality of checkpoints under each policy, on post-training runs in both frameworks:
-fine-tuning, LoRA, reinforcement learning.
+"""Bytes and quality of checkpoints under each policy, on post-training runs in both frameworks.
 
-Bytes are those of all files that a save adds, over those of `torch.save` of the same state. Quality
-is what a run loses that is killed, restored and trained on, beside the noise of another data order.
+The runs are fine-tuning, LoRA and reinforcement learning. Bytes are those of all files that a save
+adds, over those of `torch.save` of the same state. Quality is the loss of a run that is killed,
+restored and trained on, beside the noise of another data order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ EXACT_OVER_BOUND = 1.10  # of the order-0 entropy
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One workload at one rate. ``limits``: (policy, steps between saves) -> promised share of
-    `torch.save`, steady.
+    """One workload at one rate.
+
+    ``limits``: promised share of `torch.save` in the steady state, by policy and steps between
+    saves.
     """
 
     framework: str
@@ -37,14 +39,16 @@ class Configuration:
 
     @property
     def name(self) -> str:
+        """Framework, task and rate."""
         return f"{self.framework} {self.recipe.task}, lr {self.recipe.rate:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How sizes are measured: ``saves`` by steps between saves, after ``settle_steps``.
+    """The course of a measurement of sizes.
 
-    ``few``: saves of what costs much and changes little: keyframes, and the exact classes alone.
+    ``saves``: the number of saves, by steps between saves, after ``settle_steps``. ``few``: the
+    number of saves of expensive measurements that vary little: keyframes, and single classes.
     """
 
     settle_steps: int
@@ -54,11 +58,14 @@ class Sizes:
 
 FULL = Sizes(settle_steps=600, saves={10: 30, 1: 30}, few=8)
 QUICK = Sizes(settle_steps=2, saves={2: 3}, few=3)
-KILLS = quality.Plan(seeds=(1, 2, 3), settle_steps=200, saves=20, every=10, kills=10, horizon=20)
-QUICK_KILLS = quality.Plan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
+KILLS = quality.KillPlan(
+    seeds=(1, 2, 3), settle_steps=200, saves=20, every=10, kills=10, horizon=20
+)
+QUICK_KILLS = quality.KillPlan(seeds=(1,), settle_steps=2, saves=3, every=2, kills=2, horizon=2)
 
 
 def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
+    """Return all configurations, at the size of a function of ``recipe``."""
     return [
         Configuration(framework, make(task), limits)
         for framework in ("torch", "jax")
@@ -78,12 +85,13 @@ def configurations(make: Callable[..., Recipe]) -> list[Configuration]:
 
 
 def run(settings: Settings) -> Result:
+    """Measure sizes with large models, and quality with small ones."""
     sizes, kills = (QUICK, QUICK_KILLS) if settings.quick else (FULL, KILLS)
-    large, little = (
+    large, small_runs = (
         configurations(make) for make in ((tiny, tiny) if settings.quick else (recipe, small))
     )
     if settings.quick:
-        large, little = large[:1], little[1:2]  # JAX takes seconds to compile anything
+        large, small_runs = large[:1], small_runs[1:2]  # JAX takes seconds to compile anything
     rows: list[list[Cell]] = []
     classes: list[list[Cell]] = []
     losses: list[list[Cell]] = []
@@ -91,32 +99,35 @@ def run(settings: Settings) -> Result:
     verdicts: list[list[Cell]] = []
     figures: list[Figure] = []
     for number, configuration in enumerate(large):
-        found, bounds, more = measured(configuration, sizes, settings.folder / f"sizes-{number}")
-        rows, classes, figures = rows + found, classes + bounds, figures + more
-    for number, configuration in enumerate(little):
+        folder = settings.folder / f"sizes-{number}"
+        size_rows, class_rows, size_figures = measure_sizes(configuration, sizes, folder)
+        rows, classes, figures = rows + size_rows, classes + class_rows, figures + size_figures
+    for number, configuration in enumerate(small_runs):
         name, folder = configuration.name, settings.folder / f"quality-{number}"
         records = quality.resumed(
             configuration.framework, configuration.recipe, WAYS, kills, folder
         )
         losses += [
-            [name, *quality.loss_row(way, kept, kills.horizon)] for way, kept in records.items()
+            [name, *quality.loss_row(way, resumes, kills.horizon)]
+            for way, resumes in records.items()
         ]
-        weights += [[name, *quality.weights_row(way, kept)] for way, kept in records.items()]
+        weights += [[name, *quality.weights_row(way, resumes)] for way, resumes in records.items()]
         figures += promised_quality(name, records)
-        run_on = Run(configuration.framework, configuration.recipe)
+        workload = Run(configuration.framework, configuration.recipe)
         verdicts += [
             [name, *row]
-            for row in candidates.judged(run_on, kills.horizon, kills.settle_steps, kills.horizon)
+            for row in candidates.measure_candidates(
+                workload, kills.horizon, kills.settle_steps, kills.horizon
+            )
         ]
     about = (
         "bytes of all files that a save adds, over torch.save of the same state,"
         f" {sizes.settle_steps} steps into the run; steady: mean of the saves in the policy's"
-        " steady state, none of which holds keyframes; amortised: with a keyframe of each leaf at"
-        f" the pace of chains of at most {DEPTH} deltas. After a resume: smaller models,"
-        f" {len(kills.seeds)} seeds, {kills.horizon} steps after a restore against the"
-        " uninterrupted run; lost steps: by the loss, and along the way of the weights; error at"
-        " restore and element change: largest of a master weight, in learning rates; first update:"
-        " its norm over the uninterrupted run's"
+        " steady state, none of which contains keyframes; amortised: with a keyframe of each leaf"
+        f" after at most {DEPTH} deltas. After a resume: smaller models, {len(kills.seeds)} seeds,"
+        f" {kills.horizon} steps after a restore against the uninterrupted run; lost steps: by the"
+        " loss, and along the path of the weights; error at restore and element change: largest of"
+        " a master weight, in learning rates; first update: its norm over the uninterrupted run's"
     )
     return Result(
         "stability",
@@ -156,18 +167,16 @@ CLASS_COLUMNS: dict[str, Unit] = {
 }
 
 
-def measured(
+def measure_sizes(
     configuration: Configuration, sizes: Sizes, folder: Path
 ) -> tuple[list[list[Cell]], list[list[Cell]], list[Figure]]:
-    """Rows of bytes for each policy, rows of the exact policy for each class, and what was promised
-    of them.
-    """
+    """Return rows of bytes for each policy, rows of the exact policy for each class, and figures."""
     rows: list[list[Cell]] = []
     classes: list[list[Cell]] = []
     figures: list[Figure] = []
     work = Run(configuration.framework, configuration.recipe)
     loss = work.train(sizes.settle_steps)
-    baseline = work.torch_save(_made(folder) / "torch_save.pt")
+    baseline = work.torch_save(_created(folder) / "torch_save.pt")
     keyframes: dict[str, float] = {}
     for every, saves in sizes.saves.items():
         chains = _chains(configuration.framework, saves, not keyframes, folder / str(every))
@@ -182,12 +191,9 @@ def measured(
                     if part != WHOLE and number >= sizes.few:
                         continue
                     leaves = work.arrays(state) if part in CLASSES else {}
-                    kept = (
-                        {path: array for path, array in leaves.items() if path in now[part]}
-                        if leaves
-                        else state
-                    )
-                    chain.save(work.workload.step, kept, work.metrics(loss))
+                    in_part = {path: leaf for path, leaf in leaves.items() if path in now[part]}
+                    saved_state = in_part if leaves else state
+                    chain.save(work.workload.step, saved_state, work.metrics(loss))
                 if number:
                     bounds.append(
                         {name: entropy.bound_bytes(before[name], now[name]) for name in CLASSES}
@@ -196,11 +202,11 @@ def measured(
         finally:
             for chain in chains.values():
                 chain.close()
-        whole = {
+        keyframe_saves = {
             name: chain.settled() for (name, part), chain in chains.items() if part == KEYFRAMES
         }
-        keyframes |= {name: mean(found) for name, found in whole.items() if found}
-        bound = {name: mean(found[name] for found in bounds) for name in CLASSES}
+        keyframes |= {name: mean(sizes) for name, sizes in keyframe_saves.items() if sizes}
+        bound = {name: mean(of_step[name] for of_step in bounds) for name in CLASSES}
         raw = {name: sum(words.nbytes for words in now[name].values()) for name in CLASSES}
         for way in WAYS:
             settled = chains[way.name, WHOLE].settled()
@@ -250,9 +256,8 @@ def measured(
                     over,
                 ]
             )
-        if (
-            configuration.recipe.task != "lora"
-        ):  # so little is trained there that tables and files outweigh it
+        # LoRA trains so little that tables and files outweigh it.
+        if configuration.recipe.task != "lora":
             over = stored[WHOLE] / bound[WHOLE]
             figures.append(
                 Figure(
@@ -270,8 +275,10 @@ WHOLE, KEYFRAMES = "whole state", "whole state, keyframes only"
 def _chains(
     framework: str, saves: int, keyframes: bool, folder: Path
 ) -> dict[tuple[str, str], Chain]:
-    """(policy, part of the state) -> chain. Chains are longer than the run, so that no save holds
-    keyframes; with ``keyframes``, there is one beside each of which every save does.
+    """Return chains by policy and part of the state.
+
+    They are longer than the run, so that no later save contains keyframes. With ``keyframes``,
+    there is also a chain for each policy whose every save consists of keyframes.
     """
     parts: list[tuple[Way, str, Policy]] = []
     for way in WAYS:
@@ -287,18 +294,22 @@ def _chains(
 
 
 def amortised(steady: float, keyframes: float, depths: Sequence[tuple[int, int]]) -> float:
-    """Mean bytes of a save in a run without end, from those of a save without keyframes and of one
-    that holds nothing else.
+    """Return the mean bytes of a save in an endless run.
 
-    ``depths``: raw bytes of each leaf, and how many deltas follow its keyframe.
+    Args:
+        steady: Bytes of a save without keyframes.
+        keyframes: Bytes of a save of keyframes alone.
+        depths: Raw bytes of each leaf, and the number of deltas that follow its keyframe.
     """
     share = sum(size / (deltas + 1) for size, deltas in depths) / sum(size for size, _ in depths)
     return (1 - share) * steady + share * keyframes
 
 
 def _depths(arrays: Mapping[str, Any], policy: Policy) -> list[tuple[int, int]]:
-    """Where everything is exact, what is 4 bytes wide changes everywhere; all other deltas are
-    taken to be small beside their leaf.
+    """Return raw bytes and deltas per keyframe of each leaf.
+
+    Under an exact policy, leaves of 4-byte elements are assumed to change everywhere. All other
+    deltas are assumed to be small beside their leaf.
     """
     dense = {
         path: a.nbytes if policy.is_exact and a.itemsize == 4 else 0 for path, a in arrays.items()
@@ -310,23 +321,25 @@ def _depths(arrays: Mapping[str, Any], policy: Policy) -> list[tuple[int, int]]:
 
 
 def promised_quality(name: str, records: Mapping[str, Sequence[quality.Resumed]]) -> list[Figure]:
-    """No policy loses more than the noise of another data order; what promises an exact forward
-    pass gives it every time.
+    """Return the promised figures of quality.
+
+    No policy loses more than the noise of another data order. A policy that promises an exact
+    forward pass gives it every time.
     """
     figures = []
     for way in WAYS:
-        found = records[way.name]
-        change = mean(record.loss_change for record in found)
-        limit = 0.0 if way.lossless else quality.noise_sd(found)
+        resumes = records[way.name]
+        change = mean(record.loss_change for record in resumes)
+        limit = 0.0 if way.lossless else quality.noise_sd(resumes)
         figures.append(Figure(f"{name}, {way.name}, loss after a resume", change, limit, "number"))
         if way.forward_exact:
-            exact = mean(float(record.forward_exact) for record in found)
+            exact = mean(float(record.forward_exact) for record in resumes)
             figures.append(
                 Figure(f"{name}, {way.name}, forward pass bit for bit", exact, 1.0, at_least=True)
             )
     return figures
 
 
-def _made(folder: Path) -> Path:
+def _created(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,8 +1,8 @@
-"""The states that are saved.
+"""The states that benchmarks save.
 
-*Real* ones come from post-training the demo's model. *Synthetic* ones have any size: the demo's
-optimizer, fed random gradients. They change at about the real pace (`size` prints it), but what
-they compress to says little: they are for time and memory only.
+*Real* states come from post-training the demo's model. *Synthetic* states have any size: the
+demo's optimizer with random gradients. They change at about the real pace (`size` prints it), but
+their compressed size says little. They are for time and memory only.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from deltacheck.evaluate.workloads.torch_workloads import Workload, pretraining
 
 State = dict[str, Any]
 
-# Pre-trained and fine-tuned at rates that make the weights grow to their natural size and leave
-# little but noise in the gradients, as in the models that people post-train: a hardly trained model
-# has small weights and steady gradients, and changes many times faster.
+# The rates let the weights grow to their natural size and leave little but noise in the gradients,
+# as in models that people post-train. A hardly trained model has small weights and steady
+# gradients, and changes many times faster.
 REAL = demo(
     seed=1,
     threads=1,
@@ -93,8 +93,9 @@ def _sources() -> list[str]:
 
 
 class Synthetic:
-    """A training state of about ``size`` bytes in matrices of 2 Mi elements, with a bias (a small
-    leaf) for each.
+    """A training state of about ``size`` bytes.
+
+    It consists of matrices of 2 Mi elements, each with a bias as a small leaf.
     """
 
     def __init__(self, size: int, rate: float = 1e-6, seed: int = 0) -> None:
@@ -121,25 +122,25 @@ class Synthetic:
 
 
 def leaves_of(state: State) -> dict[str, torch.Tensor]:
-    """The state's tensors by path, tied ones once."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    """Return the tensors of a state by path, tied ones once."""
+    leaves: dict[str, torch.Tensor] = {}
+    addresses: set[int] = set()
 
     def walk(node: object, path: str) -> None:
         if isinstance(node, torch.Tensor):
-            if node.data_ptr() not in seen:
-                found[path] = node
-            seen.add(node.data_ptr())
+            if node.data_ptr() not in addresses:
+                leaves[path] = node
+            addresses.add(node.data_ptr())
         elif isinstance(node, dict | list | tuple):
             for key, child in node.items() if isinstance(node, dict) else enumerate(node):
                 walk(child, f"{path}/{key}" if path else str(key))
 
     walk(state, "")
-    return found
+    return leaves
 
 
 def by_class(state: State) -> dict[str, dict[str, torch.Tensor]]:
-    """The state's tensors, sorted into the classes of the demo."""
+    """Return the tensors of a state by class and path."""
     classes: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in leaves_of(state).items():
         classes.setdefault(leaf_class(path), {})[path] = tensor
@@ -147,11 +148,12 @@ def by_class(state: State) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def raw_bytes(state: State) -> int:
+    """Return the bytes of a state in memory."""
     return sum(tensor.nbytes for tensor in leaves_of(state).values())
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of wall time."""
-    began = time.perf_counter()
+    """Return the wall time of a call in seconds."""
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

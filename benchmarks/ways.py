@@ -1,6 +1,4 @@
-"""The runs and the policies that `stability` compares, and one door to save and restore them in
-both frameworks.
-"""
+"""The runs and policies that `stability` compares, with one interface to both frameworks."""
 
 from __future__ import annotations
 
@@ -26,8 +24,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A policy. ``policy(max_chain_depth)`` makes it, with no other limit of chains.
-    ``forward_exact``: whether the forward pass after a restore is, bit for bit, the one before.
+    """A policy.
+
+    ``policy(max_chain_depth)`` creates it, with no other limit of chains. ``forward_exact``: the
+    forward pass after a restore equals the one before, bit for bit.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Way:
 
 
 def _weights_bounded(max_chain_depth: int) -> Policy:
-    """What ``Policy.post_training`` gives for a profile in which everything is stable."""
+    """Create the policy of ``Policy.post_training`` for a profile whose every leaf is stable."""
     hidden = Policy.model_exact(moments="reused").hidden
     assert hidden is not None
     return Policy(
@@ -75,19 +75,22 @@ _MARKS = {"master": MASTER, "exp_avg": FIRST, "exp_avg_sq": SECOND, "mu": FIRST,
 
 
 def class_of(path: str) -> str:
-    """The class of a leaf of either framework's state, frozen weights with the weights."""
+    """Return the class of a leaf of either framework; frozen weights count as weights."""
     names = path.split("/")
-    found = next((_MARKS[name] for name in names if name in _MARKS), None)
-    if found is not None:
-        return found
+    optimizer_class = next((_MARKS[name] for name in names if name in _MARKS), None)
+    if optimizer_class is not None:
+        return optimizer_class
     return WEIGHTS if names[0] in ("model", "base") or "params" in names[:2] else OTHER
 
 
 class Run:
-    """A workload of one framework, and how its states are taken apart, saved and put back.
+    """A workload of one framework, and access to its states.
 
-    ``pretrained``: with the weights that post-training starts from; ``False``: its state is loaded
-    before the first step.
+    Args:
+        framework: ``torch`` or ``jax``.
+        recipe: Sizes and rates.
+        pretrained: Start from pre-trained weights. ``False``: from new ones, for a run whose state
+            is loaded before its first step.
     """
 
     def __init__(self, framework: str, recipe: Recipe, *, pretrained: bool = True) -> None:
@@ -101,8 +104,10 @@ class Run:
         self.rule = AdamRule(*recipe.betas, recipe.eps)
 
     def train(self, steps: int) -> float:
-        """Some steps, and their loss; all of them are done. JAX returns before an update is: a save
-        would seem to wait for it.
+        """Train some steps, wait for them, and return the last loss.
+
+        JAX returns before an update is finished. Without the wait, a save would seem to wait for
+        it.
         """
         loss = 0.0
         for _ in range(steps):
@@ -114,7 +119,7 @@ class Run:
         return loss
 
     def flat(self, state: State | None = None) -> tree.Flat:
-        """A state (default: the live one) taken apart, nothing copied."""
+        """Flatten a state, by default the live one, without copying."""
         leaves = importlib.import_module(
             f"deltacheck.backends.{_BACKENDS[self.framework]}.state.leaves"
         )
@@ -124,7 +129,7 @@ class Run:
         )
 
     def arrays(self, state: State | None = None) -> dict[str, Any]:
-        """Path -> array of the four classes, ties once, not copied."""
+        """Return the arrays of the four classes by path, tied ones once, not copied."""
         return {
             path: array
             for path, array in self.flat(state).arrays.items()
@@ -132,29 +137,29 @@ class Run:
         }
 
     def words(self) -> dict[str, dict[str, NDArray[Any]]]:
-        """Class -> path -> the bits of the live state, copied."""
-        found: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in CLASSES}
+        """Return a copy of the live state's bits, by class and path."""
+        words: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in CLASSES}
         for path, array in self.arrays().items():
-            found[class_of(path)][path] = entropy.words_of(array)
-        return found
+            words[class_of(path)][path] = entropy.words_of(array)
+        return words
 
     def masters(self, state: State | None = None) -> dict[str, NDArray[np.float32]]:
-        """Path -> float32 master weight, copied."""
-        chosen = (
-            (path, array) for path, array in self.arrays(state).items() if class_of(path) == MASTER
-        )
-        return {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
+        """Return copies of the float32 master weights by path."""
+        return {
+            path: entropy.words_of(array).view(np.float32)
+            for path, array in self.arrays(state).items()
+            if class_of(path) == MASTER
+        }
 
     def moments(
         self, state: State
     ) -> Iterator[tuple[str, NDArray[np.float32], NDArray[np.float32]]]:
-        """(path of m, m, v) of each parameter."""
-        chosen = (
-            (path, array)
+        """Yield (path of m, m, v) of each parameter."""
+        arrays = {
+            path: entropy.words_of(array).view(np.float32)
             for path, array in self.arrays(state).items()
             if class_of(path) in (FIRST, SECOND)
-        )
-        arrays = {path: entropy.words_of(array).view(np.float32) for path, array in chosen}
+        }
         for path, first in arrays.items():
             if class_of(path) == FIRST:
                 names = [
@@ -164,15 +169,15 @@ class Run:
                 yield path, first, arrays["/".join(names)]
 
     def logits(self) -> bytes:
-        """The bits of what the model says of the held-out rows."""
+        """Return the bits of the logits of the held-out rows."""
         return entropy.words_of(self.workload.logits()).tobytes()
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """What a policy wants to be told beside the state."""
+        """Return the metrics that a policy needs beside the state."""
         return {"loss": loss, "learning_rate": self.recipe.rate}
 
     def torch_save(self, file: Path) -> int:
-        """Bytes of `torch.save` of the whole state, frozen weights included."""
+        """Save the whole state with `torch.save`, frozen weights included; return its bytes."""
         import torch
 
         from deltacheck.backends.torch.files.evaluation import peer_save
@@ -196,8 +201,8 @@ class Chain:
 
     def __init__(self, framework: str, root: Path, policy: Policy) -> None:
         self.framework, self.root = framework, root.absolute()
-        self.bytes: dict[int, int] = {}  # step -> bytes of all files that its save added
-        self.stages: dict[int, str] = {}  # step -> stage of the policy, "" where it has none
+        self.bytes: dict[int, int] = {}  # by step: bytes of all files that its save added
+        self.stages: dict[int, str] = {}  # by step: stage of the policy, "" if it has none
         if framework == "torch":
             from deltacheck.backends.torch import Engine
 
@@ -209,6 +214,7 @@ class Chain:
         self._size = bytes_on_disk(self.root)
 
     def save(self, step: int, state: State, metrics: Mapping[str, float]) -> None:
+        """Save a step, and wait for it."""
         if self.framework == "torch":
             self._saver.save(step, state, metrics=metrics).result()
         else:
@@ -221,7 +227,7 @@ class Chain:
         self.stages[step] = getattr(deltacheck.open(self.root).manifest(step), "stage", "")
 
     def restore(self, step: int, like: State) -> State:
-        """The state of a step. A new save would go on from there: restore when the run is over."""
+        """Return the state of a step. Call it after the run: a save would continue from there."""
         if self.framework == "torch":
             return self._saver.restore(step)  # type: ignore[no-any-return]
         from deltacheck.backends.orbax import DeltaRestoreArgs
@@ -229,11 +235,10 @@ class Chain:
         return self._saver.restore(step, args=DeltaRestoreArgs(like))  # type: ignore[no-any-return]
 
     def settled(self) -> list[int]:
-        """Bytes of the saves in the policy's steady state: the stable ones but the first, which
-        goes
-        over to it.
+        """Return the bytes of the saves in the policy's steady state.
 
-        Of a policy without stages, and of a run that never becomes stable: all but the first.
+        These are the stable saves except the first, which makes the transition. Without stages, or
+        if the run never becomes stable, they are all saves except the first.
         """
         stable = [step for step, stage in self.stages.items() if stage == "stable"]
         return (

@@ -1,5 +1,6 @@
-"""Each benchmark runs in its quick form and writes what it promises; no test here looks at an
-absolute time.
+"""Each benchmark runs in its quick form and writes its promised figures.
+
+No test here depends on an absolute time.
 """
 
 from __future__ import annotations
@@ -21,43 +22,41 @@ pytest.importorskip("numcodecs")  # comes with zarr
 
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.record import Figure, Result, Settings, Table, written
+from benchmarks.record import Figure, Result, Settings, Table, format_cell
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Every benchmark but those that are tested elsewhere, once, as its JSON."""
-    found = {}
+    """Run every benchmark that is not tested elsewhere once, and return its JSON."""
+    results = {}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    for name in BENCHMARKS.keys() - {
-        "encode",
-        "stability",
-        "compare",
-    }:  # the last two have files of their own
+    # The last two have test files of their own.
+    for name in BENCHMARKS.keys() - {"encode", "stability", "compare"}:
         result: Result = importlib.import_module(BENCHMARKS[name]).run(
             Settings(quick=True, folder=tmp_path_factory.mktemp(name))
         )
-        found[name] = json.loads(json.dumps(result.as_json()))
-    yield found
+        results[name] = json.loads(json.dumps(result.as_json()))
+    yield results
     torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(threads)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks` with the packages of this process."""
-    found_at = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Run `python -m benchmarks` with the packages of this process."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         [sys.executable, "-P", "-m", "benchmarks", *arguments],
         capture_output=True,
         text=True,
-        env=found_at,
+        env=environment,
     )
 
 
 def rows(result: dict[str, Any], table: int = 0) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = result["tables"][table]["rows"]
-    assert found
-    return found
+    """Return the rows of a table, at least one."""
+    table_rows: list[dict[str, Any]] = result["tables"][table]["rows"]
+    assert table_rows
+    return table_rows
 
 
 def test_every_cell_has_a_unit_and_every_figure_a_verdict(
@@ -75,18 +74,18 @@ def test_every_cell_has_a_unit_and_every_figure_a_verdict(
 def test_a_delta_is_smaller_than_a_keyframe_and_grows_with_the_steps_between(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    found = {(row["every"], row["leaves"]): row for row in rows(results["size"])}
-    for row in found.values():
+    by_key = {(row["every"], row["leaves"]): row for row in rows(results["size"])}
+    for row in by_key.values():
         assert 0 < row["steady"] <= row["long run"] <= row["first save"] < 1.1
         assert row["steady"] <= row["mean of these"] <= row["first save"]
         assert row["a delta save"] == pytest.approx(row["steady"] * row["in memory"])
-    weights, later = found[1, "bf16 weights"], found[10, "bf16 weights"]
+    weights, later = by_key[1, "bf16 weights"], by_key[10, "bf16 weights"]
     assert 0 < weights["words changed"] < later["words changed"] < 1
-    assert weights["steady"] < later["steady"] < found[10, "whole AdamW state"]["steady"]
+    assert weights["steady"] < later["steady"] < by_key[10, "whole AdamW state"]["steady"]
     parts = ("bf16 weights", "fp32 master", "exp_avg", "exp_avg_sq")
     assert (
-        sum(found[1, part]["in memory"] for part in parts)
-        <= found[1, "whole AdamW state"]["in memory"]
+        sum(by_key[1, part]["in memory"] for part in parts)
+        <= by_key[1, "whole AdamW state"]["in memory"]
     )
 
 
@@ -98,14 +97,14 @@ def test_the_context_of_sizes_is_what_compressors_can_do(
         assert row["torch.save"] >= 1
 
 
-def test_compression_tells_ours_beside_the_others_for_each_class(
+def test_compression_is_compared_with_other_methods_for_each_class(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    found: dict[str, dict[str, Any]] = {}
+    by_key: dict[str, dict[str, Any]] = {}
     for row in rows(results["compression"]):
-        found.setdefault(row["leaves"], {})[row["method"]] = row
-    assert len(found) >= 5
-    for methods in found.values():
+        by_key.setdefault(row["leaves"], {})[row["method"]] = row
+    assert len(by_key) >= 5
+    for methods in by_key.values():
         smaller = {name: row["times smaller"] for name, row in methods.items()}
         assert (
             1 < smaller["byte groups, no delta"] < smaller["ours"] <= smaller["ours, streams alone"]
@@ -126,9 +125,8 @@ def test_blocking_is_part_of_what_a_save_takes(results: dict[str, dict[str, Any]
     for row in ways:
         assert row["of torch.save"] == pytest.approx(row["blocking"] / base)
         assert row["blocking"] > 0
-        assert (
-            row["told by the handle"] <= row["blocking"] * 1.5
-        )  # medians of a few: they may come from different saves
+        # Medians of a few saves may come from different ones.
+        assert row["told by the handle"] <= row["blocking"] * 1.5
     for row in rows(results["blocking"], 1):
         assert 0 < row["until captured"] <= row["until durable"]
 
@@ -141,13 +139,13 @@ def test_memory_holds_at_least_the_shadow(results: dict[str, dict[str, Any]]) ->
         )
 
 
-def test_restores_are_told_for_each_depth(results: dict[str, dict[str, Any]]) -> None:
-    found = rows(results["restoring"])
-    assert [row["deltas on the keyframe"] for row in found] == [0, 0, 1, 1, 3, 3]
+def test_restores_are_measured_at_each_depth(results: dict[str, dict[str, Any]]) -> None:
+    by_key = rows(results["restoring"])
+    assert [row["deltas on the keyframe"] for row in by_key] == [0, 0, 1, 1, 3, 3]
     assert all(
         row["restore"] > 0
         and row["of torch.load"] == pytest.approx(row["restore"] / row["torch.load"])
-        for row in found
+        for row in by_key
     )
 
 
@@ -160,9 +158,8 @@ def test_a_logged_step_is_smaller_than_a_delta_and_exact(
     assert [row["way"] for row in ways] == ["logged", "state itself, by the log", "direct delta"]
     assert all(0 < row["blocking"] <= row["durable"] for row in ways)
     assert [row["steps replayed"] for row in rows(results["gradient_log"], 2)] == [0, 1, 4]
-    assert all(
-        figure["holds"] for figure in results["gradient_log"]["figures"]
-    )  # sizes and exactness, no times
+    # They are sizes and exactness, no times.
+    assert all(figure["holds"] for figure in results["gradient_log"]["figures"])
 
 
 def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() -> None:
@@ -172,8 +169,8 @@ def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() 
         for density, method in ((0.0, "unchanged"), (0.001, "sparse"), (1.0, "diff")):
             current, base = encode.state("float32", density, 2 << 20)
             assert (current != base).mean() == pytest.approx(density, abs=0.01)
-            told, *shares, faults, decode, stored, rate = encode.measured(current, base, 2, 1)
-            assert told == method
+            name, *shares, faults, decode, stored, rate = encode.measure(current, base, 2, 1)
+            assert name == method
             assert all(share > 0 for share in (*shares, decode, rate))
             assert faults >= 0
             assert (stored == 0) == (density == 0)
@@ -181,18 +178,20 @@ def test_encoding_is_measured_for_every_density_with_the_method_that_it_takes() 
             encode.plain_read(current, base, 1, pool)
 
 
-def test_detection_is_told_beside_a_read_and_beside_torch(
+def test_detection_is_compared_with_a_read_and_with_torch(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    found = rows(results["detection"])
-    assert [(row["dtype"], row["changed"]) for row in found] == [
+    by_key = rows(results["detection"])
+    assert [(row["dtype"], row["changed"]) for row in by_key] == [
         (d, c) for d in ("float32", "bfloat16") for c in (0.0, 0.01, 1.0)
     ]
-    assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in found)
+    assert all(row["time over a plain read"] > 0 and row["time over torch's"] > 0 for row in by_key)
     assert len(results["detection"]["figures"]) == 4
 
 
-def test_the_profiler_is_told_as_a_share_of_the_step(results: dict[str, dict[str, Any]]) -> None:
+def test_the_profiler_is_measured_as_a_share_of_the_step(
+    results: dict[str, dict[str, Any]],
+) -> None:
     (row,) = rows(results["profiling"])
     between = row["a look"] + (row["interval"] - 1) * row["between looks"]
     assert row["of the step"] == pytest.approx(between / row["interval"] / row["training step"])
@@ -207,22 +206,22 @@ def test_without_a_device_there_are_no_figures_of_one(results: dict[str, dict[st
 
 
 def test_import_brings_in_no_framework(results: dict[str, dict[str, Any]]) -> None:
-    found = {row["import of"]: row for row in rows(results["importing"])}
-    assert found["deltacheck"]["brings in"] == ""
-    assert found["deltacheck"]["of numpy"] < 1
-    assert found["numpy"]["of numpy"] == 1
+    by_key = {row["import of"]: row for row in rows(results["importing"])}
+    assert by_key["deltacheck"]["brings in"] == ""
+    assert by_key["deltacheck"]["of numpy"] < 1
+    assert by_key["numpy"]["of numpy"] == 1
 
 
-def test_the_command_writes_figures_and_machine_and_tells_misses_by_its_exit_code(
+def test_the_command_writes_figures_and_machine_and_reports_misses_by_its_exit_code(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "figures.json"
-    done = command(
+    result = command(
         "importing", "--quick", "--check", "--json", str(file), "--folder", str(tmp_path)
     )
     record = json.loads(file.read_text())
     missed = [f for b in record["benchmarks"] for f in b["figures"] if not f["holds"]]
-    assert done.returncode == (1 if missed else 0), done.stderr
+    assert result.returncode == (1 if missed else 0), result.stderr
     assert record["quick"] is True
     assert record["machine"].keys() >= {
         "date",
@@ -237,9 +236,9 @@ def test_the_command_writes_figures_and_machine_and_tells_misses_by_its_exit_cod
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    done = command("speed")
-    assert done.returncode == 2
-    assert "no benchmark speed" in done.stdout
+    result = command("speed")
+    assert result.returncode == 2
+    assert "no benchmark speed" in result.stdout
 
 
 def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None:
@@ -247,16 +246,20 @@ def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None
     assert not missed.holds
     result = Result("x", "y", [Table("t", {"a": "text", "b": "seconds"}, [["1", None]])], [missed])
     assert result.as_json()["tables"][0]["rows"] == [{"a": "1", "b": None}]
-    assert [written(0.0123, "seconds"), written(0.5, "seconds"), written(12.0, "seconds")] == [
+    assert [
+        format_cell(0.0123, "seconds"),
+        format_cell(0.5, "seconds"),
+        format_cell(12.0, "seconds"),
+    ] == [
         "12.3 ms",
         "500 ms",
         "12.00 s",
     ]
     assert [
-        written(0.021, "ratio"),
-        written(0.65, "ratio"),
-        written(2.5e6, "bytes"),
-        written(None, "ratio"),
+        format_cell(0.021, "ratio"),
+        format_cell(0.65, "ratio"),
+        format_cell(2.5e6, "bytes"),
+        format_cell(None, "ratio"),
     ] == [
         "2.10%",
         "65.0%",
@@ -268,8 +271,8 @@ def test_a_missed_figure_is_a_verdict_and_cells_are_written_for_people() -> None
 def test_a_save_at_every_step_is_measured_in_memory_and_on_the_disk(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    found = {row["way"]: row for row in rows(results["every_step"])}
-    assert found.keys() == {"memory", "memory, all to disk", "disk", "memory, gradient log"}
-    assert all(row["blocking"] > 0 and row["a save stores"] > 0 for row in found.values())
-    assert found["memory, gradient log"]["of the state"] < found["memory"]["of the state"]
-    assert found["disk"]["copied after"] < found["memory"]["copied after"]
+    by_key = {row["way"]: row for row in rows(results["every_step"])}
+    assert by_key.keys() == {"memory", "memory, all to disk", "disk", "memory, gradient log"}
+    assert all(row["blocking"] > 0 and row["a save stores"] > 0 for row in by_key.values())
+    assert by_key["memory, gradient log"]["of the state"] < by_key["memory"]["of the state"]
+    assert by_key["disk"]["copied after"] < by_key["memory"]["copied after"]

@@ -1,6 +1,4 @@
-"""`python -m benchmarks compare`: two rivals on a tiny state through the real code, and the verdict
-on planted rows.
-"""
+"""`python -m benchmarks compare`: two rivals on a tiny state, and the verdict on planted rows."""
 
 from __future__ import annotations
 
@@ -31,24 +29,25 @@ NAMES = ["torch.save", EXACT]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entry]]:
-    """torch.save and ours on the tiny RL state, in this process: a Python that starts costs more
-    than all of it.
+    """Measure torch.save and deltacheck on the tiny RL state.
+
+    It is done in this process, because the start of a Python process takes longer than all of it.
     """
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
 
-    def here(module: str, argument: str) -> Any:
+    def in_this_process(module: str, argument: str) -> Any:
         assert module == race.__name__
-        return json.loads(json.dumps(race.answer(Job.read(argument))))
+        return json.loads(json.dumps(race.perform(Job.read(argument))))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "in_own_process", here)
+        patch.setattr(compare, "in_own_process", in_this_process)
         patch.setattr(
             compare,
             "RIVALS",
             {"torch": tuple(kind for kind in RIVALS["torch"] if kind.name in NAMES)},
         )
         folder = tmp_path_factory.mktemp("compare")
-        yield list(compare.compared("tiny", ["rl_like"], 2, None, [""], folder, lambda line: None))
+        yield list(compare.compare("tiny", ["rl_like"], 2, None, [""], folder, lambda line: None))
     torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(threads)
 
@@ -75,7 +74,7 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(
     skipped = Entry(
         "torch", "rl_like", "torch_checkpointing", skipped="torch_checkpointing is not installed"
     )
-    result = compare.judged([*measured, skipped], "tiny", 2)
+    result = compare.summarize([*measured, skipped], "tiny", 2)
     assert "torch_checkpointing: skipped, torch_checkpointing is not installed" in result.about
     place = {
         "date": "2026-01-02T03",
@@ -86,13 +85,13 @@ def test_the_page_holds_a_row_for_each_way_and_a_verdict_for_each_figure(
     }
     place |= {"load_average": 0.5, "versions": {"torch": "2"}}
     runs = [
-        compare.Made("python -m benchmarks compare --size tiny", place),
-        compare.Made("another run", place),
+        compare.Invocation("python -m benchmarks compare --size tiny", place),
+        compare.Invocation("another run", place),
     ]
     text = compare.section([*measured, skipped], result, runs, "tiny")
     for expected in (
         "--size tiny`, 2026-01-02; P, 2 cores",
-        "Taken over from an earlier run: `another run`, 2026-01-02",
+        "Reused from an earlier run: `another run`, 2026-01-02",
         "(compare-tiny.png)",
         "| torch.save |",
         f"| {EXACT}, torch |",
@@ -111,22 +110,22 @@ def test_a_rewritten_page_keeps_all_that_is_outside_the_marks() -> None:
     page = (
         "# Before\n<!-- compare small: begin -->\nold | table\n<!-- compare small: end -->\nafter\n"
     )
-    assert compare.rewritten(page, "small", "new\\1\n") == page.replace("old | table", "new\\1")
+    assert compare.update_page(page, "small", "new\\1\n") == page.replace("old | table", "new\\1")
     with pytest.raises(ValueError, match="compare medium: begin"):
-        compare.rewritten(page, "medium", "new\n")
+        compare.update_page(page, "medium", "new\n")
 
 
 @pytest.mark.parametrize("size", ["small", "medium", "full"])
 def test_the_page_of_this_tree_has_the_marks(size: str) -> None:
-    assert compare.rewritten(compare.PAGE.read_text(), size, "x\n") != compare.PAGE.read_text()
+    assert compare.update_page(compare.PAGE.read_text(), size, "x\n") != compare.PAGE.read_text()
 
 
 def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) -> None:
     class Wrong(TorchSave):
         def restore(self, step: int, like: Any) -> Any:
-            found = {"a": torch.arange(4.0)}
-            found["a"][3] = -0.0
-            return found
+            state = {"a": torch.arange(4.0)}
+            state["a"][3] = -0.0
+            return state
 
     class Run:
         framework = "torch"
@@ -138,8 +137,8 @@ def test_a_lossless_rival_that_gives_other_bits_is_not_measured(tmp_path: Path) 
             def state() -> dict[str, Any]:
                 return {"a": torch.tensor([0.0, 1.0, 2.0, 0.0])}
 
-    with pytest.raises(AssertionError, match="does not give back 'a'"):
-        race._restored(Wrong(tmp_path / "root", None, None), Run(), 1)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="does not restore 'a'"):
+        race._time_restores(Wrong(tmp_path / "root", None, None), Run(), 1)  # type: ignore[arg-type]
 
 
 def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_path: Path) -> None:
@@ -154,8 +153,9 @@ def test_before_a_save_earlier_ones_are_deleted_but_those_that_it_stands_on(tmp_
 
 
 def test_a_policy_without_stages_is_steady_once_its_chains_have_turned_over(tmp_path: Path) -> None:
-    """That of a profile in which nothing is large enough to be anything but exact, as adapters
-    beside a large frozen model.
+    """Such a policy comes from a profile whose leaves are all too small to be inexact.
+
+    An example are adapters beside a large frozen model.
     """
     assert not ours_at(tmp_path / "two", saves=2).settled()
     assert ours_at(tmp_path / "five", saves=5).settled()
@@ -222,10 +222,10 @@ MISSES = [
 ]
 
 
-def test_what_is_as_good_as_wanted_is_no_miss() -> None:
-    found = compare.figures(GOOD)
-    assert [figure.name for figure in found if not figure.holds] == []
-    assert len(found) == 4 * 4  # blocking, bytes, restore, memory
+def test_figures_at_their_limits_are_no_misses() -> None:
+    figures = compare.figures(GOOD)
+    assert [figure.name for figure in figures if not figure.holds] == []
+    assert len(figures) == 4 * 4  # blocking, bytes, restore, memory
 
 
 @pytest.mark.parametrize(("place", "samples", "name"), MISSES)
@@ -253,20 +253,22 @@ def test_memory_beyond_the_rivals_and_a_run_that_never_was_steady_are_misses() -
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_check_exits_with_1_where_a_figure_is_missed_and_names_it(
+def test_check_exits_with_1_if_a_figure_is_missed_and_names_it(
     missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = list(GOOD)
     if missing:
         rows[2] = replace(rows[2], samples={**rows[2].samples, "restore": [0.2] * 3})
-    monkeypatch.setattr(compare, "compared", lambda *_: rows)
+    monkeypatch.setattr(compare, "compare", lambda *_: rows)
     app = typer.Typer()
     app.command()(compare.main)
     file = tmp_path / "figures.json"
     arguments = ["--states", "adamw", "--json", str(file), "--folder", str(tmp_path)]
-    done = CliRunner().invoke(app, [*arguments, "--check"])
-    assert done.exit_code == (1 if missing else 0), done.output
-    assert ("MISSED restore, torch, adamw, exact, of torch.load: 200.0%" in done.output) == missing
+    result = CliRunner().invoke(app, [*arguments, "--check"])
+    assert result.exit_code == (1 if missing else 0), result.output
+    assert (
+        "MISSED restore, torch, adamw, exact, of torch.load: 200.0%" in result.output
+    ) == missing
     record = json.loads(file.read_text())
     assert (
         record["command"] == "python -m benchmarks compare --size small --states adamw --repeats 5"
@@ -278,14 +280,14 @@ def test_check_exits_with_1_where_a_figure_is_missed_and_names_it(
     assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
-def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest(
+def test_entries_of_an_earlier_run_are_reused_and_summarized_with_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[str] = []
+    jobs: list[str] = []
 
     def measured(module: str, argument: str) -> dict[str, Any]:
         job = json.loads(argument)
-        asked.append(job["rival"] or f"prepare {job['framework']}")
+        jobs.append(job["rival"] or f"prepare {job['framework']}")
         return (
             {}
             if not job["rival"]
@@ -297,8 +299,8 @@ def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest
     app = typer.Typer()
     app.command()(compare.main)
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    about = {"command": "an earlier run", "machine": {"date": "2026-01-02"}}
-    before.write_text(json.dumps(about | {"entries": [asdict(one) for one in GOOD[:2]]}))
+    header = {"command": "an earlier run", "machine": {"date": "2026-01-02"}}
+    before.write_text(json.dumps(header | {"entries": [asdict(entry) for entry in GOOD[:2]]}))
     arguments = [
         "--states",
         "adamw",
@@ -309,25 +311,25 @@ def test_what_an_earlier_run_has_measured_is_taken_over_and_judged_with_the_rest
         "--also",
         str(before),
     ]
-    done = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert asked == ["prepare torch", EXACT, "prepare jax", ASYNC["jax"], EXACT]
+    result = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert jobs == ["prepare torch", EXACT, "prepare jax", ASYNC["jax"], EXACT]
     record = json.loads(after.read_text())
-    assert [one["rival"] for one in record["entries"]] == [
+    assert [entry["rival"] for entry in record["entries"]] == [
         "torch.save",
         ASYNC["torch"],
         EXACT,
         ASYNC["jax"],
         EXACT,
     ]
-    assert record["also"] == [about]
-    assert "holds blocking, torch, adamw, exact, of torch DCP async_save: 50.0%" in done.output
+    assert record["also"] == [header]
+    assert "holds blocking, torch, adamw, exact, of torch DCP async_save: 50.0%" in result.output
     assert '--rivals "torch.save,async,exact"' in record["command"]
 
 
 def test_an_unknown_state_is_refused_with_those_that_there_are() -> None:
     app = typer.Typer()
     app.command()(compare.main)
-    done = CliRunner().invoke(app, ["--states", "adam"])
-    assert done.exit_code == 2
-    assert "adamw, lora, rl_like" in done.output
+    result = CliRunner().invoke(app, ["--states", "adam"])
+    assert result.exit_code == 2
+    assert "adamw, lora, rl_like" in result.output

@@ -1,6 +1,4 @@
-"""The accounting of `benchmarks stability`: entropies, amortised keyframes, bytes on disk, and what
-a resumed run is compared with.
-"""
+"""The accounting of `benchmarks stability`: entropies, amortised keyframes, bytes, resumed runs."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def settings_restored() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_entropy_is_that_of_the_changes_where_they_are_fewer_than_the_values() -> None:
+def test_entropy_is_that_of_the_changes_if_they_are_fewer_than_the_values() -> None:
     random = np.random.default_rng(0)
     before = random.integers(0, 1 << 16, 100_000).astype(np.uint16)
     now = before.copy()
@@ -85,14 +83,14 @@ def test_every_byte_of_a_save_is_counted_and_a_restore_gives_its_state_back(
 ) -> None:
     run = Run(framework, tiny("lora", pretrain_steps=0))
     chain = Chain(framework, tmp_path / "root", Policy.exact())
-    began = bytes_on_disk(tmp_path / "root")
+    initial_bytes = bytes_on_disk(tmp_path / "root")
     masters = {}
     for _ in range(3):
         run.train(1)
         chain.save(run.workload.step, run.workload.state(), run.metrics(0.0))
         masters[run.workload.step] = run.masters()
     assert list(chain.bytes) == [1, 2, 3]
-    assert sum(chain.bytes.values()) == bytes_on_disk(tmp_path / "root") - began
+    assert sum(chain.bytes.values()) == bytes_on_disk(tmp_path / "root") - initial_bytes
     assert chain.settled() == [chain.bytes[2], chain.bytes[3]]
     assert chain.bytes[2] < chain.bytes[1] / 2  # the frozen weights are written once
     run.workload.load(chain.restore(2, run.workload.state()))
@@ -128,21 +126,21 @@ def test_classes_hold_the_same_parameters_and_moments_find_their_pair(framework:
 
 
 def test_a_loss_is_worth_as_many_steps_as_the_run_needs_for_it() -> None:
-    one = quality.Resumed(10, "", 0.03, 0.1, 0.04, 1.0, 0.0, 0.0, 1.0, True)
-    other = replace(one, loss_change=-0.01, noise=-0.02)
-    assert quality.lost_by_loss([one, other], horizon=20) == pytest.approx(2.0)
-    assert quality.lost_by_loss([replace(one, progress=0.0)], horizon=20) is None
-    assert quality.noise_sd([one, other]) == pytest.approx(math.sqrt((0.04**2 + 0.02**2) / 2 / 2))
-    assert quality.loss_row("x", [one, other], 20)[3:5] == [pytest.approx(0.01), 0.03]
+    resume = quality.Resumed(10, "", 0.03, 0.1, 0.04, 1.0, 0.0, 0.0, 1.0, True)
+    better = replace(resume, loss_change=-0.01, noise=-0.02)
+    assert quality.lost_by_loss([resume, better], horizon=20) == pytest.approx(2.0)
+    assert quality.lost_by_loss([replace(resume, progress=0.0)], horizon=20) is None
+    assert quality.noise_sd([resume, better]) == pytest.approx(
+        math.sqrt((0.04**2 + 0.02**2) / 2 / 2)
+    )
+    assert quality.loss_row("x", [resume, better], 20)[3:5] == [pytest.approx(0.01), 0.03]
 
 
 def test_a_damaged_restore_is_seen_by_every_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exact policy loses nothing; the same restores with a master that is off lose what they
-    should.
-    """
-    plan = quality.Plan(seeds=(1,), settle_steps=2, saves=2, every=2, kills=1, horizon=2)
+    """An exact policy loses nothing, and the same restores with a wrong master are all detected."""
+    plan = quality.KillPlan(seeds=(1,), settle_steps=2, saves=2, every=2, kills=1, horizon=2)
     recipe = tiny("sft", pretrain_steps=1)
     (sound,) = quality.resumed("torch", recipe, ways.WAYS[:1], plan, tmp_path / "sound")["exact"]
     assert (
@@ -171,7 +169,7 @@ def test_a_damaged_restore_is_seen_by_every_measure(
     assert broken.loss_change != 0
 
 
-def test_the_whole_benchmark_runs_and_tells_every_policy(tmp_path: Path) -> None:
+def test_the_whole_benchmark_runs_and_measures_every_policy(tmp_path: Path) -> None:
     result = json.loads(json.dumps(stability.run(Settings(quick=True, folder=tmp_path)).as_json()))
     sizes, classes, losses, weights, verdicts = (table["rows"] for table in result["tables"])
     names = [way.name for way in ways.WAYS]
@@ -188,4 +186,4 @@ def test_the_whole_benchmark_runs_and_tells_every_policy(tmp_path: Path) -> None
         for figure in result["figures"]
         if "after a resume" in figure["name"]
     }
-    assert [held for name, held in exact.items() if ", exact," in name] == [True]
+    assert [holds for name, holds in exact.items() if ", exact," in name] == [True]

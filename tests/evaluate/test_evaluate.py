@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -468,7 +469,10 @@ def test_a_factory_that_is_not_there_is_refused_by_name(named: str, says: str) -
         workload.load_factory(named)
 
 
-def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(tmp_path: Path) -> None:
+def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # loading a file puts its folder there
     (tmp_path / "json.py").write_text(
         "import json\nanswer = json.dumps\nclass Half:\n    def step(self): ...\ndef make(seed):"
         " return Half()"

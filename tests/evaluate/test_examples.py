@@ -1,4 +1,4 @@
-"""Each example runs, and goes on where it ended."""
+"""Each example runs, and continues from its last step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _run(example: str, folder: Path, steps: int) -> list[str]:
         "--every",
         "5",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
 
 
 @pytest.mark.timeout(300)  # three processes that import a framework, one after the other
 @pytest.mark.parametrize(
     ("example", "framework"), [("torch_training_loop.py", "torch"), ("jax_training_loop.py", "jax")]
 )
-def test_example_goes_on_where_it_ended(example: str, framework: str, tmp_path: Path) -> None:
+def test_example_continues_from_its_last_step(example: str, framework: str, tmp_path: Path) -> None:
     pytest.importorskip(framework)
     whole = _run(example, tmp_path / "whole", 20)
     first, second = _run(example, tmp_path / "parts", 10), _run(example, tmp_path / "parts", 20)

@@ -1,8 +1,7 @@
-"""The experiments under `examples/`, run as a user runs them: each kills a training, resumes it,
-and
-compares it with one that nobody stopped.
+"""The experiments under `examples/`, run as a user runs them.
 
-`make experiments` runs all of them; `make test` the first one, and what they read their data with.
+Each kills a training run, resumes it, and compares it with an uninterrupted one. `make experiments`
+runs all of them; `make test` runs the first one and the tests of their data.
 """
 
 from __future__ import annotations
@@ -23,43 +22,42 @@ from deltacheck.evaluate.workloads.pairs import BYTES, Coding, Pair
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SFT_TORCH, SFT_FLAX = "supervised_finetuning/train_torch.py", "supervised_finetuning/train_flax.py"
 LORA, RL = "lora/train.py", "rl_like/train.py"
-PATIENT = pytest.mark.timeout(
-    900
-)  # up to ten processes that import a framework, some of them two: seconds, but minutes on a busy machine
+# Up to ten processes import a framework, some of them two. That takes seconds, but minutes on a busy
+# machine.
+PATIENT = pytest.mark.timeout(900)
 
 
 def run(example: str, *options: object) -> str:
-    """What a quick run of an example prints."""
+    """Run an example with ``--quick``, and return its output."""
     command = [sys.executable, str(EXAMPLES / example), "--quick", *map(str, options)]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""}
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def part(output: str, policy: str) -> str:
-    """What is printed of the run under one policy."""
+    """Return the output of the run under one policy."""
     return re.split(r"^3\. ", output, flags=re.MULTILINE)[1 if policy == "exact" else -1]
 
 
-def assert_every_bit_equal(told: str) -> None:
-    """The story was told to its end: the run was killed in the middle, went on from a checkpoint of
-    before, and nothing is different.
-    """
+def assert_every_bit_equal(output: str) -> None:
+    """Assert that a run was killed in the middle, resumed from a checkpoint, and ended equal."""
     (killed,), (resumed,) = (
-        re.findall(r"killed in step (\d+)", told),
-        re.findall(r"resumed from step (\d+)", told),
+        re.findall(r"killed in step (\d+)", output),
+        re.findall(r"resumed from step (\d+)", output),
     )
     assert 0 < int(resumed) < int(killed) < 120
-    assert "  killed by SIGKILL\n" in told
-    ((ours, whole),) = re.findall(
-        r"held-out loss (\S+), uninterrupted (\S+): difference \+0\.0e\+00", told
+    assert "  killed by SIGKILL\n" in output
+    ((resumed_loss, whole_loss),) = re.findall(
+        r"held-out loss (\S+), uninterrupted (\S+): difference \+0\.0e\+00", output
     )
-    assert ours == whole
-    assert re.search(r"^  every bit equal: \d+ leaves", told, re.MULTILINE)
+    assert resumed_loss == whole_loss
+    assert re.search(r"^  every bit equal: \d+ leaves", output, re.MULTILINE)
     ((stored, plain),) = re.findall(
-        r"(?:12|24) checkpoints: (\S+) MB, as (?:torch.save files|plain Orbax steps) (\S+) MB", told
+        r"(?:12|24) checkpoints: (\S+) MB, as (?:torch.save files|plain Orbax steps) (\S+) MB",
+        output,
     )
     assert float(stored) < float(plain)
 
@@ -101,15 +99,15 @@ def test_an_evaluation_of_a_built_in_run_finds_nothing_wrong(workload: str) -> N
         workload,
         "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert (found["holds"], found["reasons"]) == (True, [])
-    assert found["plan"]["factory"].endswith(f":tiny_{workload}")
-    (recovery,) = found["recoveries"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = json.loads(result.stdout)
+    assert (document["holds"], document["reasons"]) == (True, [])
+    assert document["plan"]["factory"].endswith(f":tiny_{workload}")
+    (recovery,) = document["recoveries"]
     assert recovery["leaves"] > 10
     assert recovery["failed"] == recovery["not_put_back"] == []
-    assert found["recovery"]["equal_endings"] == found["recovery"]["trials"] == 1
+    assert document["recovery"]["equal_endings"] == document["recovery"]["trials"] == 1
 
 
 @pytest.mark.experiments
@@ -120,12 +118,14 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
 ) -> None:
     output = run(example, "--every", 5)
     assert re.search(r"stable from step \d+ on", output)
-    exact, told = part(output, "exact"), part(output, "post_training")
+    exact, post_training = part(output, "exact"), part(output, "post_training")
     assert_every_bit_equal(exact)
-    sizes = [float(re.findall(r"24 checkpoints: (\S+) MB", one)[0]) for one in (exact, told)]
+    sizes = [
+        float(re.findall(r"24 checkpoints: (\S+) MB", text)[0]) for text in (exact, post_training)
+    ]
     assert sizes[1] < 0.95 * sizes[0]
-    assert "  killed by SIGKILL\n" in told
-    (difference,) = re.findall(r"difference (\S+)\n", told)
+    assert "  killed by SIGKILL\n" in post_training
+    (difference,) = re.findall(r"difference (\S+)\n", post_training)
     before, after = map(float, re.findall(r"held-out loss (\S+) before, (\S+) after", output)[0])
     assert abs(float(difference)) < (before - after) / 10
 
@@ -133,17 +133,19 @@ def test_a_policy_from_the_profile_makes_checkpoints_smaller_and_changes_the_res
 @pytest.mark.experiments
 @PATIENT
 def test_a_follower_has_the_trainers_digest_at_every_step_across_the_kill() -> None:
-    told = run(RL, "--policy", "exact")
-    assert_every_bit_equal(told)
+    output = run(RL, "--policy", "exact")
+    assert_every_bit_equal(output)
     steps = re.findall(
         r"follower: step (\d+), (\S+)% of the weights taken over, digest equal to the trainer's",
-        told,
+        output,
     )
     assert [int(step) for step, _ in steps][-1] == 120
     assert len(steps) >= 6  # it may begin late, and leaves out nothing then
     assert float(steps[0][1]) == 100
     assert max(float(share) for _, share in steps[1:]) < 20
-    assert f"follower: {len(steps)} updates, each with the digest of the trainer's weights" in told
+    assert (
+        f"follower: {len(steps)} updates, each with the digest of the trainer's weights" in output
+    )
 
 
 # --- weights and data of the user's ---------------------------------------------------------------
@@ -151,8 +153,9 @@ def test_a_follower_has_the_trainers_digest_at_every_step_across_the_kill() -> N
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A local transformers checkpoint: a Llama without training, with grouped keys, and a tokenizer
-    of bytes.
+    """Create a local transformers checkpoint.
+
+    It is an untrained Llama with grouped keys and a tokenizer of bytes.
     """
     transformers = pytest.importorskip("transformers")
     import torch
@@ -218,9 +221,7 @@ def test_weights_of_transformers_and_data_of_the_users_are_taken(
 @pytest.mark.experiments
 @PATIENT
 def test_the_llama_in_flax_computes_what_the_one_of_transformers_does(checkpoint: Path) -> None:
-    """Also with three times the query heads, an untied embedding, and positions that turn
-    slower.
-    """
+    """The second model has three times the query heads, a tied embedding and slower positions."""
     code = f"""
 import sys, numpy as np, torch
 sys.path.insert(0, {str(EXAMPLES / "supervised_finetuning")!r})
@@ -229,50 +230,53 @@ from train_flax import from_transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
 other = Path({str(checkpoint.parent / "other")!r})
-config = LlamaConfig(vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-                     initializer_range=0.3, tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=500.0))
+sizes = dict(vocab_size=50, hidden_size=48, intermediate_size=64, num_hidden_layers=2)
+heads = dict(num_attention_heads=6, num_key_value_heads=2)
+positions = dict(rope_type="default", rope_theta=500.0)
+config = LlamaConfig(
+    **sizes, **heads, initializer_range=0.3, tie_word_embeddings=True, rope_parameters=positions
+)
 LlamaForCausalLM(config).bfloat16().save_pretrained(other)
 for path in (Path({str(checkpoint)!r}), other):
     tokens = np.random.default_rng(0).integers(0, 50, (3, 40))
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(torch.from_numpy(tokens)).logits.detach().numpy()
-    ours = np.asarray(from_transformers(path)(tokens))
-    assert np.abs(theirs).max() > 1
-    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max(), (np.abs(ours - theirs).max(), np.abs(theirs).max())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = model(torch.from_numpy(tokens)).logits.detach().numpy()
+    actual = np.asarray(from_transformers(path)(tokens))
+    largest, error = np.abs(expected).max(), np.abs(actual - expected).max()
+    assert largest > 1
+    assert error < 1e-3 * largest, (error, largest)
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": ""},
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 # --- rows of tokens -------------------------------------------------------------------------------
 
 
 def test_rows_grade_the_answer_and_its_end_alone() -> None:
-    made = pairs.rows([Pair("ab", "cd")], BYTES, context=7)
-    assert made.tokens.tolist() == [[BYTES.begin, *b"abcd", BYTES.end, BYTES.end, BYTES.end]]
-    assert made.graded.tolist() == [[False, False, False, True, True, True, False, False]]
+    rows = pairs.rows([Pair("ab", "cd")], BYTES, context=7)
+    assert rows.tokens.tolist() == [[BYTES.begin, *b"abcd", BYTES.end, BYTES.end, BYTES.end]]
+    assert rows.graded.tolist() == [[False, False, False, True, True, True, False, False]]
 
 
-def test_a_pair_longer_than_a_row_goes_on_in_the_next_and_each_token_of_the_answer_is_predicted_once() -> (
-    None
-):
+def test_a_longer_pair_continues_in_the_next_row_and_predicts_each_token_once() -> None:
     coding = Coding(lambda line: [int(word) for word in line.split()], begin=100, end=101)
     answer = " ".join(map(str, range(50, 63)))
-    made = pairs.rows(
-        [Pair("1 2 3 4 5", answer)], coding, context=4
-    )  # the first row has no token of the answer
-    told = [
+    # The first row has no token of the answer.
+    rows = pairs.rows([Pair("1 2 3 4 5", answer)], coding, context=4)
+    predicted = [
         token
-        for row, graded in zip(made.tokens, made.graded, strict=True)
+        for row, graded in zip(rows.tokens, rows.graded, strict=True)
         for token in row[1:][graded[1:]]
     ]
-    assert told == [*range(50, 63), 101]
-    assert all(len(row) == 5 for row in made.tokens)
-    assert 1 not in made.tokens
+    assert predicted == [*range(50, 63), 101]
+    assert all(len(row) == 5 for row in rows.tokens)
+    assert 1 not in rows.tokens
 
 
 def test_data_is_read_from_json_lines_and_from_plain_text(tmp_path: Path) -> None:
@@ -298,10 +302,10 @@ def test_a_line_that_is_no_example_is_refused_by_its_number(line: str, tmp_path:
 
 
 def test_rows_of_large_vocabularies_survive_being_written(tmp_path: Path) -> None:
-    made = pairs.rows(
+    rows = pairs.rows(
         [Pair("", "x")], Coding(lambda line: [151_000], begin=1, end=128_009), context=4
     )
-    made.write(tmp_path / "rows.npz")
-    again = type(made).read(tmp_path / "rows.npz")
-    assert np.array_equal(again.tokens, made.tokens)
-    assert np.array_equal(again.graded, made.graded)
+    rows.write(tmp_path / "rows.npz")
+    again = type(rows).read(tmp_path / "rows.npz")
+    assert np.array_equal(again.tokens, rows.tokens)
+    assert np.array_equal(again.graded, rows.graded)

@@ -1,6 +1,4 @@
-"""The runs that benchmarks measure: the same recipe gives the same run, and a saved state goes on
-as if nothing had been.
-"""
+"""The shared runs: the same recipe gives the same run, and a loaded state continues exactly."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def started(framework: str, task: str, pretrain: bool = True, **changes: Any) ->
 
 
 def leaves(run: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Every array of the state, copied."""
+    """Copy every array of the state."""
     if isinstance(run, torch_workloads.Workload):
         states = importlib.import_module("benchmarks.states")
         return {
@@ -61,10 +59,10 @@ def test_a_loaded_state_goes_on_exactly_as_the_run_did(framework: str, task: str
     for _ in range(2):
         run.train_step()
     state = copy.deepcopy(run.state())
-    on = [run.train_step() for _ in range(3)], run.evaluate()
+    expected = [run.train_step() for _ in range(3)], run.evaluate()
     fresh = FRAMEWORKS[framework].Workload(run.recipe)
     fresh.load(state)
-    assert ([fresh.train_step() for _ in range(3)], fresh.evaluate()) == on
+    assert ([fresh.train_step() for _ in range(3)], fresh.evaluate()) == expected
     assert fresh.step == run.step == 5
     assert all(np.array_equal(leaf, leaves(fresh)[path]) for path, leaf in leaves(run).items())
 
@@ -82,12 +80,12 @@ def test_the_same_recipe_gives_the_same_run(framework: str, task: str) -> None:
 
 
 def test_another_seed_gives_another_run_and_another_order_other_batches_only() -> None:
-    one, other = started("torch", "sft"), started("torch", "sft", seed=2)
-    assert one.train_step() != other.train_step()
-    expected, loss = next(copy.deepcopy(one.batches)).tokens, one.evaluate()
-    one.reorder(9)
-    assert one.evaluate() == loss
-    assert not np.array_equal(next(one.batches).tokens, expected)
+    first, second = started("torch", "sft"), started("torch", "sft", seed=2)
+    assert first.train_step() != second.train_step()
+    expected, loss = next(copy.deepcopy(first.batches)).tokens, first.evaluate()
+    first.reorder(9)
+    assert first.evaluate() == loss
+    assert not np.array_equal(next(first.batches).tokens, expected)
 
 
 @pytest.mark.parametrize(("framework", "task"), ALL)
@@ -103,7 +101,7 @@ def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(
     if framework == "torch":
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         state = run.optimizer.state
-        held = [
+        sizes = [
             p.nbytes + sum(leaf.nbytes for leaf in state[p].values())
             for p in run.model.parameters()
             if p.requires_grad
@@ -124,9 +122,9 @@ def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(
         )
         trained = sum(leaf.size for leaf in jax.tree.leaves(run.training["params"]))
         parts = (run.training["params"], run.training["master"], adam.mu, adam.nu)
-        held = [leaf.nbytes for leaf in jax.tree.leaves(parts)]
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(parts)]
         base = {path for path in before if path.startswith("['base']")}
-    assert sum(held) == 14 * trained
+    assert sum(sizes) == 14 * trained
     assert bool(base) == (task == "lora")
     assert not moved & base
     assert len(moved) > 3
@@ -134,12 +132,12 @@ def test_a_trained_parameter_takes_14_bytes_and_a_frozen_one_never_moves(
 
 def test_rewards_count_right_digits_and_advantages_compare_within_a_prompt() -> None:
     right = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    told = tasks.reward(np.array([[1, 2, 3], [0, 2, 3], [0, 0, 0], [9, 9, 9]]), right)
-    assert told.tolist() == pytest.approx([1, 2 / 3, 0, 0])
-    found = tasks.advantages(told, group=2)
-    assert found[0] > 0 > found[1]
-    assert found[2] == found[3] == 0
-    assert found[:2].sum() == pytest.approx(0, abs=1e-6)
+    rewards = tasks.reward(np.array([[1, 2, 3], [0, 2, 3], [0, 0, 0], [9, 9, 9]]), right)
+    assert rewards.tolist() == pytest.approx([1, 2 / 3, 0, 0])
+    advantages = tasks.advantages(rewards, group=2)
+    assert advantages[0] > 0 > advantages[1]
+    assert advantages[2] == advantages[3] == 0
+    assert advantages[:2].sum() == pytest.approx(0, abs=1e-6)
 
 
 def test_the_answers_of_sums_are_right_in_training_and_held_out_of_it() -> None:
@@ -150,12 +148,12 @@ def test_the_answers_of_sums_are_right_in_training_and_held_out_of_it() -> None:
         left, _, other = bytes(prompt[1:-2].tolist()).decode().partition("+")
         assert int(left) + int(other) == int(bytes(answer.tolist()))
     batches = tasks.training_batches(chosen)
-    seen = {tuple(row) for _ in range(200) for row in next(batches).tokens.tolist()}
-    assert seen.isdisjoint(map(tuple, held_out.tokens.tolist()))
+    trained = {tuple(row) for _ in range(200) for row in next(batches).tokens.tolist()}
+    assert trained.isdisjoint(map(tuple, held_out.tokens.tolist()))
 
 
 def test_learning_on_sums_earns_more() -> None:
-    """At a rate that shows it in a few steps: the gradient of the policy points the right way."""
+    """The gradient of the policy points the right way, at a rate that shows it in a few steps."""
     run = started("torch", "rl", rate=3e-3, batch=16, group=8)
     before = sum(run.train_step() for _ in range(5))
     for _ in range(30):
@@ -165,7 +163,7 @@ def test_learning_on_sums_earns_more() -> None:
 
 def test_recipes_differ_in_size_only() -> None:
     for task in TASKS:
-        for made in (recipe, small, tiny):
-            assert made(task).rate == recipe(task).rate
-            assert made(task).betas == (0.9, 0.999)
+        for create in (recipe, small, tiny):
+            assert create(task).rate == recipe(task).rate
+            assert create(task).betas == (0.9, 0.999)
     assert isinstance(recipe("sft", seed=3), Recipe)

@@ -1,5 +1,6 @@
-"""Runs for the tests of `deltacheck eval`, small enough for many processes: a linear model,
-momentum by hand, batches drawn from a generator.
+"""Runs for the tests of `deltacheck eval`: linear models, small enough for many processes.
+
+They compute momentum by hand and draw batches from a generator.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from deltacheck.backends.torch import Engine
 
 
 class Linear:
-    """Learns a fixed matrix. All that decides how it goes on is in its state."""
+    """A run that learns a fixed matrix. Everything that decides how it continues is in its state."""
 
     def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)
-        self.wanted = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+        self.target = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
         self.generator = torch.Generator().manual_seed(seed)
         self.weights, self.momentum = torch.zeros(32, 32), torch.zeros(32, 32)
-        print("whatever a run prints must not be taken for what it tells")
+        print("whatever a run prints must not be read as an event")
 
     def step(self) -> float:
         batch = torch.randn(8, 32, generator=self.generator)
-        wrong = batch @ (self.weights - self.wanted)
-        self.momentum = 0.9 * self.momentum + batch.T @ wrong / 8
+        error = batch @ (self.weights - self.target)
+        self.momentum = 0.9 * self.momentum + batch.T @ error / 8
         self.weights = self.weights - 1e-2 * self.momentum
-        return float(wrong.square().mean())
+        return float(error.square().mean())
 
     def state(self) -> dict[str, Any]:
         return {
@@ -41,28 +42,27 @@ class Linear:
         self.generator.set_state(state["generator"])
 
     def evaluate(self) -> float:
-        return float((self.weights - self.wanted).square().mean())
+        return float((self.weights - self.target).square().mean())
 
 
 class Forgetful(Linear):
-    """Does not put its momentum back."""
+    """A run that does not restore its momentum."""
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state | {"momentum": self.momentum})
 
 
 def make(seed: int) -> Linear:
+    """Create a correct run."""
     return Linear(seed)
 
 
 def planted(seed: int) -> Linear:
-    """Forgetful, in a process whose engine restores one bit of another leaf wrongly, as a defect of
-    ours would.
-    """
-    whole = Engine.restore
+    """Create a forgetful run, in a process whose engine restores a bit of another leaf wrongly."""
+    original = Engine.restore
 
     def restore(self: Engine, *arguments: Any, **options: Any) -> Any:
-        state = whole(self, *arguments, **options)
+        state = original(self, *arguments, **options)
         state["weights"].view(torch.int32)[3, 5] ^= 1
         return state
 
