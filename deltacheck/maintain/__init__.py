@@ -1,1 +1,1 @@
-"""Look after a root: verify, survey, repair, compact, prune, copy and branch."""
+"""Maintain a root: verify, survey, repair, compact, copy, branch and measure drift."""

@@ -1,4 +1,4 @@
-"""Which step last changed each part of a leaf, told from digests: no leaf is read."""
+"""Find the step that last changed each part of a leaf, from digests alone. No leaf is read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from deltacheck.store.root import Root
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """``steps``: int64, per chunk of the leaf the oldest step since which it has had the same
-    bytes.
-    ``is_known``: bool, per chunk whether the step before that one is there and had others; else the
-    content is as old as the oldest step that can be compared, or older. ``cuts``: of a leaf that is
-    stored in tiles: the chunks are then those of its tiles, one tile after the other. ``spec``: of
-    what is stored.
+    """The origin of each chunk of a leaf.
+
+    Attributes:
+        spec: Spec of the stored leaf.
+        steps: int64, for each chunk the oldest step since which it has had the same bytes.
+        is_known: bool, for each chunk whether the step before that one exists and had other bytes.
+            If false, the content is as old as the oldest step that can be compared, or older.
+        cuts: Tiling of a leaf that is stored in tiles, else ``None``. The chunks are those of the
+            tiles, one tile after the other.
     """
 
     spec: LeafSpec
@@ -32,70 +35,84 @@ class Blame:
     cuts: Cuts | None = None
 
     def box(self, chunk: int) -> Box:
-        """Where a chunk lies in the leaf. ``IndexError`` where there is none of that number."""
+        """Return the slices of the leaf that a chunk covers.
+
+        Raises:
+            IndexError: If there is no chunk of that number.
+        """
+        number = chunk
         tile_specs = [self.spec] if self.cuts is None else _tile_specs(self.spec, self.cuts)
-        for number, spec in enumerate(tile_specs):
-            if 0 <= chunk < spec.chunk_count:
-                inner = grid.box(spec.shape, spec.chunk, chunk)
-                at = (
+        for tile, spec in enumerate(tile_specs):
+            if 0 <= number < spec.chunk_count:
+                inner = grid.box(spec.shape, spec.chunk, number)
+                origin = (
                     [0] * len(inner)
                     if self.cuts is None
-                    else [s.start for s in tiles.box(self.cuts, number)]
+                    else [axis.start for axis in tiles.box(self.cuts, tile)]
                 )
                 return tuple(
-                    slice(first + s.start, first + s.stop)
-                    for first, s in zip(at, inner, strict=True)
+                    slice(first + axis.start, first + axis.stop)
+                    for first, axis in zip(origin, inner, strict=True)
                 )
-            chunk -= spec.chunk_count
-        raise IndexError(f"leaf {self.spec.path!r} has no such chunk")
+            number -= spec.chunk_count
+        raise IndexError(f"leaf {self.spec.path!r} has {self.steps.size} chunks, no chunk {chunk}")
 
 
 def _tile_specs(leaf: LeafSpec, cuts: Cuts) -> Iterator[LeafSpec]:
     for number in range(tiles.count(cuts)):
-        yield LeafSpec.of(
-            leaf.path, tuple(s.stop - s.start for s in tiles.box(cuts, number)), leaf.dtype
-        )
+        shape = tuple(axis.stop - axis.start for axis in tiles.box(cuts, number))
+        yield LeafSpec.of(leaf.path, shape, leaf.dtype)
 
 
 def blame(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
-    """For stored leaves of a step: since when each of their chunks has its content, among the steps
-    that are there.
+    """Find the step that last changed each chunk of some stored leaves.
 
-    Of a leaf that a policy keeps as codes, the codes are what is compared; one that ranks have cut
-    otherwise before cannot be compared with that, and is as old as the first step of its cuts, or
-    older. Reads segment tables and chunk digests, back to the step where nothing is left to find.
-    Raises ``Damaged`` or ``ChainBroken`` where a step on the way is not whole, ``KeyError`` for a
-    path that is not stored.
+    Segment tables and chunk digests are read backwards from the step, until the origin of every
+    chunk is known. If a policy stores a leaf as codes, the codes are compared. Tiles are compared
+    only with steps that have the same tiles; at the first such step the chunks count as "or older".
+
+    Args:
+        root: Root to read.
+        manifest: Manifest of the step to begin with.
+        paths: Paths of stored leaves.
+
+    Returns:
+        Leaf path -> origin of its chunks.
+
+    Raises:
+        Damaged: If a step on the way is not whole.
+        ChainBroken: The same, if a chain has no keyframe.
+        KeyError: If a path is not stored.
     """
     paths = list(dict.fromkeys(paths))
     names = {path: manifest.names_of(path) or [path] for path in paths}
-    parts = _blamed(root, manifest, [name for of in names.values() for name in of])
+    stored_paths = [name for tile_names in names.values() for name in tile_names]
+    parts = _blame_stored(root, manifest, stored_paths)
     return {
-        path: _joined(manifest, path, [parts[name] for name in of]) for path, of in names.items()
+        path: _join(manifest, path, [parts[name] for name in tile_names])
+        for path, tile_names in names.items()
     }
 
 
-def _joined(manifest: Manifest, path: str, parts: list[Blame]) -> Blame:
+def _join(manifest: Manifest, path: str, parts: list[Blame]) -> Blame:
     if path not in manifest.tiles:
         return parts[0]
-    steps, known = (
-        np.concatenate([part.steps for part in parts]),
-        np.concatenate([part.is_known for part in parts]),
-    )
-    return Blame(manifest.spec(path), steps, known, manifest.tiles[path].cuts)
+    steps = np.concatenate([part.steps for part in parts])
+    is_known = np.concatenate([part.is_known for part in parts])
+    return Blame(manifest.spec(path), steps, is_known, manifest.tiles[path].cuts)
 
 
-def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
-    """As ``blame``, of leaves and tiles by what they are stored as."""
-    found: dict[str, Blame] = {}
-    now: dict[str, NDArray[np.uint64]] = {}
-    for path, link in resolve_chains(root, manifest, paths).items():
-        count = link.spec.chunk_count
-        found[path] = Blame(
-            link.spec, np.full(count, manifest.step, np.int64), np.zeros(count, np.bool_)
+def _blame_stored(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, Blame]:
+    """Find the origin of the chunks of leaves and tiles, by the paths they are stored under."""
+    origins: dict[str, Blame] = {}
+    digests: dict[str, NDArray[np.uint64]] = {}
+    for path, chain in resolve_chains(root, manifest, paths).items():
+        count = chain.spec.chunk_count
+        origins[path] = Blame(
+            chain.spec, np.full(count, manifest.step, np.int64), np.zeros(count, np.bool_)
         )
-        now[path] = link.digests
-    open_paths = {path for path, one in found.items() if one.steps.size}
+        digests[path] = chain.digests
+    open_paths = {path for path, origin in origins.items() if origin.steps.size}
     older = [ref for ref in root.checkpoints() if ref.seq < manifest.seq]
     for ref in reversed(older):
         if not open_paths:
@@ -104,29 +121,31 @@ def _blamed(root: Root, manifest: Manifest, paths: Iterable[str]) -> dict[str, B
         comparable = {
             path
             for path in open_paths
-            if path in before.stored and before.stored[path].spec(path) == found[path].spec
+            if path in before.stored and before.stored[path].spec(path) == origins[path].spec
         }
+        # If only the tiling differs, the bytes may be the same: the origin stays unknown.
         open_paths -= {
-            path for path in open_paths - comparable if _lies_otherwise(path, manifest, before)
+            path for path in open_paths - comparable if _tiled_otherwise(path, manifest, before)
         }
-        links = resolve_chains(root, before, sorted(comparable))
+        chains = resolve_chains(root, before, sorted(comparable))
         for path in sorted(open_paths):
-            one = found[path]
+            origin = origins[path]
             same = (
-                (links[path].digests == now[path]).all(axis=1)
+                (chains[path].digests == digests[path]).all(axis=1)
                 if path in comparable
-                else np.zeros(one.steps.size, np.bool_)
+                else np.zeros(origin.steps.size, np.bool_)
             )
-            one.steps[same & ~one.is_known] = before.step
-            one.is_known[~same] = True
-            if one.is_known.all():
+            origin.steps[same & ~origin.is_known] = before.step
+            origin.is_known[~same] = True
+            if origin.is_known.all():
                 open_paths.remove(path)
-    return found
+    return origins
 
 
-def _lies_otherwise(path: str, manifest: Manifest, before: Manifest) -> bool:
-    """Whether an earlier step stores the leaf of ``path``, too, but one of the two steps has it in
-    tiles. REQUIRES: it cannot be compared there.
+def _tiled_otherwise(path: str, manifest: Manifest, before: Manifest) -> bool:
+    """Return whether an earlier step stores the same leaf in other tiles.
+
+    ``path`` must be one that cannot be compared with that step.
     """
     leaf = tiles.leaf_of(path)
     if not before.names_of(leaf) or not (leaf in before.tiles or leaf in manifest.tiles):

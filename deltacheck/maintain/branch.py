@@ -1,5 +1,6 @@
-"""Begin a new run at a step of another: a root of its own that shares the files, and stays whole
-whatever becomes of the first.
+"""Make a new root that begins with a step of another root.
+
+The new root shares the files of the first, and stays whole if the first is changed or deleted.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from deltacheck.store.files import storage
 from deltacheck.store.files.storage import take_lease
 from deltacheck.store.root import Root, Store, open_segments
 
-# Where a hard link cannot be made: another file system, one without links, too many of them.
+# Errors of os.link: another file system, one without links, or too many links to a file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """What was done. ``linked_bytes``: of files that both roots share; ``copied_bytes``: of those
-    that had to be copied.
+    """The result of ``branch``. The field names are keys of ``deltacheck branch --json``.
+
+    Attributes:
+        step: Training step.
+        segments: Number of segments of the new root.
+        linked_bytes: Size of the files that both roots share.
+        copied_bytes: Size of the files that were copied.
     """
 
     step: int
@@ -40,19 +46,31 @@ class Branched:
 def branch(
     root: Root, step: int | str | None, to: str | os.PathLike[str], *, copy: bool = False
 ) -> Branched:
-    """Make an engine root at ``to`` that has one step (a number or a tag; ``None``: the newest) of
-    ``root``, under the same numbers, and no more.
+    """Make an engine root that holds one step of ``root`` under the same numbers.
 
-    Segments are never written to again once they are committed, so the new root gets hard links to
-    them: that takes no space and no time worth speaking of, each root is collected for itself, and
-    a file goes when the last of the two lets it go. ``copy``: copy the files instead: takes their
-    space, and damage to one root's file is then no damage to the other's. Across file systems they
-    are copied in any case. Works beside a running training; where its retention deletes the step
-    meanwhile, nothing is committed at ``to``.
+    Committed segments are never written to again, so the new root gets hard links to them. Links
+    take hardly any space and time. Each root is collected by itself, and the file system frees a
+    file when both have deleted it. Works beside a running training. If its retention deletes the
+    step meanwhile, nothing is committed at ``to``.
 
-    Raises ``StepNotFound``, ``Damaged`` or ``ChainBroken`` where the step's tables are not whole,
-    ``NotACheckpointRoot`` where ``to`` holds anything, ``StorageFailed`` for an object store,
-    ``OSError``.
+    Args:
+        root: Root to branch from.
+        step: A training step, a tag, or ``None`` for the newest step.
+        to: Directory that is new or empty.
+        copy: If false (default), link files: damage to a file affects both roots. If true, copy
+            them: takes their space, but damage stays in one root. Files are always copied across
+            file systems.
+
+    Returns:
+        The number of segments, and the sizes of the linked and copied files.
+
+    Raises:
+        StepNotFound: If there is no such step.
+        Damaged: If the tables of the step are not whole.
+        ChainBroken: The same, if a segment is missing.
+        NotACheckpointRoot: If ``to`` holds anything.
+        StorageFailed: If the root is in an object store.
+        OSError: If the file system fails.
     """
     target = Path(to).absolute()
     if target.exists() and any(target.iterdir()):
@@ -67,24 +85,25 @@ def branch(
     linked = copied = 0
     try:
         for ref in manifest.segments:
-            source, made = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
+            source, segment = origin / layout.SEGMENTS / ref.id, target / layout.SEGMENTS / ref.id
             for folder, _, files in os.walk(source):
-                inner = made / Path(folder).relative_to(source)
-                inner.mkdir()
+                target_folder = segment / Path(folder).relative_to(source)
+                target_folder.mkdir()
                 for name in files:
-                    size = (Path(folder) / name).stat().st_size
-                    if not copy and _link(Path(folder) / name, inner / name):
+                    file = Path(folder) / name
+                    size = file.stat().st_size
+                    if not copy and _link(file, target_folder / name):
                         linked += size
                     else:
-                        copy_file(Path(folder) / name, inner / name, store.durability)
+                        copy_file(file, target_folder / name, store.durability)
                         copied += size
-            store.durability.sync_tree(made)
-        new = Root(target, store)
-        about = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
-        own = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=about)
-        open_segments(
-            new, own
-        )  # the tables that were committed, or an error: the other run may have collected them meanwhile
+            store.durability.sync_tree(segment)
+        new_root = Root(target, store)
+        writer = f"process {os.getpid()} on {socket.gethostname()}, branching off {root.path}"
+        own = msgspec.structs.replace(manifest, nonce=secrets.token_hex(8), writer=writer)
+        # The other run may have collected the segments while they were linked. Opening them checks
+        # that the tables are those that were committed.
+        open_segments(new_root, own)
         commit(target, own)
     finally:
         store.close()

@@ -1,5 +1,6 @@
-"""Keep a second copy of a memory root, on another machine's memory: every step as it appears, and
-its deletion. A mirror is a memory root itself.
+"""Keep a second copy of a memory root in another machine's memory.
+
+Every step is copied as it appears, and deleted as it is deleted. A mirror is a memory root itself.
 """
 
 from __future__ import annotations
@@ -21,14 +22,23 @@ from deltacheck.store.root import Root, Store, open_root
 
 
 class Mirror:
-    """A copy of a memory root, kept by another process than the one that writes there; takes the
-    target's lease, and no lock on the source.
+    """A copy of a memory root, kept by another process than the one that writes there.
 
-    ``durability``: of the copy, ``"process"`` for one in memory.
+    A mirror takes the lease of the target, and no lock on the source. See
+    ``docs/how-to/memory-tier.md``.
 
-    Raises ``NotACheckpointRoot`` where ``source`` is not the memory root of an engine,
-    ``ForeignMemory`` where ``target`` is that of another run, ``RootBusy``, ``StorageFailed`` for
-    an object store.
+    Args:
+        source: The memory root of an engine.
+        target: Directory of the copy. It is created if it does not exist.
+        durability: Durability of the copy. ``"process"`` (default): the copy survives the end of
+            this process; use it for a copy in memory. ``"power"``: the copy also survives a power
+            cut, but every step is synced, which is slower.
+
+    Raises:
+        NotACheckpointRoot: If ``source`` is not the memory root of an engine.
+        ForeignMemory: If ``target`` holds the steps of another run.
+        RootBusy: If another process writes to ``target``.
+        StorageFailed: If one of them is in an object store.
     """
 
     def __init__(
@@ -42,13 +52,13 @@ class Mirror:
         bond = read_bond(self._source.path)
         if bond is None or self._source.is_manager_root:
             raise NotACheckpointRoot(
-                f"{source} is not the memory root of an engine: it does not say which run it"
+                f"{source} is not the memory root of an engine: it does not name the run that it"
                 " belongs to"
             )
         self._target = Root(path, Store.create(path, durability=Durability.of(durability)))
         self._lease = take_lease(path)
-        ours = read_bond(path)
-        if self._target.manifest_paths() and (ours is None or ours.root != bond.root):
+        target_bond = read_bond(path)
+        if self._target.manifest_paths() and (target_bond is None or target_bond.root != bond.root):
             self._lease.release()
             raise ForeignMemory(
                 f"{path} cannot mirror {source}: it holds steps of another run. Remove it, or name"
@@ -57,80 +67,97 @@ class Mirror:
         self._run = bond.root
 
     def poll(self) -> list[int]:
-        """Copy the steps that are new at the source, delete those that have gone there; the
-        training
-        steps that were copied.
+        """Copy the steps that are new at the source, and delete those that are deleted there.
 
-        The copy is complete in every moment: new steps come before old ones go. Where the source
-        itself is gone, nothing is deleted. Raises ``Damaged`` for what cannot be read there,
-        ``ForeignMemory`` where another run has taken its place, ``RootBusy``.
+        The copy is complete at every moment: new steps are copied before old ones are deleted. If
+        the source itself does not exist any more, nothing is deleted.
+
+        Returns:
+            The training steps that were copied, oldest first.
+
+        Raises:
+            Damaged: If a step of the source cannot be read.
+            ForeignMemory: If another run has replaced the source.
+            RootBusy: If the lease of the target was lost.
         """
-        found, damaged = self._source.briefs()
+        briefs, damaged = self._source.briefs()
         for error in damaged.values():
             raise error
-        if not found:
+        if not briefs:
             return []
         self._lease.check()
-        wanted = {(brief.seq, brief.nonce) for brief in found.values()}
-        held = {(brief.seq, brief.nonce) for brief in self._target.briefs()[0].values()}
-        for seq in {seq for seq, _ in held - wanted} & {seq for seq, _ in wanted}:
-            collect.delete_checkpoint(self._target, seq)  # the source was begun anew
+        # A save is identified by its sequence number and its nonce: a run that began anew repeats
+        # the numbers.
+        source_saves = {(brief.seq, brief.nonce) for brief in briefs.values()}
+        target_saves = {(brief.seq, brief.nonce) for brief in self._target.briefs()[0].values()}
+        replaced = {seq for seq, _ in target_saves - source_saves} & {
+            seq for seq, _ in source_saves
+        }
+        for seq in replaced:
+            collect.delete_checkpoint(self._target, seq)
         copied = []
-        for path, brief in sorted(found.items(), key=lambda one: one[1].seq):
-            if (brief.seq, brief.nonce) not in held:
+        for path, brief in sorted(briefs.items(), key=lambda entry: entry[1].seq):
+            if (brief.seq, brief.nonce) not in target_saves:
                 try:
-                    transfer(
-                        self._source,
-                        check_place(path, read_manifest(path), False),
-                        self._target,
-                        again=True,
-                    )
+                    manifest = check_place(path, read_manifest(path), False)
+                    transfer(self._source, manifest, self._target, again=True)
                 except (FileNotFoundError, StepNotFound):
                     continue  # deleted since it was listed
                 copied.append(brief.step)
-        self._follow_bond()
-        going = sorted(seq for seq, _ in held - wanted)
-        for seq in going:
+        self._update_bond()
+        deleted = sorted(seq for seq, _ in target_saves - source_saves)
+        for seq in deleted:
             collect.delete_checkpoint(self._target, seq)
-        if copied or going:
+        if copied or deleted:
             collect.collect(self._target, grace_seconds=0)
         return copied
 
-    def _follow_bond(self) -> None:
-        """Know as much of the disk as the source does: after the steps were copied, before any
-        goes.
+    def _update_bond(self) -> None:
+        """Copy the source's knowledge of the durable root.
+
+        This happens after steps are copied and before any are deleted. A step is deleted from
+        memory only once it is on disk, so the copy must know of the newer durable step first.
         """
         bond = read_bond(self._source.path)
         if bond is None:
             return
         if bond.root != self._run:
             raise ForeignMemory(
-                f"{self._source.path} is the memory of another run now, {bond.path}; end this"
+                f"{self._source.path} is now the memory of another run, {bond.path}; end this"
                 " mirror"
             )
-        held = read_bond(self._target.path)
-        if held is None or bond._replace(boot="") != held._replace(boot=""):
+        target_bond = read_bond(self._target.path)
+        if target_bond is None or bond._replace(boot="") != target_bond._replace(boot=""):
             write_bond(self._target.path, bond)
 
     def run(self, *, poll_seconds: float = 0.2, timeout: float | None = None) -> int:
-        """``poll`` until nothing new has come for ``timeout`` seconds (``None``: for ever; 0:
-        once);
-        how many steps were copied.
+        """Poll until no new step has come for some time.
 
-        ``poll_seconds``: between two looks; shorter: less is lost with the source's machine, more
-        calls to the file system. Raises as ``poll``.
+        Args:
+            poll_seconds: Time between two polls in seconds. Shorter: less is lost with the
+                source's machine; longer: fewer calls to the file system.
+            timeout: End after this many seconds without a new step. ``None``: never end; 0: poll
+                once.
+
+        Returns:
+            The number of steps that were copied.
+
+        Raises:
+            Damaged: If a step of the source cannot be read.
+            ForeignMemory: If another run has replaced the source.
+            RootBusy: If the lease of the target was lost.
         """
-        count, last = 0, time.monotonic()
+        count, last_copy = 0, time.monotonic()
         while True:
             copied = self.poll()
             count += len(copied)
-            last = time.monotonic() if copied else last
-            if timeout is not None and time.monotonic() - last >= timeout:
+            last_copy = time.monotonic() if copied else last_copy
+            if timeout is not None and time.monotonic() - last_copy >= timeout:
                 return count
             time.sleep(poll_seconds)
 
     def close(self) -> None:
-        """Give the target back. More than once does nothing."""
+        """Release the target. Further calls do nothing."""
         self._lease.release()
 
     def __enter__(self) -> Self:

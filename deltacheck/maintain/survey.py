@@ -1,5 +1,7 @@
-"""What the steps of a root stand on: every manifest and table read once, every chain once however
-many steps share it. Reads only.
+"""Read the manifests and tables of the steps of a root, and list the chains of their leaves.
+
+Every manifest and table is read once, and every chain is listed once, whatever number of steps
+shares it. Nothing is written.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Link = tuple[Segment, LeafEntry]
 
 
 class Use(NamedTuple):
-    """A step that stands on the first ``links`` of a chain."""
+    """A step that needs the first ``links`` links of a chain."""
 
     seq: int
     step: int
@@ -32,7 +34,14 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class Lineage:
-    """A leaf's keyframe and all deltas after it that any step applies, and those steps."""
+    """A chain of a leaf and the steps that need it.
+
+    Attributes:
+        path: Path that the chain is stored under: a leaf or a tile.
+        record: The leaf's record of the first step.
+        links: The keyframe, then all deltas that any step applies, oldest first.
+        uses: The steps, in ascending order of their sequence numbers.
+    """
 
     path: str
     record: LeafRecord
@@ -40,7 +49,7 @@ class Lineage:
     uses: list[Use] = field(default_factory=list)
 
     def chain(self, links: int | None = None) -> Chain:
-        """The whole chain, or its first links."""
+        """Return the whole chain, or its first ``links`` links."""
         key, *deltas = self.links[:links]
         return Chain(
             self.record.spec(self.path),
@@ -51,18 +60,19 @@ class Lineage:
 
     @property
     def spec_chunks(self) -> int:
+        """The number of chunks of the leaf."""
         return self.record.spec(self.path).chunk_count
 
     def harmed(self, segment_id: str) -> Iterator[Use]:
-        """The steps that need the link in a segment."""
-        at = next(
+        """Return the steps that need the link in a segment."""
+        position = next(
             number for number, (segment, _) in enumerate(self.links) if segment.id == segment_id
         )
-        return (use for use in self.uses if use.links > at)
+        return (use for use in self.uses if use.links > position)
 
 
 class Broken(NamedTuple):
-    """A leaf of a step whose links do not fit together."""
+    """A leaf of a step whose links do not form a chain."""
 
     manifest: Manifest
     path: str
@@ -71,8 +81,13 @@ class Broken(NamedTuple):
 
 @dataclass(slots=True)
 class Survey:
-    """``lost``: segments whose table cannot be read, and why. ``broken``: leaves without a
-    chain.
+    """The chains of some steps.
+
+    Attributes:
+        lineages: The chains, in the order of the steps that began them.
+        segments: The segments whose tables were read.
+        lost: Segments whose table cannot be read, with the error.
+        broken: Leaves without a chain.
     """
 
     lineages: list[Lineage]
@@ -82,103 +97,123 @@ class Survey:
 
 
 def survey(root: Root, manifests: Iterable[Manifest], *, without_lost: bool = False) -> Survey:
-    """Take stock of steps, given in ascending order of their sequence numbers.
+    """List the chains of steps.
 
-    ``without_lost``: a step that has lost segments is taken as if it never had them, so that it
-    shows which leaves need them; else it is left out.
+    Args:
+        root: Root to read.
+        manifests: Manifests of the steps, in ascending order of their sequence numbers.
+        without_lost: If true, a step that has lost segments is read without them, so that
+            ``broken`` names the leaves that need them. If false, such a step is left out.
+
+    Returns:
+        Chains, segments and problems.
     """
-    found = Survey([], {}, {}, [])
+    result = Survey([], {}, {}, [])
     current: dict[str, Lineage] = {}
     before: set[str] = set()
     for manifest in manifests:
         segments = [
             segment
             for ref in manifest.segments
-            if (segment := _opened(root, ref, found)) is not None
+            if (segment := _open_segment(root, ref, result)) is not None
         ]
         if len(segments) < len(manifest.segments) and not without_lost:
             continue
         names = {segment.id for segment in segments}
         dropped, before = before - names, names
-        every = columns.entries_by_path(segments)
+        entries = columns.entries_by_path(segments)
         for path, record in manifest.stored.items():
-            links = [(segments[number], entry) for number, entry in every.get(path, ())]
+            links = [(segments[number], entry) for number, entry in entries.get(path, ())]
             try:
-                lineage = _extended(path, record, links, current.get(path), dropped, manifest)
+                lineage = _extend(path, record, links, current.get(path), dropped, manifest)
             except ChainBroken as error:
-                found.broken.append(Broken(manifest, path, error))
+                result.broken.append(Broken(manifest, path, error))
                 continue
             if current.get(path) is not lineage:
                 current[path] = lineage
-                found.lineages.append(lineage)
-    return found
+                result.lineages.append(lineage)
+    return result
 
 
-def _opened(root: Root, ref: SegmentRef, found: Survey) -> Segment | None:
-    if ref not in found.segments and ref not in found.lost:
+def _open_segment(root: Root, ref: SegmentRef, result: Survey) -> Segment | None:
+    if ref not in result.segments and ref not in result.lost:
         try:
-            found.segments[ref] = root.store.segment(ref)
+            result.segments[ref] = root.store.segment(ref)
         except Damaged as error:
-            found.lost[ref] = error
-    return found.segments.get(ref)
+            result.lost[ref] = error
+    return result.segments.get(ref)
 
 
-def _extended(
+def _extend(
     path: str,
     record: LeafRecord,
     links: Sequence[Link],
-    known: Lineage | None,
+    previous: Lineage | None,
     dropped: set[str],
     manifest: Manifest,
 ) -> Lineage:
-    """The lineage that a step's leaf stands on: the known one, grown where the step has newer
-    links,
-    or another. ``links``: all that the step has of the leaf, oldest first.
+    """Return the lineage of a leaf of a step: the previous step's, extended, or a new one.
+
+    Args:
+        path: Path that the leaf is stored under.
+        record: The leaf's record of the step.
+        links: All links that the step's segments hold for the leaf, oldest first.
+        previous: The lineage of the leaf in the step before.
+        dropped: Segments that the step before needed and this step does not.
+        manifest: Manifest of the step.
+
+    Raises:
+        ChainBroken: If the links do not lead from a keyframe to the digest of the record.
     """
     if (
-        known is not None
+        previous is not None
         and dropped
-        and not dropped.isdisjoint(segment.id for segment, _ in known.links)
+        and not dropped.isdisjoint(segment.id for segment, _ in previous.links)
     ):
-        known = None
-    last = None if known is None else known.links[-1][0].id
-    fresh: list[Link] = []
+        previous = None
+    last_segment = None if previous is None else previous.links[-1][0].id
+    # Links are compared from the newest backwards, up to a link of the previous lineage or to a
+    # keyframe, which begins a new one.
+    new_links: list[Link] = []
     for segment, entry in reversed(links):
-        if segment.id == last:
+        if segment.id == last_segment:
             break
-        fresh.append((segment, entry))
+        new_links.append((segment, entry))
         if entry.is_whole:
-            known = None
+            previous = None
             break
-    fresh.reverse()
-    lineage = Lineage(path, record, []) if known is None else known
-    at = f"step {manifest.step}, leaf {path!r}"
-    if known is None and not (fresh and fresh[0][1].is_whole):
-        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe", leaf=path)
-    content = lineage.links[-1][1].digest if lineage.links else fresh[0][1].base
-    what = (record.dtype, record.shape, record.chunk)
-    for segment, entry in fresh:
-        if entry.base != content or (entry.dtype, entry.shape, entry.chunk) != what:
+    new_links.reverse()
+    lineage = Lineage(path, record, []) if previous is None else previous
+    place = f"step {manifest.step}, leaf {path!r}"
+    if previous is None and not (new_links and new_links[0][1].is_whole):
+        raise ChainBroken(f"{place}: none of the step's segments holds its keyframe", leaf=path)
+    digest = lineage.links[-1][1].digest if lineage.links else new_links[0][1].base
+    layout = (record.dtype, record.shape, record.chunk)
+    for segment, entry in new_links:
+        if entry.base != digest or (entry.dtype, entry.shape, entry.chunk) != layout:
             raise ChainBroken(
-                f"{at}: segment {segment.id} is a delta to {entry.base or 'nothing'}, but the leaf"
-                f" is {content} there",
+                f"{place}: segment {segment.id} is a delta to {entry.base or 'nothing'}, but the"
+                f" leaf has digest {digest} there",
                 file=segment.path / "zarr.json",
                 leaf=path,
             )
-        content = entry.digest
-    if content != record.digest:
+        digest = entry.digest
+    if digest != record.digest:
         raise ChainBroken(
-            f"{at}: its segments give digest {content}, the manifest promises {record.digest}",
+            f"{place}: its segments give digest {digest}, but the manifest has {record.digest}",
             leaf=path,
         )
-    lineage.links += fresh
+    lineage.links += new_links
     lineage.uses.append(Use(manifest.seq, manifest.step, len(lineage.links)))
     return lineage
 
 
 class Tables(NamedTuple):
-    """The chunk digests after each link of a lineage, as far as the tables can be read, and why not
-    further.
+    """The chunk digests after each link of a lineage.
+
+    Attributes:
+        digests: One array of shape (chunks, 2), uint64, for each link whose tables can be read.
+        error: The error at the first link whose tables cannot be read, if there is one.
     """
 
     digests: list[U64]
@@ -186,9 +221,7 @@ class Tables(NamedTuple):
 
 
 def tables(lineage: Lineage) -> Tables:
-    """What the tables say of every chunk after each link, each link's proven by the digest of the
-    leaf there.
-    """
+    """Read the chunk digests after each link, and check them by the leaf's digest there."""
     digests: list[U64] = []
     count = lineage.spec_chunks
     current = np.zeros((count, 2), np.uint64)
@@ -207,7 +240,7 @@ def tables(lineage: Lineage) -> Tables:
             if leaf_digest(current) != entry.digest:
                 raise Damaged(
                     f"leaf {lineage.path!r}: the chunk digests in {segment.path} give"
-                    f" {leaf_digest(current)}, its table says {entry.digest}",
+                    f" {leaf_digest(current)}, its table has {entry.digest}",
                     file=segment.path / "digests",
                     leaf=lineage.path,
                 )
@@ -220,7 +253,7 @@ def tables(lineage: Lineage) -> Tables:
 def stored_chunks(
     segment: Segment, entry: LeafEntry, count: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The numbers of the chunks that an entry brings, in the order of its digests."""
+    """Return the numbers of the chunks that an entry stores, in the order of its digests."""
     if entry.key is not None:
         return np.arange(count)
     runs = [
@@ -231,25 +264,28 @@ def stored_chunks(
 
 
 def batches(lineages: Iterable[Lineage], batch_bytes: int) -> Iterator[list[Lineage]]:
-    """Lineages in groups that are read together: of different leaves, at most ``batch_bytes`` of
-    them or one.
+    """Group lineages to be read together.
+
+    The lineages of a batch are of different leaves. They decode to at most ``batch_bytes``, or
+    there is only one.
     """
     batch: dict[str, Lineage] = {}
     size = 0
     for lineage in lineages:
-        more = lineage.record.spec(lineage.path).raw_bytes
-        if batch and (lineage.path in batch or size + more > batch_bytes):
+        raw_bytes = lineage.record.spec(lineage.path).raw_bytes
+        if batch and (lineage.path in batch or size + raw_bytes > batch_bytes):
             yield list(batch.values())
             batch, size = {}, 0
         batch[lineage.path] = lineage
-        size += more
+        size += raw_bytes
     if batch:
         yield list(batch.values())
 
 
 def cost_bytes(lineage: Lineage) -> int:
-    """Decoded bytes that checking a lineage goes through: the leaf, and the chunks that each delta
-    brings.
+    """Return the decoded bytes that a check of a lineage reads.
+
+    These are the leaf, and the chunks that each delta stores.
     """
     chunk = lineage.record.spec(lineage.path).raw_bytes / max(1, lineage.spec_chunks)
     rows = sum(count for _, entry in lineage.links[1:] for _, _, count in entry.delta)

@@ -1,10 +1,9 @@
-"""Copy a committed step from one root to another: the segments that it needs and the other lacks,
-then
-the manifest. Nothing is decoded.
+"""Copy a committed step from one root to another, without decoding it.
 
-A step is committed at the target as a save commits it: what it needs is durable there before its
-manifest appears. So a transfer may be killed, or fail, at any moment; the target has the step whole
-or does not have it, and the source is only read.
+The segments that the step needs and the target lacks are copied first, then the manifest. A step is
+committed at the target as a save commits it: everything that it needs is durable there before its
+manifest appears. A transfer may therefore be killed or fail at any moment: the target has the step
+whole, or does not have it. The source is only read.
 """
 
 from __future__ import annotations
@@ -35,28 +34,39 @@ def transfer(
     beat: Callable[[], None] = lambda: None,
     again: bool = False,
 ) -> int:
-    """Commit a step of ``source``, a local engine root, at ``target``; returns the bytes written.
-    The
-    nonce stays: it is the same save.
+    """Commit a step of a local engine root at another root.
 
-    How durable it becomes follows from the target's own durability, and the manifest there says
-    that. Files are compared by size, tables by digest; values are compared by whoever restores
-    them. ``beat``: called whenever a file has been copied. ``again``: also a step that is older
-    than the newest at the target.
+    The nonce stays, because it is the same save. The durability of the copy follows from the
+    target, and is recorded in the manifest there. Files are compared by size, tables by digest; a
+    restore compares the values. The caller must hold the target's lease.
 
-    REQUIRES: the caller holds the target's lease. Raises what ``commit`` raises, ``StepNotFound``
-    where the step was deleted meanwhile, ``Damaged`` or ``ChainBroken`` where a segment is not what
-    was committed, ``OSError``; then nothing of the step is at the target.
+    Args:
+        source: Root to copy from.
+        manifest: Manifest of the step.
+        target: Root to copy to.
+        still_ours: Function that raises if the right to write has been lost.
+        beat: Function that is called after each file, to show progress.
+        again: If true, also a step that is older than the newest step of the target is committed.
+
+    Returns:
+        The number of bytes written.
+
+    Raises:
+        StepNotFound: If the step was deleted meanwhile.
+        Damaged: If a segment is not the one that was committed.
+        ChainBroken: The same, if a segment is missing.
+        OSError: If the storage fails.
     """
+    # Open segments are pinned: the source's collection leaves them until they are released.
     pinned = open_segments(source, manifest)
     origin = storage.local(source.store.path, "a transfer")
-    written, made = 0, list[Place]()
+    written_bytes, new_segments = 0, list[Place]()
     try:
         for ref in manifest.segments:
             target_path = target.store.path / layout.SEGMENTS / ref.id
             if not _is_whole(target_path, ref, target.store.durability):
-                made.append(target_path)
-                written += _copy_segment(
+                new_segments.append(target_path)
+                written_bytes += _copy_segment(
                     origin / layout.SEGMENTS / ref.id,
                     target_path,
                     ref,
@@ -64,35 +74,33 @@ def transfer(
                     beat,
                 )
     except BaseException:
-        for path in made:
+        for path in new_segments:
             storage.remove_tree(path, ignore_errors=True)
         raise
     del pinned
-    return (
-        written
-        + commit(
-            target.path, as_at(target, manifest), target.store.durability, still_ours, again=again
-        ).stored_bytes
+    receipt = commit(
+        target.path, as_at(target, manifest), target.store.durability, still_ours, again=again
     )
+    return written_bytes + receipt.stored_bytes
 
 
 def as_at(target: Root, manifest: Manifest) -> Manifest:
-    """The manifest that a step of another root has at ``target``."""
-    held: Manifest = msgspec.structs.replace(manifest, durability=target.store.durability.value)
-    return held
+    """Return the manifest that a step of another root has at ``target``."""
+    copy: Manifest = msgspec.structs.replace(manifest, durability=target.store.durability.value)
+    return copy
 
 
 def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
-    """Whether a segment is there already: its table is written after all else of it is durable. A
-    kill may have left it unsynced.
+    """Return whether a segment is already at the target.
+
+    Its table is written after everything else is durable, so a table with the right digest proves
+    the rest. The directory is synced again, because a kill may have come before its sync.
     """
     try:
-        if (
-            document_digest(arrays.read_file(path / "zarr.json", documents.MAX_DOCUMENT_BYTES))
-            != ref.digest
-        ):
-            return False
+        table = arrays.read_file(path / "zarr.json", documents.MAX_DOCUMENT_BYTES)
     except (FileNotFoundError, Damaged):
+        return False
+    if document_digest(table) != ref.digest:
         return False
     if storage_of(path).bytes_below() not in (None, ref.stored_bytes):
         return False
@@ -104,37 +112,42 @@ def _is_whole(path: Place, ref: SegmentRef, durability: Durability) -> bool:
 def _copy_segment(
     source: Path, target: Place, ref: SegmentRef, durability: Durability, beat: Callable[[], None]
 ) -> int:
-    """Copy a segment, its table last; returns its bytes."""
+    """Copy a segment, its table last, and return the number of bytes."""
     if target.exists():
-        storage.remove_tree(target)  # what a kill has left of it
-    written = 0
+        # A killed transfer left it half copied.
+        storage.remove_tree(target)
+    copied_bytes = 0
     for folder, _, files in os.walk(source):
-        inner = target
+        target_folder = target
         for name in Path(folder).relative_to(source).parts:
-            inner = inner / name
-        inner.mkdir()
+            target_folder = target_folder / name
+        target_folder.mkdir()
         for name in sorted(files):
-            if inner != target or name != "zarr.json":
-                written += copy_file(Path(folder) / name, inner / name, durability)
+            if target_folder != target or name != "zarr.json":
+                copied_bytes += copy_file(Path(folder) / name, target_folder / name, durability)
                 beat()
     durability.sync_tree(target)
     table = arrays.read_file(source / "zarr.json", documents.MAX_DOCUMENT_BYTES)
-    if document_digest(table) != ref.digest:
+    digest = document_digest(table)
+    if digest != ref.digest:
         raise Damaged(
-            f"{source / 'zarr.json'} is not the file that was committed", file=source / "zarr.json"
+            f"{source / 'zarr.json'} has digest {digest}, but {ref.digest} was committed",
+            file=source / "zarr.json",
         )
-    written += len(table)
-    if written != ref.stored_bytes:
+    copied_bytes += len(table)
+    if copied_bytes != ref.stored_bytes:
         raise Damaged(
-            f"segment {source} has {written} bytes, {ref.stored_bytes} were committed", file=source
+            f"segment {source} has {copied_bytes} bytes, but {ref.stored_bytes} were committed",
+            file=source,
         )
     arrays.create_file(target, "zarr.json", table, durability)
     durability.sync_directory(target)
-    return written
+    return copied_bytes
 
 
 def copy_file(source: Path, target: Place, durability: Durability) -> int:
-    """Copy a regular file to a place where there is none, durably but for its name; returns its
-    bytes.
+    """Copy a regular file to a new place and return its size.
+
+    The content is durable afterwards. The name is durable once the caller syncs the directory.
     """
     return storage_of(target).copy_from(source, durability)

@@ -1,8 +1,8 @@
-"""Check committed steps and say what is wrong, in words that name step, file and leaf. Reads only.
+"""Check committed steps. Findings name the step, the file and the leaf. Nothing is written.
 
-Tables and metadata are read once, whatever number of steps share them. A deep check goes through
-each chain once, from its keyframe on, and compares the leaf after every delta: so it proves the
-leaf in every step on the chain, and applies no delta twice.
+Tables and metadata are read once, whatever number of steps shares them. A deep check follows each
+chain once from its keyframe, and compares the leaf after every delta. It thereby proves the leaf in
+every step on the chain, and applies no delta twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,15 +17,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import xxhash
 
 from deltacheck.codec.base import U8
 from deltacheck.errors import Damaged, StorageFailed, UnsupportedFormat
 from deltacheck.leaf import tiles
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
-from deltacheck.maintain import survey as surveying
-from deltacheck.maintain.survey import Lineage, Survey
+from deltacheck.maintain.scrub import ScrubProgress, lineage_key, sample
+from deltacheck.maintain.survey import Lineage, Survey, batches, cost_bytes, survey, tables
 from deltacheck.restore import derive, read
 from deltacheck.restore.resolve import resolve_leaves
 from deltacheck.restore.values import load_leaves
@@ -37,18 +35,22 @@ from deltacheck.store.manifest import Derived, Manifest
 from deltacheck.store.root import Root
 from deltacheck.store.segment import Segment
 
-BATCH_BYTES = 32 << 20  # of leaves that are read together; larger: fewer, longer reads, more memory
-_NOTE_SECONDS = 5.0  # between two notes of how far a scrub is
+# Size of the leaves that are read together. Larger: fewer and longer reads, but more memory.
+BATCH_BYTES = 32 << 20
 
-# Opens a display of progress for so many decoded bytes; what it gives is told how many more are
-# done.
+# A function that opens a progress display for a number of decoded bytes. The display is called with
+# the number of bytes that were read since the last call.
 Display: TypeAlias = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. ``step``: the step that it harms, ``None`` where its manifest cannot
-    be read. ``leaf``: where one is known.
+    """A problem that a check found.
+
+    Attributes:
+        step: The training step that has the problem, ``None`` if its manifest cannot be read.
+        leaf: Path of the leaf, ``None`` if the problem is not one of a single leaf.
+        problem: Description, with the file.
     """
 
     step: int | None
@@ -58,9 +60,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a check has shown. ``manifests``: of the steps, ascending by sequence number.
-    ``checked_bytes`` of ``all_bytes``: decoded bytes that were read and compared now; of a scrub
-    that is kept, ``remaining_bytes`` are left for later runs. ``seed``: of a sample.
+    """The result of a check.
+
+    Attributes:
+        findings: The problems.
+        manifests: Manifests of the checked steps, in ascending order of their sequence numbers.
+        checked_bytes: Decoded bytes that were read and compared.
+        all_bytes: Decoded bytes of all chains.
+        remaining_bytes: Decoded bytes that later runs with the same progress file will read.
+        seed: Seed of the sample, ``None`` without one.
     """
 
     findings: tuple[Finding, ...]
@@ -72,7 +80,7 @@ class Verified:
 
 
 def verify(root: Root, step: int | str | None = None, *, deep: bool = False) -> list[Finding]:
-    """Check the steps of a root (by default all of them); what is wrong, as ``check`` finds it."""
+    """Check the steps of a root (default: all) as ``check`` does, and return the findings."""
     return list(check(root, step, deep=deep).findings)
 
 
@@ -86,71 +94,89 @@ def check(
     resume: str | os.PathLike[str] | None = None,
     display: Display | None = None,
 ) -> Verified:
-    """Check the steps of a root (by default all of them). ``deep`` reads, decodes and compares
-    every
-    byte.
+    """Check the steps of a root.
 
-    ``subset``: only this share (0 to 1) of the bytes, whole chains of leaves drawn at random by
-    ``seed`` (default: another one each time). Smaller: a check that costs little beside training;
-    damage elsewhere is found on another day. ``resume``: a file in which the check keeps what it
-    has gone through, so that the next one with the same file goes on from there, and begins anew
-    once all is done: with ``subset``, runs of 10 % go through everything in ten. Chains that have
-    grown since are read again, and what was damaged in every run.
+    If a step is stored as gradients, the stored data is checked. The state itself is checked by the
+    replay of a restore.
 
-    Of a step that is kept as gradients, what is stored is checked; the state itself is proven by
-    its replay, at restore.
+    Args:
+        root: Root to read.
+        step: The step to check. Default: all steps.
+        deep: If false, only tables and metadata are read. If true, every byte is read, decoded and
+            compared, which takes as long as a restore of all chains.
+        subset: Read only this share (0 to 1) of the bytes, whole chains that are drawn at random.
+            Smaller: a faster check that finds damage later.
+        seed: Seed of the draw. Default: a different one for each run.
+        resume: A file that records the chains that were checked. The next run with this file
+            checks the others, and after all were checked it starts again: with ``subset=0.1``, ten
+            runs check everything. Chains that have grown since, and damaged ones, are read in
+            every run.
+        display: A progress display. Default: none.
 
-    Raises ``StepNotFound`` where the asked step is not there and no manifest is damaged,
-    ``ValueError`` for a subset out of range.
+    Returns:
+        The findings, and the number of bytes read.
+
+    Raises:
+        StepNotFound: If there is no such step, and no manifest is damaged.
+        ValueError: If ``subset`` is out of range, or ``resume`` is another kind of file.
     """
     if subset is not None and not 0 < subset <= 1:
         raise ValueError(f"subset must be more than 0 and at most 1, not {subset}")
     root = root.afresh()
     manifests, findings = _manifests(root, step)
-    found = surveying.survey(root, manifests)
-    findings += _shallow(root, manifests, found)
+    chains = survey(root, manifests)
+    findings += _check_tables(root, manifests, chains)
     if not deep and subset is None and resume is None:
         return Verified(tuple(findings), tuple(manifests))
-    seed = random.SystemRandom().randrange(1 << 32) if seed is None and subset is not None else seed
-    units = sorted(found.lineages, key=lambda unit: (unit.links[0][0].id, unit.path))
-    total = sum(map(surveying.cost_bytes, units))
-    progress = _Progress(None if resume is None else Path(resume))
-    known = [unit for unit in units if _key(unit) in progress.damaged]
-    units = [unit for unit in units if _key(unit) not in progress.done | progress.damaged]
-    left = sum(map(surveying.cost_bytes, units))
-    chosen = units if subset is None else _sample(units, subset * total, random.Random(seed))
-    left -= sum(map(surveying.cost_bytes, chosen))
-    chosen += known  # until they are healed, every run tells of them
-    size = sum(map(surveying.cost_bytes, chosen))
+    if seed is None and subset is not None:
+        seed = random.SystemRandom().randrange(1 << 32)
+    # The order of the files on the disk, so that reads are sequential.
+    lineages = sorted(chains.lineages, key=lambda lineage: (lineage.links[0][0].id, lineage.path))
+    total = sum(map(cost_bytes, lineages))
+    progress = ScrubProgress(None if resume is None else Path(resume))
+    damaged = [lineage for lineage in lineages if lineage_key(lineage) in progress.damaged]
+    checked = progress.done | progress.damaged
+    remaining = [lineage for lineage in lineages if lineage_key(lineage) not in checked]
+    remaining_bytes = sum(map(cost_bytes, remaining))
+    if subset is not None:
+        remaining = sample(remaining, subset * total, random.Random(seed))
+    remaining_bytes -= sum(map(cost_bytes, remaining))
+    # Damaged chains are read in every run, so that every run reports them until they are repaired.
+    selected = remaining + damaged
+    size = sum(map(cost_bytes, selected))
     derived = _Derived.of(manifests)
     try:
-        with nullcontext(lambda more: None) if display is None else display(size) as advance:
-            for batch in surveying.batches(chosen, BATCH_BYTES):
-                for unit, error in _read(batch, derived):
-                    progress.note(_key(unit), error is None)
+        with nullcontext(lambda advance: None) if display is None else display(size) as advance:
+            for batch in batches(selected, BATCH_BYTES):
+                for lineage, error in _read(batch, derived):
+                    progress.record(lineage_key(lineage), error is None)
                     if error is not None:
-                        segment = _segment_of(error.file, unit)
+                        segment = _segment_of(error.file, lineage)
                         findings += [
-                            _finding(use.step, unit.path, error) for use in unit.harmed(segment)
+                            _finding(use.step, lineage.path, error)
+                            for use in lineage.harmed(segment)
                         ]
-                    advance(surveying.cost_bytes(unit))
+                    advance(cost_bytes(lineage))
     finally:
         progress.save()
     findings += derived.findings
-    if left == 0:
-        findings += _uncommon(root, manifests)
-        progress.begin_anew()
-    findings = list(dict.fromkeys(findings))  # the tables' own were told of before
-    return Verified(tuple(findings), tuple(manifests), size, total, left, seed)
+    if remaining_bytes == 0:
+        findings += _check_indirect(root, manifests)
+        progress.restart()
+    # The walk reports errors of the tables that the shallow check has already found.
+    findings = list(dict.fromkeys(findings))
+    return Verified(tuple(findings), tuple(manifests), size, total, remaining_bytes, seed)
 
 
 def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list[Finding]]:
+    """Return the manifests to check, and findings for those that cannot be read."""
     checkpoints, damaged = root.read_all()
     unreadable = [Finding(None, None, str(error)) for _, error in sorted(damaged.items())]
     if step is not None:
         try:
             return [root.manifest(step)], []
-        except (Damaged, UnsupportedFormat):  # the step may be one of these
+        except (Damaged, UnsupportedFormat):
+            # The step may be one of those that cannot be read.
             return [], unreadable
     manifests = []
     for ref in checkpoints:
@@ -164,48 +190,50 @@ def _manifests(root: Root, step: int | str | None) -> tuple[list[Manifest], list
 # --- tables and metadata --------------------------------------------------------------------------
 
 
-def _shallow(root: Root, manifests: Iterable[Manifest], found: Survey) -> list[Finding]:
+def _check_tables(root: Root, manifests: Iterable[Manifest], chains: Survey) -> list[Finding]:
     findings: list[Finding] = []
-    groups = [
+    group_problems = [
         problem
         for path in root.store.group_paths()
         if (problem := group_problem(path / "zarr.json")) is not None
     ]
-    metadata = {ref: _metadata_problems(segment) for ref, segment in found.segments.items()}
+    metadata = {ref: _metadata_problems(segment) for ref, segment in chains.segments.items()}
     for manifest in manifests:
-        lost = [str(found.lost[ref]) for ref in manifest.segments if ref in found.lost]
+        # If a table is lost, the metadata below it cannot be judged.
+        lost = [str(chains.lost[ref]) for ref in manifest.segments if ref in chains.lost]
         problems = lost or [
-            *groups,
+            *group_problems,
             *(problem for ref in manifest.segments for problem in metadata[ref]),
         ]
         findings += [Finding(manifest.step, None, problem) for problem in problems]
-        for path, promise in manifest.contracts.items():
-            if not promise.used(manifest.step) <= 1:
+        for path, contract in manifest.contracts.items():
+            # ``not <=`` also catches NaN.
+            if not contract.used(manifest.step) <= 1:
                 problem = (
-                    f"its contract allows {promise.allowed}, measured was {promise.measured:.4g}"
+                    f"its contract allows {contract.allowed}, but {contract.measured:.4g} was"
+                    " measured"
                 )
                 findings.append(Finding(manifest.step, path, problem))
     findings += [
-        _finding(broken.manifest.step, broken.path, broken.error) for broken in found.broken
+        _finding(broken.manifest.step, broken.path, broken.error) for broken in chains.broken
     ]
-    for unit in found.lineages:
-        tables = surveying.tables(unit)
-        if tables.error is not None:
-            harmed = [use for use in unit.uses if use.links > len(tables.digests)]
-            findings += [_finding(use.step, unit.path, tables.error) for use in harmed]
+    for lineage in chains.lineages:
+        digests, error = tables(lineage)
+        if error is not None:
+            harmed = [use for use in lineage.uses if use.links > len(digests)]
+            findings += [_finding(use.step, lineage.path, error) for use in harmed]
     return findings
 
 
-def _finding(step: int, stored: str, error: Damaged) -> Finding:
-    """What is wrong with something stored, as one of the leaf that people know; the tile is named
-    in the text.
-    """
-    return Finding(step, tiles.leaf_of(stored), str(error))
+def _finding(step: int, stored_path: str, error: Damaged) -> Finding:
+    """Return a finding of a leaf. If the leaf is in tiles, the text names the tile."""
+    return Finding(step, tiles.leaf_of(stored_path), str(error))
 
 
 def _metadata_problems(segment: Segment) -> list[str]:
-    """Array metadata that differs from what the tables imply. Our reader ignores it; plain zarr
-    does not.
+    """Return the problems of array metadata that differs from the tables.
+
+    deltacheck reads the tables only, but plain zarr reads the metadata.
     """
     problems = [group_problem(path / "zarr.json") for path in segment.group_paths()]
     problems += [
@@ -216,9 +244,7 @@ def _metadata_problems(segment: Segment) -> list[str]:
 
 
 def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
-    """The directories below a segment whose ``zarr.json`` is wrong, each with the content that it
-    must have.
-    """
+    """Yield the directories of a segment whose ``zarr.json`` is wrong, with its right content."""
     for path in segment.group_paths():
         if group_problem(path / "zarr.json") is not None:
             yield path, layout.group_json({})
@@ -228,53 +254,46 @@ def wrong_documents(segment: Segment) -> Iterator[tuple[Place, bytes]]:
 
 
 def group_problem(path: Place) -> str | None:
-    """What is wrong with a file that must be the metadata of a zarr group."""
+    """Return the problem of a file that must be the metadata of a zarr group, if there is one."""
     try:
-        found = _json_of(path)
-        is_group = (found["zarr_format"], found["node_type"]) == (3, "group")
+        document = _json_of(path)
+        is_group = (document["zarr_format"], document["node_type"]) == (3, "group")
     except StorageFailed:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {type(error).__name__}: {error}"
-    return (
-        None
-        if is_group
-        else f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
-    )
+    if is_group:
+        return None
+    return f"{path} is not the metadata of a zarr group: plain zarr cannot open what is below it"
 
 
 def _metadata_problem(path: Place, expected: dict[str, object]) -> str | None:
     try:
-        found = _json_of(path)
-        same = _normal(found) == _normal(expected)
+        is_equal = _normalize(_json_of(path)) == _normalize(expected)
     except StorageFailed:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, Damaged) as error:
         return f"{path} cannot be read: {error}"
-    return (
-        None
-        if same
-        else f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
-    )
+    if is_equal:
+        return None
+    return f"{path} is not the metadata that was written: plain zarr would read the array wrongly"
 
 
 def _json_of(path: Place) -> Any:
     return json.loads(arrays.read_file(path, documents.MAX_DOCUMENT_BYTES))
 
 
-def _normal(value: object) -> object:
-    """Metadata without the differences that do not matter: TensorStore leaves defaults out when it
-    writes.
-    """
+def _normalize(value: object) -> object:
+    """Remove differences of metadata that have no meaning: TensorStore does not write defaults."""
     if isinstance(value, dict):
         defaults = {"index_location": "end", "checksum": False}
         return {
-            k: _normal(v)
-            for k, v in sorted(value.items())
-            if not (k in defaults and v == defaults[k]) and v not in ({}, None)
+            key: _normalize(item)
+            for key, item in sorted(value.items())
+            if not (key in defaults and item == defaults[key]) and item not in ({}, None)
         }
     if isinstance(value, list):
-        return [_normal(item) for item in value]
+        return [_normalize(item) for item in value]
     return value
 
 
@@ -282,8 +301,10 @@ def _normal(value: object) -> object:
 
 
 def _read(batch: list[Lineage], derived: _Derived) -> Iterator[tuple[Lineage, Damaged | None]]:
-    """Go through some chains together; where one of them is damaged, through each alone, so that it
-    can be told which.
+    """Follow some chains, and yield each with its error if it is damaged.
+
+    They are followed together, which is faster. If one of them is damaged, each is followed alone,
+    to find out which.
     """
     try:
         _follow(batch, derived)
@@ -291,102 +312,104 @@ def _read(batch: list[Lineage], derived: _Derived) -> Iterator[tuple[Lineage, Da
         if len(batch) == 1:
             yield batch[0], error
             return
-        for unit in batch:
-            yield from _read([unit], derived)
+        for lineage in batch:
+            yield from _read([lineage], derived)
     else:
-        yield from ((unit, None) for unit in batch)
+        yield from ((lineage, None) for lineage in batch)
 
 
 def _follow(batch: list[Lineage], derived: _Derived) -> None:
-    # The tables first: where one link's are damaged, the walk would tell of a later one.
-    for unit in batch:
-        error = surveying.tables(unit).error
+    # Tables are checked before the walk: it would report damage of a table at a later link.
+    for lineage in batch:
+        error = tables(lineage).error
         if error is not None:
             raise error
-    for _, entries, content in read.follow_links({unit.path: unit.chain() for unit in batch}):
+    for _, entries, content in read.follow_links(
+        {lineage.path: lineage.chain() for lineage in batch}
+    ):
         for path, data in content.items():
             derived.compare(entries[path].spec(path), entries[path].digest, data)
 
 
-def _segment_of(file: str, unit: Lineage) -> str:
-    """The segment of a lineage in which a file lies; the first, where none is known."""
+def _segment_of(file: str, lineage: Lineage) -> str:
+    """Return the segment of a lineage that holds a file, or the first one if none does."""
     return next(
-        (segment.id for segment, _ in unit.links if segment.id in Path(file).parts),
-        unit.links[0][0].id,
+        (segment.id for segment, _ in lineage.links if segment.id in Path(file).parts),
+        lineage.links[0][0].id,
     )
 
 
 @dataclass(slots=True)
 class _Derived:
-    """Leaves that a step computes from one stored leaf and has a digest of, by that leaf and its
-    digest: compared as a walk passes it.
+    """Leaves that a step derives from one stored leaf, and whose digest it has.
+
+    They are compared when the walk passes the stored leaf, so that nothing is read twice.
+
+    Attributes:
+        by_source: Path and digest of the stored leaf -> path, derivation and step of each leaf.
+        findings: The problems so far.
     """
 
-    wanted: dict[tuple[str, str], list[tuple[str, Derived, int]]]
+    by_source: dict[tuple[str, str], list[tuple[str, Derived, int]]]
     findings: list[Finding] = field(default_factory=list)
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest]) -> _Derived:
-        found: dict[tuple[str, str], list[tuple[str, Derived, int]]] = {}
+        """Return the derived leaves of some steps."""
+        by_source: dict[tuple[str, str], list[tuple[str, Derived, int]]] = {}
         for manifest in manifests:
             for path, derived in manifest.derived.items():
-                if _is_plain(manifest, path):
+                if _is_direct(manifest, path):
                     digest = manifest.stored[derived.of].digest
-                    found.setdefault((derived.of, digest), []).append(
+                    by_source.setdefault((derived.of, digest), []).append(
                         (path, derived, manifest.step)
                     )
-        return cls(found)
+        return cls(by_source)
 
     def compare(self, source: LeafSpec, digest: str, data: U8) -> None:
-        """Compare what follows from a leaf's content."""
-        alike: dict[tuple[str, str], list[tuple[Derived, int]]] = {}
-        for path, derived, step in self.wanted.pop((source.path, digest), ()):
-            alike.setdefault((path, derived.digest), []).append((derived, step))
-        for (path, recorded), of in alike.items():
-            derived = of[0][0]
+        """Compare the leaves that derive from a leaf with this content."""
+        # Many steps may share a derived leaf: it is computed once for each recorded digest.
+        groups: dict[tuple[str, str], list[tuple[Derived, int]]] = {}
+        for path, derived, step in self.by_source.pop((source.path, digest), ()):
+            groups.setdefault((path, derived.digest), []).append((derived, step))
+        for (path, recorded_digest), uses in groups.items():
+            derived = uses[0][0]
             spec = LeafSpec.of(path, derived.shape, derived.dtype)
             elements = data.view(source.element.numpy)
-            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size).view(
-                np.uint8
-            )
-            found = digest_of(spec, values)
-            if found != recorded:
+            values = derive.compute(derived, None, {source.path: elements}, 0, elements.size)
+            computed_digest = digest_of(spec, values.view(np.uint8))
+            if computed_digest != recorded_digest:
                 problem = (
-                    f"it follows from leaf {source.path!r} by {derived.how}, but that gives digest"
-                    f" {found} where {recorded} was saved"
+                    f"it is derived from leaf {source.path!r} by {derived.how}, which gives digest"
+                    f" {computed_digest}, but {recorded_digest} was saved"
                 )
-                self.findings += [Finding(step, path, problem) for _, step in of]
+                self.findings += [Finding(step, path, problem) for _, step in uses]
 
 
-def _is_plain(manifest: Manifest, path: str) -> bool:
-    """Whether a leaf of a step follows from one stored leaf alone."""
+def _is_direct(manifest: Manifest, path: str) -> bool:
+    """Return whether a leaf of a step is derived from one stored leaf alone."""
     derived = manifest.derived[path]
     return (
         derived.how in ("cast", "same")
         and bool(derived.digest)
-        and _is_stored(manifest, derived)
+        and derived.sources == (derived.of,)
+        and derived.of in manifest.stored
+        and derived.of not in manifest.derived
         and path not in manifest.stored
     )
 
 
-def _is_stored(manifest: Manifest, derived: Derived) -> bool:
-    return (
-        derived.sources == (derived.of,)
-        and derived.of in manifest.stored
-        and derived.of not in manifest.derived
-    )
+def _check_indirect(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
+    """Check leaves that derive from several stored leaves, or from derived ones.
 
-
-def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
-    """Leaves with a digest that follow from more than one stored leaf, or from leaves that are
-    derived themselves.
+    They are rare, so they are simply loaded as a restore does.
     """
     findings = []
     for manifest in manifests:
         paths = [
             path
             for path, derived in manifest.derived.items()
-            if derived.digest and not _is_plain(manifest, path)
+            if derived.digest and not _is_direct(manifest, path)
         ]
         for path in paths:
             try:
@@ -394,70 +417,3 @@ def _uncommon(root: Root, manifests: Iterable[Manifest]) -> list[Finding]:
             except Damaged as error:
                 findings.append(Finding(manifest.step, path, str(error)))
     return findings
-
-
-# --- a scrub that goes on where it was ------------------------------------------------------------
-
-
-def _sample(units: list[Lineage], wanted_bytes: float, rng: random.Random) -> list[Lineage]:
-    """Units drawn at random until they have ``wanted_bytes``, in the order in which they lie."""
-    chosen: set[int] = set()
-    size = 0
-    for number in rng.sample(range(len(units)), len(units)):
-        if size >= wanted_bytes:
-            break
-        chosen.add(number)
-        size += surveying.cost_bytes(units[number])
-    return [units[number] for number in sorted(chosen)]
-
-
-def _key(unit: Lineage) -> str:
-    """What names a chain in a file of progress: no other has it, in this root or another, and it
-    changes when the chain grows.
-    """
-    text = "\0".join([unit.path, *(segment.id for segment, _ in unit.links)])
-    return str(xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass")))
-
-
-class _Progress:
-    """Which chains a scrub has gone through, in a file of the caller's, or only in memory."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.done: set[str] = set()
-        self.damaged: set[str] = set()
-        self._saved = time.monotonic()
-        if path is not None and path.exists():
-            try:
-                about = json.loads(path.read_bytes())["deltacheck_scrub"]
-                self.done, self.damaged = (
-                    set(map(str, about[name])) for name in ("done", "damaged")
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path} is not the progress of a scrub: {type(error).__name__}: {error}. Name"
-                    " another file"
-                ) from None
-
-    def note(self, key: str, is_whole: bool) -> None:
-        (self.damaged if is_whole else self.done).discard(key)
-        (self.done if is_whole else self.damaged).add(key)
-        if time.monotonic() - self._saved > _NOTE_SECONDS:
-            self.save()
-
-    def begin_anew(self) -> None:
-        """All has been gone through."""
-        self.done.clear()
-        self.save()
-
-    def save(self) -> None:
-        if self._path is None:
-            return
-        beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text(
-            json.dumps(
-                {"deltacheck_scrub": {"done": sorted(self.done), "damaged": sorted(self.damaged)}}
-            )
-        )
-        beside.replace(self._path)
-        self._saved = time.monotonic()

@@ -368,7 +368,7 @@ def mending(subject: Subject, seed: int, tally: Tally, folder: Path) -> None:
         done = Repaired()
         try:
             repair_root_document(root, done)
-            repair(open_root(root), lossy=lossy, done=done)
+            repair(open_root(root), lossy=lossy, result=done)
         except errors.UnsupportedFormat as error:  # a version that a flipped bit has made
             tally.enter(about, kind, fault.__name__, "error", str(error))
             return

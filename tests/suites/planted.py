@@ -229,10 +229,10 @@ BUGS = (
         (
             Edit(
                 "deltacheck.maintain.transfer",
-                "    try:\n        if (\n            document_digest",
+                "    try:\n        table = arrays.read_file(path",
                 (
-                    "    if path.exists():\n        return True\n    try:\n        if (\n"
-                    "            document_digest"
+                    "    if path.exists():\n        return True\n"
+                    "    try:\n        table = arrays.read_file(path"
                 ),
             ),
         ),

@@ -1,0 +1,353 @@
+"""Reconstruct damaged leaves from other data of the same root.
+
+A chunk is identified by its digest. The bytes of a damaged file may therefore be found wherever the
+same digest is recorded: in a later keyframe, in a tied leaf or a replica, or in a step that was
+compacted. A leaf that ranks have stored in other tiles is assembled from those. A low-precision
+copy is computed from its master. Everything is checked by the digest of the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltacheck.codec.base import U8, U64
+from deltacheck.errors import Damaged
+from deltacheck.leaf import tiles
+from deltacheck.leaf.digest import chunk_digests, digest_of, leaf_digest
+from deltacheck.maintain.survey import Lineage, Survey, batches, stored_chunks, tables
+from deltacheck.maintain.verify import BATCH_BYTES
+from deltacheck.restore import derive, read
+from deltacheck.restore.chain import Chain
+from deltacheck.restore.content import byte_extents
+from deltacheck.restore.read import apply_entry
+from deltacheck.store.manifest import Manifest
+
+# Types of masters that low-precision leaves may be a cast of.
+_MASTER_TYPES = ("float32", "float64")
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Damage:
+    """The damage of the steps of a root.
+
+    Attributes:
+        leaves: Sequence number -> stored paths of the leaves that the step has lost.
+        sound_links: ``id`` of a lineage -> number of its links, from the keyframe on, that restore.
+    """
+
+    leaves: dict[int, list[str]]
+    sound_links: dict[int, int]
+
+    @classmethod
+    def find(cls, manifests: Iterable[Manifest], chains: Survey) -> Damage:
+        """Read all chains and return the damage."""
+        damage = cls({}, {})
+        for manifest in manifests:
+            if any(ref in chains.lost for ref in manifest.segments):
+                damage.leaves[manifest.seq] = []
+        for broken in chains.broken:
+            damage.leaves.setdefault(broken.manifest.seq, []).append(broken.path)
+        for batch in batches(chains.lineages, BATCH_BYTES):
+            for lineage, links in _count_sound_links(batch):
+                damage.sound_links[id(lineage)] = links
+                for use in lineage.uses:
+                    if use.links > links:
+                        damage.leaves.setdefault(use.seq, []).append(lineage.path)
+        return damage
+
+
+def _count_sound_links(batch: list[Lineage]) -> Iterator[tuple[Lineage, int]]:
+    """Count the links of each lineage, from its keyframe on, that give the bytes that were saved."""
+    readable = {lineage.path: len(tables(lineage).digests) for lineage in batch}
+    links = dict.fromkeys(readable, 0)
+    try:
+        chains = {
+            lineage.path: lineage.chain(readable[lineage.path])
+            for lineage in batch
+            if readable[lineage.path]
+        }
+        for _, entries, _ in read.follow_links(chains):
+            for path in entries:
+                links[path] += 1
+    except Damaged:
+        # The walk ends at the first error of any chain, so each chain must be followed alone.
+        if len(batch) > 1:
+            for lineage in batch:
+                yield from _count_sound_links([lineage])
+            return
+    yield from ((lineage, links[lineage.path]) for lineage in batch)
+
+
+# --- reconstruction -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The bytes of a leaf, checked by its digest.
+
+    Attributes:
+        data: The bytes.
+        digests: The digests of the chunks.
+        source: Description of the data that they come from.
+    """
+
+    data: U8
+    digests: U64
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Irrecoverable:
+    """A leaf that cannot be reconstructed.
+
+    Attributes:
+        chunks: Numbers of the missing chunks; empty if they are unknown.
+        problem: The reason.
+    """
+
+    chunks: tuple[int, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkVersion:
+    """A chunk of a lineage after some of its links."""
+
+    lineage: Lineage
+    links: int
+    chunk: int
+
+
+class Reconstructor:
+    """An index of all data of a root by digest.
+
+    Args:
+        chains: The chains of all steps.
+        damage: Their damage.
+        manifests: Manifests of all steps.
+    """
+
+    def __init__(self, chains: Survey, damage: Damage, manifests: list[Manifest]) -> None:
+        self.damage = damage
+        self._chains = chains
+        self._manifests = manifests
+        self._digests = {id(lineage): tables(lineage).digests for lineage in chains.lineages}
+        # Leaf digest -> a lineage, and the number of links, that restore the leaf.
+        self._leaves: dict[str, tuple[Lineage, int]] = {}
+        # Chunk digest -> versions of chunks with this digest, whether they can be read or not.
+        self._chunks: dict[tuple[int, int], list[_ChunkVersion]] = {}
+        for lineage in chains.lineages:
+            for number, digests in enumerate(self._digests[id(lineage)]):
+                segment, entry = lineage.links[number]
+                if number < damage.sound_links[id(lineage)]:
+                    self._leaves.setdefault(entry.digest, (lineage, number + 1))
+                for chunk in stored_chunks(segment, entry, lineage.spec_chunks).tolist():
+                    high, low = digests[chunk].tolist()
+                    self._chunks.setdefault((high, low), []).append(
+                        _ChunkVersion(lineage, number + 1, chunk)
+                    )
+
+    def reconstruct(self, manifest: Manifest, leaf: str) -> Content | Irrecoverable:
+        """Return the content of a leaf that a step has lost.
+
+        The cheapest source is tried first: an equal leaf, then single chunks, then other tiles and
+        a master.
+        """
+        record = manifest.stored[leaf]
+        equal = self._leaves.get(record.digest)
+        if equal is not None:
+            lineage, links = equal
+            segment, _ = lineage.links[links - 1]
+            source = f"{_describe(lineage.path)} after segment {segment.id}, which is equal"
+            return Content(_load(lineage, links), self._digests[id(lineage)][links - 1], source)
+        missing: list[int] = []
+        version = self._find_lineage(manifest, leaf)
+        if version is not None:
+            content, missing = self._assemble(*version)
+            if content is not None:
+                return content
+        content = self._from_other_tiles(manifest, leaf) or self._from_master(manifest, leaf)
+        if content is not None:
+            return content
+        problem = (
+            "no other data has the digests of these chunks"
+            if missing
+            else "its tables cannot be read, and no other leaf of this root has its digest"
+        )
+        return Irrecoverable(tuple(missing), tiles.about(leaf) + problem)
+
+    def needed_segments(self, manifest: Manifest, lost: list[str]) -> set[str]:
+        """Return the segments that the other leaves of a step need."""
+        needed: set[str] = set()
+        for lineage in self._chains.lineages:
+            if lineage.path not in lost:
+                for use in lineage.uses:
+                    if use.seq == manifest.seq:
+                        needed |= {segment.id for segment, _ in lineage.links[: use.links]}
+        return needed
+
+    def _find_lineage(self, manifest: Manifest, leaf: str) -> tuple[Lineage, int] | None:
+        for lineage in self._chains.lineages:
+            if lineage.path == leaf:
+                for use in lineage.uses:
+                    if use.seq == manifest.seq and use.links <= len(self._digests[id(lineage)]):
+                        return lineage, use.links
+        return None
+
+    def _assemble(self, lineage: Lineage, links: int) -> tuple[Content | None, list[int]]:
+        """Assemble a leaf after some links, chunk by chunk.
+
+        Returns:
+            The content, or ``None`` and the numbers of the chunks that no other data has.
+        """
+        spec, digests = lineage.record.spec(lineage.path), self._digests[id(lineage)][links - 1]
+        data = np.empty(spec.raw_bytes, np.uint8)
+        missing, sources = [], set()
+        for chunk, (begin, end) in enumerate(byte_extents(spec, range(spec.chunk_count))):
+            high, low = digests[chunk].tolist()
+            candidates = [
+                _ChunkVersion(lineage, links, chunk),
+                *self._chunks.get((high, low), ()),
+            ]
+            for version in candidates:
+                values = self._read_chunk(version, digests[chunk])
+                if values is not None and values.size == end - begin:
+                    data[begin:end] = values
+                    if version.lineage is not lineage or version.links != links:
+                        segment, _ = version.lineage.links[version.links - 1]
+                        sources.add(f"{_describe(version.lineage.path)} after segment {segment.id}")
+                    break
+            else:
+                missing.append(chunk)
+        if not missing:
+            source = ", ".join(sorted(sources)) or "its own chunks, each read alone"
+            return Content(data, digests, source), []
+        return self._apply_last_link(lineage, links), missing
+
+    def _apply_last_link(self, lineage: Lineage, links: int) -> Content | None:
+        """Apply a delta that is whole to the reconstructed leaf before it."""
+        if links < 2 or self.damage.sound_links[id(lineage)] >= links - 1:
+            return None
+        before, _ = self._assemble(lineage, links - 1)
+        if before is None:
+            return None
+        spec, (segment, entry) = lineage.record.spec(lineage.path), lineage.links[links - 1]
+        try:
+            data = apply_entry(spec, segment, entry, before.data)
+        except Damaged:
+            return None
+        if digest_of(spec, data) != entry.digest:
+            return None
+        source = f"{before.source}, and the deltas after it"
+        return Content(data, self._digests[id(lineage)][links - 1], source)
+
+    def _read_chunk(self, version: _ChunkVersion, expected_digest: U64) -> U8 | None:
+        """Read one chunk, ``None`` if that fails or if it has another digest."""
+        digests = self._digests[id(version.lineage)][version.links - 1]
+        chain = version.lineage.chain(version.links)
+        chain = Chain(chain.spec, chain.key, chain.deltas, digests)
+        path = chain.spec.path
+        try:
+            data = read.read_chunks({path: chain}, {path: [version.chunk]})[path]
+        except Damaged:
+            return None
+        return data if (digests[version.chunk] == expected_digest).all() else None
+
+    def _from_other_tiles(self, manifest: Manifest, leaf: str) -> Content | None:
+        """Assemble a leaf or tile from a step that has the same elements in other tiles.
+
+        This is the case after the number of ranks has changed.
+        """
+        record, path = manifest.stored[leaf], tiles.leaf_of(leaf)
+        spec, cuts = record.spec(leaf), _cuts(manifest, path)
+        if cuts is None:
+            return None
+        box = tiles.box(cuts, tiles.numbered(cuts, leaf) if tiles.is_name(leaf) else 0)
+        tried = set()
+        for other in reversed(self._manifests):
+            other_cuts = _cuts(other, path)
+            if (
+                other_cuts is None
+                or other_cuts == cuts
+                or tiles.shape_of(other_cuts) != tiles.shape_of(cuts)
+            ):
+                continue
+            tiling = other.tiles.get(path)
+            parts = [
+                (
+                    overlap,
+                    other.leaves[path] if tiling is None else tiling.record(overlap.number),
+                )
+                for overlap in tiles.overlaps(other_cuts, box)
+            ]
+            # Neighbouring steps often share their tiles; each combination is tried once.
+            digests = tuple(part.digest for _, part in parts)
+            if digests in tried or any(
+                part.dtype != record.dtype or part.digest not in self._leaves for _, part in parts
+            ):
+                continue
+            tried.add(digests)
+            values = np.empty(record.shape, spec.element.numpy)
+            for overlap, part in parts:
+                tile = _load(*self._leaves[part.digest]).view(values.dtype).reshape(part.shape)
+                values[overlap.in_box] = tile[overlap.in_tile]
+            data = values.reshape(-1).view(np.uint8)
+            chunks = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            if leaf_digest(chunks) == record.digest:
+                source = f"leaf {path!r} of step {other.step}, which has it in other tiles"
+                return Content(data, chunks, source)
+        return None
+
+    def _from_master(self, manifest: Manifest, leaf: str) -> Content | None:
+        """Compute a leaf as the cast of another leaf of its step, as working copies are."""
+        record = manifest.stored[leaf]
+        spec = record.spec(leaf)
+        if record.dtype not in ("bfloat16", "float16", "float32"):
+            return None
+        for path, other in manifest.stored.items():
+            if (
+                other.dtype not in _MASTER_TYPES
+                or other.dtype == record.dtype
+                or other.shape != record.shape
+                or other.digest not in self._leaves
+            ):
+                continue
+            values = _load(*self._leaves[other.digest]).view(other.spec(path).element.numpy)
+            data = derive.cast(values, spec.element.numpy).view(np.uint8)
+            digests = chunk_digests(data, spec.bounds(), spec.word_bytes, range(spec.chunk_count))
+            if leaf_digest(digests) == record.digest:
+                source = f"{_describe(path)} of the same step, rounded to {record.dtype}"
+                return Content(data, digests, source)
+        return None
+
+
+def _cuts(manifest: Manifest, path: str) -> tiles.Cuts | None:
+    """Return the tiling of a stored leaf.
+
+    ``None`` for a leaf that is not stored, or that has no elements or no axes.
+    """
+    if path in manifest.tiles:
+        return manifest.tiles[path].cuts
+    shape = manifest.leaves[path].shape if path in manifest.leaves else ()
+    return tuple((0, size) for size in shape) if shape and 0 not in shape else None
+
+
+def _describe(stored_path: str) -> str:
+    """Name a leaf, and its tile if it is one."""
+    tile = (
+        f"{tiles.about(stored_path).removesuffix(': ')} of " if tiles.is_name(stored_path) else ""
+    )
+    return f"{tile}leaf {tiles.leaf_of(stored_path)!r}"
+
+
+def _load(lineage: Lineage, links: int) -> U8:
+    data: U8 = np.empty(0, np.uint8)
+    for _, _, content in read.follow_links({lineage.path: lineage.chain(links)}):
+        data = content[lineage.path]
+    return data
