@@ -199,9 +199,7 @@ def repair(
             f"it could be repaired, but not before {obstacle}, which is newer and cannot be read,"
             " is set aside (--lossy)"
         )
-        result.lost += [
-            Lost(manifest.step, None, (), problem) for manifest in repairable.values()
-        ]
+        result.lost += [Lost(manifest.step, None, (), problem) for manifest in repairable.values()]
         result.healed, result.steps = [], []
     elif repairable and not dry_run:
         _write(root, manifests, repairable, reconstructor, backup, result, io_timeout_seconds)
@@ -318,9 +316,7 @@ def _write(
             needed = reconstructor.needed_segments(manifest, lost)
             segments = tuple(ref for ref in manifest.segments if ref.id in needed)
             if lost:
-                segment = _write_leaves(
-                    root, seq, manifest, reconstructor, io_timeout_seconds
-                )
+                segment = _write_leaves(root, seq, manifest, reconstructor, io_timeout_seconds)
                 segments = (*segments, segment)
                 result.stored_bytes += segment.stored_bytes
         renewals.append((path, manifest, manifest_on(root, manifest, seq, segments, "repairing")))
