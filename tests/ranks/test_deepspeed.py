@@ -253,7 +253,7 @@ def test_a_load_reads_no_pickle(two: list[dict[str, Any]]) -> None:
 
 
 def test_files_of_two_saves_are_not_mixed(two: list[dict[str, Any]]) -> None:
-    assert "stands for another save" in two[0]["mixed files"]
+    assert "points to another save" in two[0]["mixed files"]
 
 
 def test_options_come_from_either_section_of_the_configuration(two: list[dict[str, Any]]) -> None:

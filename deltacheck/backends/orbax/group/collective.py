@@ -1,33 +1,31 @@
-"""What a handler does otherwise where several processes save and restore together: they agree, each
-writes its tiles, process 0 commits.
+"""Save and restore an Orbax item with several processes.
 
-Every process calls the same methods in the same order. What is said between them goes over JAX's
-coordination service, never through a collective on the devices: those belong to the training.
+Every process calls the same methods in the same order. Each writes its tiles, and process 0
+commits. The processes communicate over JAX's coordination service. They never use a collective on
+the devices, because that would interleave with the collectives of the training.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from deltacheck.backends.orbax.group import coordination
 from deltacheck.backends.orbax.state import pieces
-from deltacheck.errors import Damaged, DeltacheckError, NotACheckpointRoot, RankFailed
-from deltacheck.leaf import sharding
+from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat
+from deltacheck.save.group import Group, stored_names
 from deltacheck.save.joint import Begun, Joint
-from deltacheck.store.documents import Written
-from deltacheck.store.manifest import Manifest
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What a process says when a save begins. ``restored``: nonce of the step that it would go on
-    from, where it has restored one since the last save; ``alike``: digests of what all must have
-    alike.
+    """The message of a process when a save begins.
+
+    ``restored`` is the nonce of the step that it would continue from, if it has restored one since
+    the last save. ``alike`` has the digests of leaves that must be equal on every process.
     """
 
     restored: str
@@ -35,9 +33,10 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What process 0 answers. ``seq``: the save's sequence number; ``is_committed``: whether Orbax
-    has
-    made the step before exist; ``resumes``: all go on from the step that they have restored.
+    """The answer of process 0.
+
+    ``seq`` is the sequence number of the save. ``is_committed`` says if Orbax has committed the
+    step before. ``resumes`` says if all processes continue from the step that they have restored.
     """
 
     seq: int
@@ -48,110 +47,105 @@ class Opened(msgspec.Struct, frozen=True):
 known(Opening, Opened)
 
 
-class Together:
-    """One process's part in the saves of one item."""
+class Together(Group):
+    """One process of several that save one item.
+
+    Args:
+        name: Identifies the item. Each process must construct this equally often for a name.
+        timeout_seconds: The longest wait for another process. Larger: a slow process is not taken
+            for a lost one; smaller: the loss of a process is noticed sooner.
+    """
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
-        self.joint = Joint(coordination.join(name, timeout_seconds))
-        self.segments: frozenset[str] = (
-            frozenset()
-        )  # of the newest step of all processes, on process 0
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """A failure of this process, before they agree, is one of all."""
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(RankFailed):  # which the others raise
-                self.joint.fail(error)
-            raise
+        super().__init__(coordination.join(name, timeout_seconds))
 
     def open(self, flat: Flat, restored: str, take: Callable[[], tuple[int, bool]]) -> Opened:
-        """Agree that a save begins. ``take()``, on process 0: makes the root its own, and gives a
-        sequence number and whether the step before exists. Raises ``RankFailed`` naming leaf and
-        process where what must be alike is not.
+        """Agree that a save begins.
+
+        Args:
+            flat: The state of this process.
+            restored: The nonce of the step that this process has restored, or an empty string.
+            take: Called on process 0: takes the lease of the root, and returns a sequence number
+                and if Orbax has committed the step before.
+
+        Raises:
+            RankFailed: A leaf that must be equal on every process is not. The message names the
+                leaf and the process.
         """
 
-        def decide(said: list[Any]) -> Any:
-            every = [msgspec.convert(one, Opening) for one in said]
-            _require_alike([one.alike for one in every])
-            resumes = bool(every[0].restored) and all(
-                one.restored == every[0].restored for one in every
+        def decide(messages: list[Any]) -> Any:
+            openings = [msgspec.convert(message, Opening) for message in messages]
+            _require_alike([opening.alike for opening in openings])
+            resumes = bool(openings[0].restored) and all(
+                opening.restored == openings[0].restored for opening in openings
             )
             return msgspec.to_builtins(Opened(*take(), resumes))
 
-        said = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
-        opened: Opened = msgspec.convert(self.joint.agree(said, decide), Opened)
+        message = msgspec.to_builtins(Opening(restored, pieces.alike(flat)))
+        opened: Opened = msgspec.convert(self.joint.agree(message, decide), Opened)
         return opened
 
     def begin(self, step: int, seq: int, flat: Flat) -> Begun:
-        """Agree on who writes what. Raises ``RankFailed``."""
+        """Agree on the tiles that each process writes.
+
+        Raises:
+            RankFailed: A process failed, or the processes disagree.
+        """
         begun = self.joint.begin(step, seq, pieces.held(flat), flat.skeleton, busy=False)
-        assert begun is not None  # nobody is busy: Orbax has waited for the save before
+        assert begun is not None  # no process is busy: Orbax has waited for the save before
         return begun
-
-    def maker(self, make: Callable[[Manifest], Written]) -> Callable[[Manifest], Written]:
-        """``make``, which makes a step exist, and remember what it needs."""
-
-        def make_all(every: Manifest) -> Written:
-            written = make(every)
-            self.segments = frozenset(ref.id for ref in every.segments)
-            return written
-
-        return make_all
 
 
 def names_of(begun: Begun) -> list[str]:
-    """What this process's tiles are stored as."""
-    return [
-        name
-        for path, (cuts, numbers) in begun.tiles.items()
-        for name in sharding.names_of(path, cuts, numbers)
-    ]
+    """Return the paths that this process's tiles are stored under."""
+    return stored_names(begun.tiles)
 
 
-def restored_by_all(joint: Joint, give: Callable[[], tuple[str, Any]]) -> Any:
-    """Let every process restore with ``give``, which also says (a digest) what was restored, and
-    return what it gave here.
+def restored_by_all(joint: Joint, restore: Callable[[], tuple[str, Any]]) -> Any:
+    """Restore with ``restore`` on every process, and fail on every process if one fails.
 
-    Where one fails, all do: raises ``Damaged`` where that is what another found, else
-    ``RankFailed``; both name the process.
+    Args:
+        joint: The processes.
+        restore: Returns a digest of the step that was restored, and the result.
+
+    Returns:
+        The result of this process.
+
+    Raises:
+        Damaged: Another process found damage; the message names the process.
+        RankFailed: Another process failed, or has restored a different step.
     """
-    mine: DeltacheckError | Exception | None = None
-    digest, given = "", None
+    failure: Exception | None = None
+    digest, result = "", None
     try:
-        digest, given = give()
-    except Exception as error:  # noqa: BLE001 - all must know of it
-        mine = error
-    kind = (
-        ""
-        if mine is None
-        else "damaged"
-        if isinstance(mine, Damaged | NotACheckpointRoot)
-        else "failed"
-    )
+        digest, result = restore()
+    except Exception as error:  # noqa: BLE001 - every process must learn of it
+        failure = error
+    kind = ""
+    if failure is not None:
+        kind = "damaged" if isinstance(failure, Damaged | NotACheckpointRoot) else "failed"
     verdict = joint.agree(
         {
             "digest": digest,
             "kind": kind,
-            "error": "" if mine is None else f"{type(mine).__name__}: {mine}",
+            "error": "" if failure is None else f"{type(failure).__name__}: {failure}",
         },
-        _same,
+        _verdict,
     )
-    if mine is not None:
-        raise mine
+    if failure is not None:
+        raise failure
     if verdict["kind"]:
         raise (Damaged if verdict["kind"] == "damaged" else RankFailed)(verdict["error"])
-    return given
+    return result
 
 
-def _same(said: list[dict[str, str]]) -> dict[str, str]:
-    for rank, one in enumerate(said):
-        if one["kind"]:
-            return {"kind": one["kind"], "error": f"process {rank}: {one['error']}"}
-    for rank, one in enumerate(said):
-        if one["digest"] != said[0]["digest"]:
+def _verdict(outcomes: list[dict[str, str]]) -> dict[str, str]:
+    """Return the first failure of a process, or that the processes restored different steps."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome["kind"]:
+            return {"kind": outcome["kind"], "error": f"process {rank}: {outcome['error']}"}
+    for rank, outcome in enumerate(outcomes):
+        if outcome["digest"] != outcomes[0]["digest"]:
             return {
                 "kind": "failed",
                 "error": (
@@ -162,10 +156,11 @@ def _same(said: list[dict[str, str]]) -> dict[str, str]:
     return {"kind": "", "error": ""}
 
 
-def _require_alike(every: list[Mapping[str, str]]) -> None:
-    for rank, one in enumerate(every):
-        for path in sorted(every[0].keys() | one.keys()):
-            if every[0].get(path) != one.get(path):
+def _require_alike(digests: list[Mapping[str, str]]) -> None:
+    """Raise ``RankFailed`` if a leaf in host memory differs between the processes."""
+    for rank, of_rank in enumerate(digests):
+        for path in sorted(digests[0].keys() | of_rank.keys()):
+            if digests[0].get(path) != of_rank.get(path):
                 raise RankFailed(
                     f"leaf {path!r}, a NumPy array, is another on process {rank} than on process 0;"
                     " every process must have it alike, or make it a jax.Array of all of them"

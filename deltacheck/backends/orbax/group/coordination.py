@@ -1,5 +1,7 @@
-"""The processes of a JAX run, talking over the key-value store of its coordination service: on the
-host, beside the training's collectives.
+"""Communicate between the processes of a JAX run over its coordination service.
+
+The service has a key-value store on the host. Messages therefore do not interleave with the
+training's collectives.
 """
 
 from __future__ import annotations
@@ -17,40 +19,48 @@ from deltacheck.errors import RankFailed
 from deltacheck.save.channel import Ranks
 from deltacheck.store.deadline import Deadline
 
-_PART_BYTES = (
-    1 << 20
-)  # of a message; the service holds what is under way in memory, and answers in messages of its own
-_SLICE_SECONDS = 10.0  # a wait in the service cannot be interrupted, so that none is longer
+# Size of the parts of a message. The service holds them in memory, and limits its own messages.
+_PART_BYTES = 1 << 20
+# A wait in the service cannot be interrupted, so no single wait is longer than this.
+_SLICE_SECONDS = 10.0
 
 _lock = threading.Lock()
+# Numbers the channels of a name, so that a second one does not read the keys of the first.
 _names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(name: str, timeout_seconds: float) -> Ranks:
-    """The processes of this run. ``name``: what they talk about; each process must join as often as
-    the others under the same name.
+    """Return the channels to the processes of this run.
 
-    ``timeout_seconds``: longest wait for another process. Raises ``RuntimeError`` without a
-    coordination service.
+    Args:
+        name: Identifies the channels. Each process must join equally often under a name.
+        timeout_seconds: The longest wait for another process.
+
+    Raises:
+        RuntimeError: There is no coordination service.
     """
     with _lock:
         prefix = f"deltacheck/{name}/{next(_names[name])}"
     rank, size, store = jax.process_index(), jax.process_count(), coordination_client()
     begin, end = (
-        StoreChannel(f"{prefix}/{which}", rank, size, store, timeout_seconds)
-        for which in ("begin", "end")
+        StoreChannel(f"{prefix}/{phase}", rank, size, store, timeout_seconds)
+        for phase in ("begin", "end")
     )
     return Ranks(begin, end)
 
 
 class StoreChannel:
-    """A ``deltacheck.save.channel.Channel`` over the store. Every conversation has keys of its own, which
-    go
-    when it is over.
+    """A ``deltacheck.save.channel.Channel`` over the key-value store.
 
-    A process that comes late finds what the others made of it, so that the next conversation can go
-    on with all. ``store``: as JAX's ``DistributedRuntimeClient``; ``prefix``: of the keys, which
-    nobody else uses.
+    Every exchange has its own keys, which are deleted after it. A process that comes late still
+    finds the answer of the exchange that it missed, so that the next one includes all processes.
+
+    Args:
+        prefix: Begins all keys. No other program may use it.
+        rank: The number of this process.
+        size: The number of processes.
+        store: A client like JAX's ``DistributedRuntimeClient``.
+        timeout_seconds: The longest wait for another process.
     """
 
     def __init__(
@@ -66,33 +76,35 @@ class StoreChannel:
     def gather(self, payload: bytes) -> list[bytes | Exception] | None:
         self._number += 1
         if self.rank != 0:
-            self._told(0, lambda: self._put("up", self.rank, payload))
+            self._checked(0, lambda: self._put("up", self.rank, payload))
             return None
         deadline = Deadline.after(self._timeout_seconds)
-        return [payload if rank == 0 else self._from(rank, deadline) for rank in range(self.size)]
+        return [
+            payload if rank == 0 else self._received(rank, deadline) for rank in range(self.size)
+        ]
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         if self.rank == 0 and payloads is not None:
             for rank in range(1, self.size):
-                self._told(rank, lambda rank=rank: self._put("down", rank, payloads[rank]))  # type: ignore[misc]
+                self._checked(rank, lambda rank=rank: self._put("down", rank, payloads[rank]))  # type: ignore[misc]
             return payloads[0]
-        answer: bytes = self._told(
+        answer: bytes = self._checked(
             0, lambda: self._take("down", self.rank, Deadline.after(self._timeout_seconds))
         )
-        self._told(
-            0, lambda: self._store.key_value_delete(self._key("up", self.rank))
-        )  # rank 0 has read it, or never will
+        # Rank 0 has read it, or never will.
+        self._checked(0, lambda: self._store.key_value_delete(self._key("up", self.rank)))
         return answer
 
-    def _from(self, rank: int, deadline: Deadline) -> bytes | Exception:
+    def _received(self, rank: int, deadline: Deadline) -> bytes | Exception:
+        """Return the message of a rank, or the error that stands for a lost one."""
         try:
-            found: bytes = self._told(rank, lambda: self._take("up", rank, deadline))
+            message: bytes = self._checked(rank, lambda: self._take("up", rank, deadline))
         except RankFailed as error:
             return error
-        return found
+        return message
 
-    def _told(self, rank: int, action: Callable[[], Any]) -> Any:
-        """Raises ``RankFailed`` where the service cannot do it. ``rank``: who is missed then."""
+    def _checked(self, rank: int, action: Callable[[], Any]) -> Any:
+        """Call ``action``, and raise ``RankFailed`` naming ``rank`` if the service fails."""
         try:
             return action()
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
@@ -102,22 +114,22 @@ class StoreChannel:
                 f" all others ({reason})"
             ) from error
 
-    def _key(self, way: str, rank: int) -> str:
-        """Of a message; its parts are below."""
-        return f"{self._prefix}/{self._number}/{way}/{rank}"
+    def _key(self, direction: str, rank: int) -> str:
+        """Return the key of a message. The keys of its parts are below it."""
+        return f"{self._prefix}/{self._number}/{direction}/{rank}"
 
-    def _put(self, way: str, rank: int, payload: bytes) -> None:
+    def _put(self, direction: str, rank: int, payload: bytes) -> None:
         parts = [payload[at : at + _PART_BYTES] for at in range(0, len(payload), _PART_BYTES)] or [
             b""
         ]
-        key = self._key(way, rank)
+        key = self._key(direction, rank)
         for number in range(len(parts) - 1, 0, -1):
             self._store.key_value_set_bytes(f"{key}/{number}", parts[number])
-        # Last, since whoever waits waits for this one. It says how many there are.
+        # The first part is written last, because the receiver waits for it. It has the count.
         self._store.key_value_set_bytes(f"{key}/0", len(parts).to_bytes(4, "little") + parts[0])
 
-    def _take(self, way: str, rank: int, deadline: Deadline) -> bytes:
-        key = self._key(way, rank)
+    def _take(self, direction: str, rank: int, deadline: Deadline) -> bytes:
+        key = self._key(direction, rank)
         first = self._await(f"{key}/0", deadline)
         count = int.from_bytes(first[:4], "little")
         parts = [
@@ -132,7 +144,7 @@ class StoreChannel:
             left = deadline.left
             assert left is not None
             try:
-                found: bytes = self._store.blocking_key_value_get_bytes(
+                content: bytes = self._store.blocking_key_value_get_bytes(
                     key, max(1, int(1000 * min(left, _SLICE_SECONDS)))
                 )
             except jax.errors.JaxRuntimeError as error:
@@ -141,4 +153,4 @@ class StoreChannel:
                 if left <= _SLICE_SECONDS:
                     raise TimeoutError(f"nothing came within {self._timeout_seconds:g} s") from None
             else:
-                return found
+                return content

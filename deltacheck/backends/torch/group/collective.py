@@ -1,11 +1,8 @@
-"""What an ``Engine`` does otherwise where it is one of several ranks: open, begin, commit and
-restore with the others.
-"""
+"""Open, save and restore an ``Engine`` that is one of several ranks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +11,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from deltacheck.backends.matching import match_targets
-from deltacheck.backends.torch.group import gloo as ranks
+from deltacheck.backends.torch.group import gloo
 from deltacheck.backends.torch.state import descriptors, leaves, shards
 from deltacheck.errors import RankFailed, TreeMismatch
 from deltacheck.leaf import tree
@@ -24,7 +21,8 @@ from deltacheck.leaf.tree import Flat
 from deltacheck.restore import damage
 from deltacheck.restore.fill import Request, StepReader
 from deltacheck.restore.resolve import require_contract
-from deltacheck.save.joint import Attempt, Joint
+from deltacheck.save.group import Group
+from deltacheck.save.joint import Attempt
 from deltacheck.save.saver import Saver
 from deltacheck.store.documents import Written
 from deltacheck.store.files.durability import Durability
@@ -33,22 +31,30 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.opened import Opened, open_alone
 from deltacheck.store.root import Root, Store
 
-# Leaves up to this size are compared between the ranks that have copies of them, when these first
-# save. Larger: finds more that differs; a longer first save.
+# Leaves up to this size are compared between the ranks that hold copies of them, at the first save.
+# Larger: more copies that differ are found; smaller: a shorter first save.
 _COMPARED_BYTES = 1 << 20
 
 
-class Together:
-    """One rank's part in the saves of a process group."""
+class Together(Group):
+    """One rank of a process group that saves to one root.
+
+    Args:
+        process_group: The ranks. Every one of them must construct this, in the same order as other
+            new process groups.
+        timeout_seconds: The longest wait for another rank. Larger: a slow rank is not taken for a
+            lost one; smaller: the loss of a rank is noticed sooner.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self._ranks, self._groups = ranks.join(process_group, timeout_seconds)
-        self.joint = Joint(self._ranks)
-        self.segments: frozenset[str] = frozenset()  # of the newest step of all ranks, on rank 0
+        ranks, self._groups = gloo.join(process_group, timeout_seconds)
+        super().__init__(ranks)
 
     def open(self, path: Place, durability: Durability) -> Opened:
-        """Rank 0 takes the root; every rank may then write its parts to it. Raises what opening
-        raises, or ``RankFailed``.
+        """Open the root: rank 0 takes the lease, and every rank may then write its segments.
+
+        Raises:
+            RankFailed: Opening failed on a rank. Rank 0 raises the error itself.
         """
         opened: list[Opened] = []
 
@@ -58,7 +64,7 @@ class Together:
 
         next_seq = self.joint.agree(None, take)
         try:
-            mine = (
+            own = (
                 opened[0]
                 if opened
                 else Opened(Store.create(path, durability=durability), None, next_seq)
@@ -68,22 +74,31 @@ class Together:
             if opened and opened[0].lease is not None:
                 opened[0].lease.release()
             if not isinstance(error, RankFailed):
-                self._fail(error)
+                self.fail(error)
             raise
-        return mine
+        return own
 
     def flatten(self, state: object, *, target: bool = False) -> Flat:
-        """Take a state with sharded leaves apart. ``target``: of a restore."""
+        """Flatten a state with sharded leaves.
+
+        Args:
+            state: The state of this rank.
+            target: The state is the target of a restore, which also fills replicas of objects.
+        """
         with self.telling():
             return tree.flatten(descriptors.by_key(state, replicas=target), shards.describe)
 
     def begin(self, saver: Saver, step: int, flat: Flat) -> Flat | None:
-        """Agree on a save with the other ranks: what this one writes, or ``None`` where one of them
-        is
-        busy and all skip it.
+        """Agree on a save with the other ranks.
 
-        Raises the failure of an earlier save that nobody has been told of, on every rank in the
-        same call; ``RankFailed``.
+        Returns:
+            The tiles that this rank writes, as leaves; ``None`` if a rank is busy and all skip the
+            save.
+
+        Raises:
+            RankFailed: A rank failed, or the ranks disagree.
+            DeltacheckError: The failure of an earlier save that was not raised yet. Every rank
+                raises it in the same call.
         """
         with self.telling():
             if saver.options.on_busy == "wait":
@@ -102,27 +117,13 @@ class Together:
     def attempt(
         self, make: Callable[[Manifest], Written]
     ) -> tuple[Callable[[Manifest], Written], Callable[[BaseException], None]]:
-        """How a save that has begun ends: with a commit of all, for which rank 0 calls ``make``, or
-        by telling the others of a failure.
+        """Return the two ways to end a save that has begun: commit and abandon.
+
+        The first commits the step of all ranks, for which rank 0 calls ``make``. The second reports
+        a failure of this rank to the others.
         """
-
-        def make_all(every: Manifest) -> Written:
-            written = make(every)
-            self.segments = frozenset(ref.id for ref in every.segments)
-            return written
-
         attempt = Attempt(self.joint)
-        return partial(attempt.commit, make_all), attempt.abandon
-
-    def first(self, action: Callable[[], object]) -> None:
-        """Let rank 0 do something; every rank waits for it, and raises ``RankFailed`` where it
-        fails.
-        """
-
-        def act(_: list[Any]) -> None:
-            action()
-
-        self.joint.agree(None, act)
+        return partial(attempt.commit, self.maker(make)), attempt.abandon
 
     def restore(
         self,
@@ -134,13 +135,26 @@ class Together:
         max_bytes: int | None,
         expected_digest: str | None,
     ) -> tuple[Manifest, Any]:
-        """Restore a step on every rank, each what its target holds of it; later saves go on from
-        there.
+        """Restore a step on every rank; later saves continue from it.
+
+        Args:
+            root: The root.
+            saver: The saver of this rank.
+            step: The step, which must be the same on every rank.
+            target: Filled with the part that this rank holds; ``None``: every rank gets the whole
+                state.
+            contract, max_bytes, expected_digest: As in ``Engine.restore``.
+
+        Returns:
+            The step's manifest and the state.
+
+        Raises:
+            RankFailed: A rank could not restore the step. That rank raises the error itself.
         """
 
-        def choose(asked: list[Any]) -> str:
-            if any(one != asked[0] for one in asked):
-                raise ValueError(f"the ranks ask for different steps: {asked}")
+        def choose(requests: list[Any]) -> str:
+            if any(request != requests[0] for request in requests):
+                raise ValueError(f"the ranks ask for different steps: {requests}")
             manifest = root.manifest(step)
             root.require_digest(manifest, expected_digest)
             return root.digest_of(manifest)
@@ -178,32 +192,19 @@ class Together:
         )
 
     def given(self, into: object, restored: object) -> object:
-        """What a restore into a state gives its caller."""
+        """Return the result of a restore into ``into``, with its descriptors filled."""
         return descriptors.filled(into, restored)
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """A failure of this rank, before the ranks agree, is one of all."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        with contextlib.suppress(RankFailed):  # which the others raise
-            self.joint.fail(error)
-
     def close(self) -> None:
-        """Give the groups back; REQUIRES: no save is under way."""
+        """Destroy the process groups. No save may be running."""
         for group in self._groups:
-            if dist.is_initialized():  # else the job has ended them already
+            if dist.is_initialized():  # else the job has destroyed them already
                 dist.destroy_process_group(group)
         self._groups = []
 
 
 def _copies(flat: Flat) -> dict[str, str]:
-    """The digests of small leaves that are whole on this rank."""
+    """Return the digests of small leaves that are whole on this rank."""
     small = {
         path: LeafSpec.of(path, leaf.shape, leaf.dtype)
         for path, leaf in flat.leaves.items()

@@ -1,5 +1,7 @@
-"""The ranks of a torch.distributed job, talking over gloo groups of their own: beside the
-training's collectives, on the host.
+"""Communicate between the ranks of a ``torch.distributed`` job over gloo groups.
+
+The groups are separate from the training's, so that messages do not interleave with its
+collectives. They are on the host, so that saves do not need the accelerator.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ import torch.distributed as dist
 from deltacheck.errors import RankFailed
 from deltacheck.save.channel import Ranks
 
-_FIRST_BYTES = 4096  # of each message, its length in front; most need no second part
+# Size of the first part of each message, which begins with the length. Most need no second part.
+_FIRST_BYTES = 4096
 
 
 def join(
     process_group: dist.ProcessGroup, timeout_seconds: float
 ) -> tuple[Ranks, list[dist.ProcessGroup]]:
-    """Two gloo groups of the processes of ``process_group``; every one of them must call this, in
-    the
-    same order as other new groups.
+    """Create two gloo groups of the processes of ``process_group``.
 
-    ``timeout_seconds``: longest wait for another rank. Returns the groups too, for whoever ends
-    them.
+    Every process must call this, in the same order as it creates other groups.
+
+    Args:
+        process_group: The processes.
+        timeout_seconds: The longest wait for another rank.
+
+    Returns:
+        The channels, and the groups, which the caller must destroy.
     """
     members = dist.get_process_group_ranks(process_group)
     groups = [
@@ -42,8 +49,9 @@ def join(
 
 
 class GlooChannel:
-    """A ``deltacheck.save.channel.Channel`` over a gloo group. A rank whose connection breaks is
-    lost for all later conversations.
+    """A ``deltacheck.save.channel.Channel`` over a gloo group.
+
+    gloo cannot repair a connection, so a rank whose connection breaks stays lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
@@ -58,30 +66,31 @@ class GlooChannel:
             try:
                 self._send(payload, 0)
             except RuntimeError as error:
-                raise _lost(0, error) from error
+                raise _rank_lost(0, error) from error
             return None
-        return [payload if rank == 0 else self._from(rank) for rank in range(self.size)]
+        return [payload if rank == 0 else self._received(rank) for rank in range(self.size)]
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         if self.rank != 0 or payloads is None:
             try:
                 return self._receive(0)
             except RuntimeError as error:
-                raise _lost(0, error) from error
+                raise _rank_lost(0, error) from error
         for rank in range(1, self.size):
             if rank not in self._lost:
                 try:
                     self._send(payloads[rank], rank)
                 except RuntimeError as error:
-                    self._lost[rank] = _lost(rank, error)
+                    self._lost[rank] = _rank_lost(rank, error)
         return payloads[0]
 
-    def _from(self, rank: int) -> bytes | Exception:
+    def _received(self, rank: int) -> bytes | Exception:
+        """Return the message of a rank, or the error that stands for a lost one."""
         if rank not in self._lost:
             try:
                 return self._receive(rank)
             except RuntimeError as error:
-                self._lost[rank] = _lost(rank, error)
+                self._lost[rank] = _rank_lost(rank, error)
         return self._lost[rank]
 
     def _send(self, payload: bytes, to: int) -> None:
@@ -108,7 +117,7 @@ class GlooChannel:
         return content.numpy().tobytes()
 
 
-def _lost(rank: int, error: Exception) -> RankFailed:
+def _rank_lost(rank: int, error: Exception) -> RankFailed:
     return RankFailed(
         f"rank {rank} was lost, or did not answer in time; it must be started again with all others"
         f" ({error})"

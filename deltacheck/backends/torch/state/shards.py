@@ -1,12 +1,10 @@
-"""What a rank holds of a leaf: the whole of a plain tensor, its part of a DTensor, or what a
-descriptor says.
-"""
+"""Parts of leaves that one rank holds: plain tensors, shards of DTensors, and shards of one's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,23 +14,29 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from deltacheck.backends.torch.state import leaves
 from deltacheck.errors import UnsupportedLeaf
-from deltacheck.leaf import sharding, tiles, tree
+from deltacheck.leaf import sharding, tree
 from deltacheck.leaf.sharding import Held, whole
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tiles import Box, Cuts
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore.fill import leaf_of_box
+from deltacheck.save.group import Piece, own_tiles, pieces_held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A rank's part of a leaf whose placement torch does not know: tensor, pipeline or expert
-    parallel
-    code of one's own.
+    """A rank's part of a leaf whose placement torch does not know.
 
-    ``data``: the part, a tensor; ``global_shape``: of the leaf; ``global_offset``: where the part
-    begins in it, along each axis. Ranks that hold the same part are replicas: one of them writes
-    it.
+    Use it for tensor, pipeline or expert parallel code of your own. Ranks that hold the same part
+    are replicas, and one of them writes it.
+
+    Args:
+        data: The part, a dense tensor.
+        global_shape: The shape of the whole leaf, with as many axes as ``data``.
+        global_offset: The index of the part's first element in the leaf, along each axis.
+
+    Raises:
+        ValueError: The part does not lie in a leaf of this shape.
     """
 
     data: torch.Tensor
@@ -53,13 +57,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment(Shard):
-    """Neighbouring elements of a leaf in C order: what an optimizer has that flattens parameters
-    and
-    gives each rank an equal run of them.
+    """A run of elements of a leaf in C order.
 
-    ``data``: 1-D; ``global_shape``: the number of the leaf's elements; ``global_offset``: that of
-    the first one here. The leaf is stored flat, cut where the ranks' parts end; ``shape``: the one
-    it has for whoever reads it whole.
+    Optimizers that flatten parameters give each rank such runs. The leaf is stored flat, cut at the
+    ends of the ranks' runs.
+
+    Args:
+        data: The run, 1-D.
+        global_shape: The number of the leaf's elements, as a tuple.
+        global_offset: The number of the first element of the run, as a tuple.
+        shape: The shape in which the whole leaf is restored.
     """
 
     shape: tuple[int, ...]
@@ -67,8 +74,13 @@ class Fragment(Shard):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """Several parts of one leaf on one rank. Raises ``ValueError`` where they are not of one
-    leaf.
+    """Several parts of one leaf on one rank.
+
+    Args:
+        parts: The parts.
+
+    Raises:
+        ValueError: The parts differ in dtype or global shape.
     """
 
     parts: tuple[Shard, ...]
@@ -83,7 +95,7 @@ class Shards:
 
     @property
     def data(self) -> torch.Tensor:
-        """Of the first part."""
+        """The tensor of the first part."""
         return self.parts[0].data
 
     @property
@@ -91,33 +103,29 @@ class Shards:
         return self.parts[0].global_shape
 
 
-class Piece(NamedTuple):
-    """A dense part of a leaf in this process. ``values``: a tensor of the box's shape, or a NumPy
-    array or scalar, which is whole.
-    """
-
-    box: Box
-    values: object
-
-
 def describe(value: object) -> ArrayLeaf | None:
-    """As ``leaves.describe``, of leaves that are sharded too: their global shape."""
+    """Describe a leaf that may be sharded, with its global shape.
+
+    Raises:
+        UnsupportedLeaf: As ``leaves.describe`` and ``pieces`` raise it.
+    """
     if not isinstance(value, DTensor | Shard | Shards):
         return leaves.describe(value)
     described = leaves.describe(_dense(value))
     assert described is not None
     shape = tuple(value.shape) if isinstance(value, DTensor) else tuple(value.global_shape)
-    for _ in pieces(value):  # refuses placements that are no parts
-        break
-    if isinstance(value, Fragment):  # two ranks may have different ties, so these have none
+    next(pieces(value), None)  # raises for placements that are not parts of the leaf
+    # Ties may differ between ranks, so fragments are never tied.
+    if isinstance(value, Fragment):
         return described._replace(shape=shape, identity=None, tag=tree.flat_tag(value.shape))
     return described._replace(shape=shape)
 
 
 def pieces(value: object) -> Iterator[Piece]:
-    """The parts of a leaf that this process has; none where it has none.
+    """Yield the parts of a leaf that this process holds.
 
-    Raises ``UnsupportedLeaf`` for a DTensor with a partial placement, whose parts are summands.
+    Raises:
+        UnsupportedLeaf: A DTensor has a partial placement, so that each rank holds a summand.
     """
     if isinstance(value, DTensor):
         if any(placement.is_partial() for placement in value.placements):
@@ -152,32 +160,28 @@ def pieces(value: object) -> Iterator[Piece]:
 
 
 def held(flat: Flat) -> dict[str, Held]:
-    """What this process holds of each leaf of a state."""
-    return {
-        path: Held(leaf.dtype, leaf.shape, tuple(piece.box for piece in pieces(flat.arrays[path])))
-        for path, leaf in flat.leaves.items()
-    }
+    """Return the boxes of each leaf of a state that this process holds."""
+    return pieces_held(flat, lambda path: pieces(flat.arrays[path]))
 
 
 def local_flat(
     flat: Flat, own: Mapping[str, tuple[Cuts | None, list[int]]], skeleton: Node
 ) -> Flat:
-    """The tiles that this rank writes, as leaves. ``own``: leaf path -> its cuts, and the numbers
-    of these tiles.
+    """Return the tiles that this rank writes, as the leaves of a flat state.
+
+    Args:
+        flat: The state of this rank.
+        own: Leaf path -> cuts of the leaf and numbers of this rank's tiles.
+        skeleton: The skeleton of all ranks' states.
     """
     arrays: dict[str, object] = {}
     described: dict[str, ArrayLeaf] = {}
-    for path, (cuts, numbers) in own.items():
-        leaf, parts = flat.leaves[path], list(pieces(flat.arrays[path]))
-        boxes = (
-            [whole(leaf.shape)] if cuts is None else [tiles.box(cuts, number) for number in numbers]
+    for path, tile in own_tiles(flat, own, lambda path: pieces(flat.arrays[path])):
+        leaf = flat.leaves[path]
+        arrays[tile.name] = (
+            _dense(flat.arrays[path]) if tile.piece is None else _cut(tile.piece, tile.box)
         )
-        for name, box in zip(sharding.names_of(path, cuts, numbers), boxes, strict=True):
-            number = sharding.find(box, (part.box for part in parts))
-            arrays[name] = _dense(flat.arrays[path]) if number is None else _cut(parts[number], box)
-            described[name] = ArrayLeaf(
-                tuple(s.stop - s.start for s in box), leaf.dtype, None, leaf.tag
-            )
+        described[tile.name] = ArrayLeaf(tile.shape, leaf.dtype, None, leaf.tag)
     order = sorted(arrays)
     return Flat(
         skeleton, {name: arrays[name] for name in order}, {name: described[name] for name in order}
@@ -185,7 +189,7 @@ def local_flat(
 
 
 def _dense(value: object) -> object:
-    """What this process has of a leaf, as a plain tensor or array; of several parts the first."""
+    """Return this process's part of a leaf as a plain tensor or array; the first of several."""
     return value.data if isinstance(value, Shard | Shards) else leaves.local_of(value)
 
 
@@ -197,8 +201,14 @@ def _cut(piece: Piece, box: Box) -> object:
 
 
 def fill(piece: Piece, spec: LeafSpec, array: NDArray[Any]) -> object:
-    """The piece with its restored content: filled in place, but for NumPy scalars, which cannot be.
-    ``spec``: of the leaf.
+    """Fill a piece in place with restored content, and return it.
+
+    NumPy scalars cannot be filled, so a new one is returned for them.
+
+    Args:
+        piece: The piece.
+        spec: The spec of the whole leaf.
+        array: The content, of the piece's shape.
     """
     if isinstance(piece.values, torch.Tensor):
         with torch.no_grad():
