@@ -1,43 +1,37 @@
-"""What an update works on, a second time: in arrays of its own, made in the same way for the proof
-at
-a save and for a restore.
+"""Replicas of what a training's update works on, in arrays of their own.
 
-Both go through host bytes. So what JAX knows of an array beside its bits (a weak type, a layout,
-where an input lay) cannot make the proof say another thing than the restore.
+A replica repeats the updates, at a save to prove that they can be replayed, and at a restore to
+compute the state. Both make their arrays from host bytes. Therefore properties of a JAX array
+other than its bits (a weak type, a layout, the device of an input) cannot make the proof and the
+restore disagree.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import jax
 
 from deltacheck.backends.orbax.state import leaves
 from deltacheck.backends.orbax.state.load import Read, Wanted, make, places_of, sharding_of
-from deltacheck.codec.base import U8
-from deltacheck.errors import ReplayDiffers, TreeMismatch
+from deltacheck.errors import TreeMismatch
 from deltacheck.leaf import tree
-from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore import replay
+from deltacheck.restore import proof, replay
+from deltacheck.restore.fill import StepReader
 from deltacheck.restore.content import Loaded
-from deltacheck.restore.resolve import resolve_leaves, stored_chains
-from deltacheck.restore.values import load_leaves
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 
 Update: TypeAlias = Callable[..., Any]
 
-_HASH_THREADS = 4
-
 
 def name_of(update: Update) -> str:
-    """What computes an update, as far as it has a name: whoever looks for the reason of other bits
-    looks here first.
+    """Return the name of the code that computes an update.
+
+    It appears in errors, because other code is the first reason to suspect for other bits.
     """
     named = update if hasattr(update, "__qualname__") else type(update)
     return (
@@ -46,8 +40,11 @@ def name_of(update: Update) -> str:
 
 
 class Replica:
-    """Does ``update`` on ``memory``, whose arrays are the replica's own: the update may donate
-    them.
+    """Applies ``update`` to arrays of its own.
+
+    Args:
+        update: The training's update, which may donate its arguments.
+        memory: The first argument of the update. The replica owns its arrays.
     """
 
     def __init__(self, update: Update, memory: Any) -> None:
@@ -55,88 +52,84 @@ class Replica:
         self._memory = memory
 
     def update(self, options: Node, inputs: Mapping[str, Any]) -> None:
-        """One update. ``options``: skeleton of what it takes beside the memory; ``inputs``: its
-        arrays by their paths.
+        """Do one update.
+
+        Args:
+            options: The skeleton of the update's other arguments.
+            inputs: The arrays of the other arguments, by path.
         """
         self._memory = self._update(
-            self._memory, *_inputs(options, {name: loaded(value) for name, value in inputs.items()})
+            self._memory,
+            *_inputs(options, {name: as_loaded(value) for name, value in inputs.items()}),
         )
 
     def memory(self) -> Flat:
+        """Return the content after the updates so far."""
         return tree.flatten(self._memory, _untied, leaves.expand)
 
 
 def owned(memory: Any) -> Any:
-    """The same memory in arrays of its own."""
+    """Return a copy of a memory, made in the same way as at a restore."""
     with leaves.own_rules():
         flat = tree.flatten(memory, leaves.describe, leaves.expand)
-        stored = {path: loaded(value) for path, value in flat.arrays.items()}
+        stored = {path: as_loaded(value) for path, value in flat.arrays.items()}
         return _memory(flat.skeleton, {path: path for path in stored}, stored, memory)
 
 
 def replayed(
     root: Root, manifest: Manifest, plan: Replay, like: Any, update: Update, max_bytes: int | None
 ) -> Read:
-    """The leaves of a step, those that the replay gives proven by their digests. ``like``: a memory
-    of
-    the same structure, whose containers and shardings are taken.
+    """Return the leaves of a step, after replaying and proving those that are logged.
 
-    Raises ``ReplayDiffers``, ``TreeMismatch``, and what reading raises.
+    Args:
+        root: The root.
+        manifest: The step.
+        plan: The updates of the step.
+        like: A memory of the same structure. Its containers and shardings are used.
+        update: The training's update.
+        max_bytes: Refuse to allocate more than this.
+
+    Raises:
+        ReplayDiffers: The replay gives other bits than were saved.
+        TreeMismatch: ``like`` has another structure than the logged memory.
+        Damaged, ChainBroken, BudgetExceeded: As ``StepReader.whole`` raises them.
     """
-    found = resolve_leaves(root, manifest, stored=True)
-    bases: dict[str, U8] = {}
-    stored = load_leaves(found, max_bytes=max_bytes, stored=bases)
+    reader = StepReader(root, manifest, max_bytes=max_bytes)
+    loaded = reader.whole(replay_inputs=True)
     try:
         with leaves.own_rules():
-            memory = _memory(plan.memory, plan.places, stored, like)
+            memory = _memory(plan.memory, plan.places, loaded, like)
     except TreeMismatch as error:
         raise TreeMismatch(
             f"step {manifest.step}: {error}. {replay.way_out(root, manifest)}"
         ) from None
-    twin = Replica(update, memory)
-    del memory  # an update that donates it frees it
-    try:
-        for step in plan.steps:
-            twin.update(step.options, {name: stored[path] for name, path in step.inputs.items()})
-        after = twin.memory()
-        content = host(after)
-    except Exception as error:
-        raise ReplayDiffers(
-            f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed"
-            f" with {name_of(update)}: {type(error).__name__}: {error}."
-            f" {replay.way_out(root, manifest)}"
-        ) from error
-    replay.check(
+    replica = Replica(update, memory)
+    del memory  # so that an update that donates it frees it
+    content = proof.replay_updates(
         root,
         manifest,
-        {plan.places.get(path, path): digest for path, digest in _digests(content).items()},
+        plan,
+        replica,
+        lambda path: loaded[path],
+        _with_digests,
         name_of(update),
     )
-    given = {
-        place: stored[place]._replace(data=content[path].data)
+    replayed_leaves = {
+        place: loaded[place]._replace(data=content[path].data)
         for path, place in plan.places.items()
     }
-    chains = stored_chains(leaf for path, leaf in found.items() if path not in plan.inputs)
-    return Read(
-        {path: value for path, value in stored.items() if path not in plan.inputs} | given,
-        chains,
-        bases,
-    )
-
-
-def host(flat: Flat) -> dict[str, Loaded]:
-    """The bytes of every array."""
-    with leaves.own_rules():
-        return {path: loaded(value) for path, value in flat.arrays.items()}
+    state = {path: value for path, value in loaded.items() if path not in plan.inputs}
+    chains = {path: chain for path, chain in reader.chains.items() if path not in plan.inputs}
+    return Read(state | replayed_leaves, chains, reader.stored)
 
 
 def digests(flat: Flat) -> dict[str, str]:
-    """The leaf digest of every array."""
-    return _digests(host(flat))
+    """Return the leaf digest of every array."""
+    return _with_digests(flat)[1]
 
 
-def loaded(value: Any) -> Loaded:
-    """An array as a restore would have read it."""
+def as_loaded(value: Any) -> Loaded:
+    """Return an array as a restore would have read it."""
     if isinstance(value, Loaded):
         return value
     described = leaves.describe(value)
@@ -145,53 +138,60 @@ def loaded(value: Any) -> Loaded:
     return Loaded(spec, list(range(spec.chunk_count)), leaves.bytes_of(value))
 
 
-def _digests(content: Mapping[str, Loaded]) -> dict[str, str]:
-    def one(item: Loaded) -> str:
-        return digest_of(item.spec, item.data)
-
-    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(content, pool.map(one, content.values()), strict=True))
+def _with_digests(flat: Flat) -> tuple[dict[str, Loaded], dict[str, str]]:
+    """Return the bytes and the leaf digest of every array."""
+    with leaves.own_rules():
+        content = {path: as_loaded(value) for path, value in flat.arrays.items()}
+    hashed = proof.leaf_digests((item.spec, item.data) for item in content.values())
+    return content, dict(zip(content, hashed, strict=True))
 
 
 def _memory(
     skeleton: Node, places: Mapping[str, str], stored: Mapping[str, Loaded], like: Any
 ) -> Any:
-    """A memory from what is stored, in the containers and shardings of ``like``. Raises
-    ``TreeMismatch`` where those are others.
+    """Return a memory from stored leaves, in the containers and shardings of ``like``.
+
+    Raises:
+        TreeMismatch: ``like`` has other leaves than were logged.
     """
-    where = places_of(skeleton)
+    logged = places_of(skeleton)
     numbers = tree.scalars(skeleton)
-    asked: dict[str, Any] = {}
-    leaves.map_leaves(asked.__setitem__, like)
-    for path in sorted(asked.keys() ^ (where.keys() | numbers.keys())):
-        here, there = ("is", "is not") if path in asked else ("is not", "is")
+    present: dict[str, Any] = {}
+    leaves.map_leaves(present.__setitem__, like)
+    for path in sorted(present.keys() ^ (logged.keys() | numbers.keys())):
+        now, then = ("is", "is not") if path in present else ("is not", "is")
         raise TreeMismatch(
-            f"leaf {path!r} {here} in what the update works on, and {there} in what was logged"
+            f"leaf {path!r} {now} in what the update works on, and {then} in what was logged"
         )
-    wanted = {
-        path: Wanted(places[owner], tag, sharding_of(asked[path]))
-        for path, (owner, tag) in where.items()
+    requests = {
+        path: Wanted(places[owner], tag, sharding_of(present[path]))
+        for path, (owner, tag) in logged.items()
     }
-    for path, one in wanted.items():
-        described, spec = leaves.describe_target(asked[path]), stored[one.owner].spec
+    for path, request in requests.items():
+        described, spec = leaves.describe_target(present[path]), stored[request.owner].spec
         if described is not None and (described.shape, described.dtype) != (spec.shape, spec.dtype):
             raise TreeMismatch(
                 f"leaf {path!r} of what the update works on is"
                 f" {described.dtype}{list(described.shape)}, {spec.dtype}{list(spec.shape)} was"
                 " logged"
             )
-    made = make(wanted, stored)
-    return leaves.map_leaves(lambda path, leaf: made[path] if path in made else numbers[path], like)
+    arrays = make(requests, stored)
+
+    def leaf_at(path: str, leaf: Any) -> Any:
+        return arrays[path] if path in arrays else numbers[path]
+
+    return leaves.map_leaves(leaf_at, like)
 
 
 def _inputs(skeleton: Node, stored: Mapping[str, Loaded]) -> tuple[Any, ...]:
+    """Return the other arguments of an update."""
     with leaves.own_rules():
-        made = make(
+        arrays = make(
             {path: Wanted(owner, tag, None) for path, (owner, tag) in places_of(skeleton).items()},
             stored,
         )
-    built: Any = tree.unflatten(skeleton, lambda path, owner, tag: made[path])
-    return tuple(built)
+    arguments: Any = tree.unflatten(skeleton, lambda path, owner, tag: arrays[path])
+    return tuple(arguments)
 
 
 def _untied(value: object) -> ArrayLeaf | None:

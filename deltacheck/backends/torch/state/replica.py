@@ -1,5 +1,7 @@
-"""The twin of an optimizer: the same class and numbers over tensors of its own, to do its updates a
-second time.
+"""Replicas of optimizers: the same class and options over tensors of their own.
+
+A replica repeats the updates of an optimizer, at a save to prove that they can be replayed, and at
+a restore to compute the state.
 """
 
 from __future__ import annotations
@@ -7,7 +9,6 @@ from __future__ import annotations
 import platform
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,18 +16,17 @@ from torch.optim import Optimizer
 
 from deltacheck.backends.torch.state import leaves
 from deltacheck.codec.base import U8
-from deltacheck.errors import ReplayDiffers, TreeMismatch, UnsupportedLeaf
+from deltacheck.errors import TreeMismatch, UnsupportedLeaf
 from deltacheck.leaf import tree
 from deltacheck.leaf.digest import digest_of
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
-from deltacheck.restore import replay
+from deltacheck.restore import proof
 from deltacheck.restore.content import Loaded
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 
-_HASH_THREADS = 4
-_DEVICE = "device"  # tag of what does not lie on the host
+_DEVICE = "device"  # permanent: the tag of tensors that are not on the host
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -38,11 +38,12 @@ _HOOKS = (
 
 
 def memory_of(optimizer: Optimizer) -> Flat:
-    """All that an update reads and writes but for the gradients: weights and their state in the
-    order
-    of the groups, and the groups' options.
+    """Return everything that an update reads and writes, except the gradients.
 
-    Raises ``UnsupportedLeaf`` where something of it cannot be kept exactly.
+    These are the weights and their state in the order of the groups, and the options of the groups.
+
+    Raises:
+        UnsupportedLeaf: A value cannot be kept exactly.
     """
     weights = parameters(optimizer)
     memory = {
@@ -55,8 +56,10 @@ def memory_of(optimizer: Optimizer) -> Flat:
 
 
 def options_of(optimizer: Optimizer) -> Node:
-    """The options of the groups as they are now. Raises ``UnsupportedLeaf`` where one is a tensor
-    or cannot be kept exactly.
+    """Return the present options of the groups.
+
+    Raises:
+        UnsupportedLeaf: An option is a tensor or cannot be kept exactly.
     """
     flat = tree.flatten(_options(optimizer), leaves.describe)
     if flat.arrays:
@@ -68,13 +71,14 @@ def options_of(optimizer: Optimizer) -> Node:
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The parameters in the order of the groups."""
+    """Return the parameters in the order of the groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """What computes an update, as far as it has a name: whoever looks for the reason of other bits
-    looks here first.
+    """Return the name of the code that computes an update.
+
+    It appears in errors, because other code is the first reason to suspect for other bits.
     """
     kind = type(optimizer)
     devices = sorted({parameter.device.type for parameter in parameters(optimizer)})
@@ -88,26 +92,30 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 class Replica:
-    """Made from the optimizer ``like`` and the content of a memory.
+    """A second instance of an optimizer, over tensors of its own.
 
-    ``place(path, device)`` gives the tensor at a path of the memory, for the replica's own;
-    ``device`` is where it belongs. Raises ``TreeMismatch`` where the memory is of other groups than
-    ``like`` has.
+    Args:
+        like: The optimizer.
+        memory: The skeleton of the content, as ``memory_of`` returns it.
+        place: Returns the tensor at a path of the memory, on a device. The replica changes it.
+
+    Raises:
+        TreeMismatch: The memory has other groups or parameters than the optimizer.
     """
 
     def __init__(
         self, like: Optimizer, memory: Node, place: Callable[[str, torch.device], torch.Tensor]
     ) -> None:
-        theirs = parameters(like)
-        found = len([path for path in tree.array_paths(memory) if path.startswith("weights/")])
-        if found != len(theirs):
+        originals = parameters(like)
+        count = len([path for path in tree.array_paths(memory) if path.startswith("weights/")])
+        if count != len(originals):
             raise TreeMismatch(
-                f"the step was logged with {found} parameters, the optimizer has {len(theirs)}"
+                f"the step was logged with {count} parameters, the optimizer has {len(originals)}"
             )
 
         def put(path: str, owner: str, tag: str | None) -> torch.Tensor:
             device = (
-                theirs[int(path.split("/")[1])].device if tag == _DEVICE else torch.device("cpu")
+                originals[int(path.split("/")[1])].device if tag == _DEVICE else torch.device("cpu")
             )
             return place(path, device)
 
@@ -117,26 +125,31 @@ class Replica:
                 f"the step was logged with parameter groups of {content['sizes']} parameters, the"
                 " optimizer has others"
             )
-        for number, (weight, their) in enumerate(zip(content["weights"], theirs, strict=True)):
-            if (weight.shape, weight.dtype) != (their.shape, their.dtype):
+        for number, (weight, original) in enumerate(
+            zip(content["weights"], originals, strict=True)
+        ):
+            if (weight.shape, weight.dtype) != (original.shape, original.dtype):
                 raise TreeMismatch(
                     f"parameter {number} is {weight.dtype}{list(weight.shape)} in the log,"
-                    f" {their.dtype}{list(their.shape)} in the optimizer"
+                    f" {original.dtype}{list(original.shape)} in the optimizer"
                 )
-            weight.requires_grad_(their.requires_grad)
+            weight.requires_grad_(original.requires_grad)
         self.optimizer = _twin(like, content)
         self._step = _plain_step(type(like))
 
     def update(self, options: Node, inputs: Mapping[str, torch.Tensor]) -> None:
-        """One step. ``inputs``: gradients by the parameter's number; those of the others are
-        ``None``.
+        """Do one step of the optimizer.
+
+        Args:
+            options: The options of the groups, as ``options_of`` returned them.
+            inputs: Gradients by the parameter's number. Other parameters have no gradient.
         """
         restored: Any = tree.unflatten(options, _no_array)
         for group, own in zip(self.optimizer.param_groups, restored, strict=True):
             group.update(own)
         for number, weight in enumerate(parameters(self.optimizer)):
             gradient = inputs.get(str(number))
-            # A copy: an optimizer may change the gradients that it is given.
+            # A copy, because an optimizer may change its gradients.
             weight.grad = (
                 None
                 if gradient is None
@@ -147,35 +160,39 @@ class Replica:
             weight.grad = None
 
     def memory(self) -> Flat:
+        """Return the content after the updates so far."""
         return memory_of(self.optimizer)
 
 
 def replayed(
     root: Root, manifest: Manifest, plan: Replay, stored: Mapping[str, Loaded], optimizer: Optimizer
 ) -> dict[str, Loaded]:
-    """The leaves of a step that a replay gives, proven by their digests; ``stored`` is left as it
-    is.
+    """Return the leaves that a replay gives, proven by their digests.
 
-    Raises ``ReplayDiffers``, ``TreeMismatch``.
+    Args:
+        root: The root.
+        manifest: The step.
+        plan: The updates of the step.
+        stored: The leaves and inputs that are stored. They are not changed.
+        optimizer: An optimizer made as at the save. Its own tensors are not changed.
+
+    Raises:
+        ReplayDiffers: The replay gives other bits than were saved.
+        TreeMismatch: The step was logged with other parameter groups.
     """
 
     def place(path: str, device: torch.device) -> torch.Tensor:
         return leaves.tensor_of(stored[plan.places[path]]).to(device, copy=True)
 
-    twin = Replica(optimizer, plan.memory, place)
-    try:
-        for step in plan.steps:
-            inputs = {name: leaves.tensor_of(stored[path]) for name, path in step.inputs.items()}
-            twin.update(step.options, inputs)
-        memory = twin.memory()
-    except Exception as error:
-        raise ReplayDiffers(
-            f"step {manifest.step}: {len(plan.steps)} updates of {plan.update} cannot be replayed"
-            f" with {name_of(optimizer)}: {type(error).__name__}: {error}."
-            f" {replay.way_out(root, manifest)}"
-        ) from error
-    found = {plan.places.get(path, path): digest for path, digest in digests(memory).items()}
-    replay.check(root, manifest, found, name_of(optimizer))
+    memory = proof.replay_updates(
+        root,
+        manifest,
+        plan,
+        Replica(optimizer, plan.memory, place),
+        lambda path: leaves.tensor_of(stored[path]),
+        lambda memory: (memory, digests(memory)),
+        name_of(optimizer),
+    )
     return {
         plan.places[path]: stored[plan.places[path]]._replace(data=leaves.bytes_of(value))
         for path, value in memory.arrays.items()
@@ -184,28 +201,20 @@ def replayed(
 
 
 def digests(flat: Flat) -> dict[str, str]:
-    """The leaf digest of every array. What lies on a device is copied to the host one by one, in
-    the order of this thread's stream.
+    """Return the leaf digest of every array.
+
+    Arrays on a device are copied to the host one at a time, to limit the memory, and on this thread,
+    to follow the order of its stream.
     """
 
-    def one(path: str, host: U8) -> str:
-        leaf = flat.leaves[path]
-        spec = LeafSpec.of(path, leaf.shape, leaf.dtype)
-        return digest_of(spec, host)
+    def leaf(path: str) -> tuple[LeafSpec, U8]:
+        described = flat.leaves[path]
+        spec = LeafSpec.of(path, described.shape, described.dtype)
+        return spec, leaves.bytes_of(flat.arrays[path])
 
-    here = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        found = dict(
-            zip(
-                here,
-                pool.map(one, here, [leaves.bytes_of(flat.arrays[path]) for path in here]),
-                strict=True,
-            )
-        )
-        return {
-            path: found.get(path) or one(path, leaves.bytes_of(value))
-            for path, value in flat.arrays.items()
-        }
+    on_host = [path for path, value in flat.arrays.items() if not _is_on_device(value)]
+    by_path = dict(zip(on_host, proof.leaf_digests(map(leaf, on_host)), strict=True))
+    return {path: by_path.get(path) or digest_of(*leaf(path)) for path in flat.arrays}
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -229,11 +238,9 @@ def _is_on_device(value: object) -> bool:
 
 
 def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of the same class whose tensors are those of ``content``; nobody's hooks are
-    called by it.
-    """
+    """Return an optimizer of the same class over the tensors of ``content``, without hooks."""
     twin = object.__new__(type(like))
-    # ``step`` is there where a scheduler has wrapped the bound method.
+    # A scheduler wraps the bound method and stores it as the attribute ``step``.
     own = {
         name: value
         for name, value in vars(like).items()
@@ -245,16 +252,16 @@ def _twin(like: Optimizer, content: Mapping[str, Any]) -> Optimizer:
         dict,
         {weight: state for weight, state in zip(weights, content["state"], strict=True) if state},
     )
-    at = 0
+    first = 0
     twin.param_groups = []
     for size, options in zip(content["sizes"], content["options"], strict=True):
-        twin.param_groups.append({"params": list(weights[at : at + size]), **options})
-        at += size
+        twin.param_groups.append({"params": list(weights[first : first + size]), **options})
+        first += size
     return twin
 
 
 def _plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """``step`` without torch's wrapper that calls the hooks: this update is nobody's business."""
+    """Return ``step`` without torch's wrapper, which calls hooks that expect the training."""
     step: Any = kind.step
     plain: Callable[[Optimizer], object] = (
         step.__wrapped__ if getattr(step, "hooked", False) else step
