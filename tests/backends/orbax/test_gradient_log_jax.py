@@ -528,7 +528,7 @@ def test_a_gradient_that_was_forged_with_its_digests_is_refused_by_the_state(
         loaded["%gradient/1/0/a"].data[101] ^= 0x40
         return loaded
 
-    monkeypatch.setattr("deltacheck.backends.orbax.state.replica.load_leaves", forged)
+    monkeypatch.setattr("deltacheck.restore.fill.load_leaves", forged)
     with (
         Opened(tmp_path) as log,
         pytest.raises(errors.ReplayDiffers, match=r"leaf 'learner/.*without a replay: 1"),
