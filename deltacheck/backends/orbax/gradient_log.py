@@ -1,5 +1,6 @@
-"""Checkpoints every few steps at a tenth of the bytes: the gradients are stored, and the update is
-replayed at restore.
+"""Store the inputs of updates instead of the state, and replay the updates at a restore.
+
+Checkpoints every few steps then take about a tenth of the bytes.
 """
 
 from __future__ import annotations
@@ -37,26 +38,34 @@ _NOTHING: tuple[Any, Flat] = None, Flat({"t": "none"}, {}, {})
 
 
 class GradientLog:
-    """Saves of a training state through a manager, as the inputs of its updates wherever that is
-    proven to be exact.
+    """Saves a training state as the inputs of its updates if that is proven to be exact.
 
-    ``manager``: made by ``deltacheck.backends.orbax.manager``, with ``Policy.exact()``. ``update``:
-    the training's own, usually ``update(learner, gradients) -> learner``, a jitted pure function of
-    its arguments that gives the structure that it takes; whatever else it takes is stored as the
-    gradients are. It may donate all of them. ``learner``: where in the state that lies which
-    ``update`` takes and gives, ``learner(state) -> learner``; by default the state is nothing else.
+    The training calls ``log.update`` instead of ``update``, and ``log.save`` instead of
+    ``manager.save``. The first save stores the state itself. Later saves store the inputs of the
+    updates, everything of the state that is not the learner's, and the digest that each array of
+    the learner must have after a replay. Before such a save, the same updates are done on a
+    *replica* of the learner. If one bit of it differs from the state, the state itself is stored,
+    and ``handle.report.note`` and the log say why.
 
-    The training calls ``log.update`` in place of ``update``, and ``log.save`` in place of
-    ``manager.save``. The first save stores the state itself; later ones store what the updates were
-    given, everything of the state that is not the learner's, and the digest that each array of the
-    learner must have after a replay. Before such a save the same updates are done on a *replica* of
-    the learner, and where one bit of it differs from the state, the state itself is stored
-    (``handle.report.note`` says why, and the log).
+    The cost: the replica takes as much memory as the learner, on the same devices. The inputs since
+    the last save are kept. Each update is done a second time at the save.
 
-    The price: the replica takes as much memory as the learner, where that lies, the gradients since
-    the last save are kept, and each update is done a second time at the save. ``max_replay_steps``,
-    ``max_steps_per_save``: see ``deltacheck.restore.replay.Limits``. Raises ``ValueError`` for another
-    manager or policy.
+    Args:
+        manager: Made by ``deltacheck.backends.orbax.manager``, with ``Policy.exact()``.
+        update: The training's update, usually ``update(learner, gradients) -> learner``. It is a
+            pure function, jitted, that returns the structure of its first argument. Its other
+            arguments are stored as the gradients are. It may donate all arguments.
+        learner: Returns the first argument of ``update`` from the state. By default it is the whole
+            state.
+        max_replay_steps: The most updates that a restore replays. Larger: fewer saves that store
+            the state itself, so fewer bytes; smaller: a shorter restore, which depends on fewer
+            segments.
+        max_steps_per_save: The most updates between two saves that are logged. Larger: saves with
+            longer intervals are logged too, but more inputs are kept in memory; smaller: less
+            memory.
+
+    Raises:
+        ValueError: The manager is another one, or its policy is not exact.
     """
 
     def __init__(
@@ -77,16 +86,25 @@ class GradientLog:
         self._update = update
         self._learner = learner
         self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
-        self._seconds = 0.0  # that recording has taken since the last save
+        self._seconds = 0.0  # spent in recording since the last save
         self._saver: Saver | None = None
         self._handle: SaveHandle | None = None
-        self._saving = _NOTHING  # the learner of the save that is being begun
+        self._saving = _NOTHING  # the learner of the save that is beginning
 
     def update(self, learner: Any, *inputs: Any) -> Any:
-        """``update(learner, *inputs)``, its inputs recorded for the next save.
+        """Return ``update(learner, *inputs)``, after recording the inputs for the next save.
 
-        An update that raises is not recorded. Raises ``TypeError`` while JAX traces: call it
-        outside of ``jit``.
+        An update that raises is not recorded.
+
+        Args:
+            learner: The first argument of the update.
+            *inputs: The other arguments.
+
+        Returns:
+            The result of the update.
+
+        Raises:
+            TypeError: JAX is tracing. Call this outside of ``jit``, ``grad`` and ``vmap``.
         """
         if any(
             isinstance(leaf, jax.core.Tracer)
@@ -113,14 +131,25 @@ class GradientLog:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> SaveHandle:
-        """Save ``state`` as of this call as checkpoint ``step`` of the manager, as ``manager.save``
-        with ``DeltaSaveArgs`` does.
+        """Save ``state`` as of this call as checkpoint ``step`` of the manager.
 
-        The handle is ``"skipped"`` where the manager's options leave this step out (not with
-        ``force``). The step exists when Orbax has renamed its directory, soon after the handle's
-        ``result``: ``manager.wait_until_finished`` waits for that. One item of several, or with
-        metrics for Orbax's ``best_fn``, is saved with ``manager.save`` and ``DeltaSaveArgs(state,
+        This does what ``manager.save`` does with ``DeltaSaveArgs``. To save one item of several, or
+        with metrics for Orbax's ``best_fn``, call ``manager.save`` with ``DeltaSaveArgs(state,
         log=log)``.
+
+        Args:
+            step: The training step.
+            state: The state.
+            metrics: Numbers to keep with the step.
+            force: Save even if the manager's options would skip this step.
+
+        Returns:
+            The handle of the save, ``"skipped"`` if the manager's options skip the step. The step
+            exists when Orbax has renamed its directory, soon after the handle's ``result``.
+            ``manager.wait_until_finished`` waits for that.
+
+        Raises:
+            UnsupportedLeaf, SaveFailed, StorageTimeout: As ``manager.save`` raises them.
         """
         self._handle = None
         self._manager.save(step, args=DeltaSaveArgs(state, metrics, log=self), force=force)
@@ -137,18 +166,28 @@ class GradientLog:
         shardings: Any = None,
         max_bytes: int | None = None,
     ) -> Any:
-        """Restore a step (by default the newest) as ``DeltaRestoreArgs`` says; the next save stores
-        the state itself.
+        """Restore a step; the next save stores the state itself.
 
-        A logged step needs ``target``, whose containers ``update`` is given. Raises
-        ``ReplayNeeded`` without one, ``ReplayDiffers`` (naming leaf, both digests and way out)
-        where the replay does not give what was saved.
+        Args:
+            step: The step; ``None``: the newest.
+            target: A tree of the same structure. A logged step needs it, because ``update`` gets
+                its containers.
+            shardings: The shardings of the result, as in ``DeltaRestoreArgs``.
+            max_bytes: Refuse to allocate more than this.
+
+        Returns:
+            The state, as the manager returns it.
+
+        Raises:
+            ReplayNeeded: The step is logged, and there is no target.
+            ReplayDiffers: The replay does not give the bits that were saved. The message names the
+                leaf, both digests and the next step to restore.
         """
         args = DeltaRestoreArgs(target, shardings=shardings, max_bytes=max_bytes, log=self)
         return self._manager.restore(step, args=args)
 
     def close(self) -> None:
-        """Let go of the replica and the gradients. The manager stays open."""
+        """Release the replica and the recorded inputs. The manager stays open."""
         self._book.forget()
 
     def __enter__(self) -> Self:
@@ -165,8 +204,17 @@ class GradientLog:
     # --- what the handler calls -------------------------------------------------------------------
 
     def plan(self, state: Any, flat: Flat, saver: Saver) -> Plan:
-        """What a save of ``state`` stores. REQUIRES: it is known what became of the saver's last
-        save.
+        """Return the plan of a save of ``state``.
+
+        The outcome of the saver's last save must be known.
+
+        Args:
+            state: The state.
+            flat: The state, flattened.
+            saver: The saver of the item.
+
+        Returns:
+            The leaves and inputs to store.
         """
         if saver is not self._saver:
             self._book.forget()  # its base is a step of another root or item
@@ -176,8 +224,16 @@ class GradientLog:
         return self._book.plan(flat, saver.standing(), lambda: self._saving[1])
 
     def saved(self, plan: Plan, handle: SaveHandle, flat: Flat, standing: tuple[int, int]) -> float:
-        """Learn that this save has begun; seconds that the training has lost to the updates before.
-        ``standing``: the saver's after it.
+        """Record that a save has begun.
+
+        Args:
+            plan: The plan of the save.
+            handle: The handle of the save.
+            flat: The state, flattened.
+            standing: The saver's standing after the save.
+
+        Returns:
+            The seconds that the training has spent in recording since the save before.
         """
         self._handle = handle
         (learner, memory), self._saving = self._saving, _NOTHING
@@ -191,7 +247,21 @@ class GradientLog:
         return seconds
 
     def replayed(self, root: Root, manifest: Manifest, target: Any, max_bytes: int | None) -> Read:
-        """The leaves of a logged step."""
+        """Return the leaves of a logged step.
+
+        Args:
+            root: The root.
+            manifest: The step.
+            target: A state of the same structure.
+            max_bytes: Refuse to allocate more than this.
+
+        Returns:
+            The leaves, and what a saver needs to continue from them.
+
+        Raises:
+            ReplayNeeded: There is no target.
+            ReplayDiffers: The replay does not give the bits that were saved.
+        """
         assert manifest.replay is not None
         if target is None:
             raise ReplayNeeded(
@@ -210,7 +280,7 @@ class GradientLog:
             flat = _flat(inputs)
             _refuse_classes(flat.skeleton)
         except UnsupportedLeaf as error:
-            self._book.spoil(f"what the update was given cannot be kept: {error}")
+            self._book.spoil(f"an input of the update cannot be kept: {error}")
             return None
         with leaves.own_rules():
             return {path: _copy(value) for path, value in flat.arrays.items()}, flat.skeleton
@@ -218,8 +288,9 @@ class GradientLog:
     def _based(
         self, step: int, learner: Any, memory: Flat, flat: Flat, standing: tuple[int, int]
     ) -> Base | None:
-        """The save just begun as the base of the next ones; ``None`` where they cannot be replayed
-        from it.
+        """Return the save just begun as the base of the next ones.
+
+        Returns ``None`` if the next saves cannot be replayed from it.
         """
         places = logbook.places(memory, flat)
         if places is None:
@@ -255,7 +326,7 @@ def _flat(value: Any) -> Flat:
 
 
 def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
-    """``copies`` as the inputs of update ``number`` since the base."""
+    """Return ``copies`` as the inputs of update ``number`` since the base."""
     specs = {}
     for name, value in copies.items():
         described = leaves.describe(value)
@@ -265,14 +336,17 @@ def _numbered(number: int, copies: dict[str, Any], skeleton: Node) -> Update:
 
 
 def _copy(value: Any) -> Any:
-    """An array that nobody else donates or writes to; of keys, their data."""
+    """Return a copy that only the log donates or writes to. Of keys, copy their data."""
     if not isinstance(value, jax.Array):
         return np.array(value)
     return (jax.random.key_data(value) if leaves.is_key(value.dtype) else value).copy()
 
 
 def _read(copy: Any) -> tuple[Callable[[], Any], bool]:
-    """The log's own copy, which nobody writes to, can be read behind the training loop."""
+    """Return a function that reads a recorded input, and ``True``: it may run in the background.
+
+    The log owns the copy, so nothing writes to it.
+    """
     return partial(_bytes_of, copy), True
 
 
@@ -282,8 +356,10 @@ def _bytes_of(copy: Any) -> Any:
 
 
 def _refuse_classes(node: Any) -> None:
-    """A restore builds what is Python's own. Of other containers it knows the name only, and code
-    is not found by name.
+    """Raise ``UnsupportedLeaf`` for containers that a restore could not build.
+
+    A restore builds Python's own containers. Of others it knows only the name, and it never looks
+    for code by a name.
     """
     if isinstance(node, dict):
         if node.get("t") == "fields":

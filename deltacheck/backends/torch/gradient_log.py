@@ -1,5 +1,6 @@
-"""Checkpoints every few steps at a tenth of the bytes: the gradients are stored, and the optimizer
-is replayed at restore.
+"""Store the gradients of a step instead of its state, and replay the optimizer at a restore.
+
+Checkpoints every few steps then take about a tenth of the bytes.
 """
 
 from __future__ import annotations
@@ -28,28 +29,36 @@ from deltacheck.save.logbook import Base, Logbook, Update
 
 log = logging.getLogger("deltacheck")
 
-_NOT_OURS = (
-    "_opt_called",
-    "_warned_capturable_if_run_uncaptured",
-)  # torch's own marks on an optimizer, no part of an update
+# Marks that torch sets on an optimizer. They do not affect an update.
+_IGNORED_ATTRIBUTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
 
 class GradientLog:
-    """Saves of one optimizer's training state through an engine, as gradients wherever that is
-    proven
-    to be exact.
+    """Saves one optimizer's training state as gradients if that is proven to be exact.
 
-    ``save`` takes the place of ``engine.save``. The first save stores the state itself; later ones
-    store the gradients that the optimizer saw (after clipping, as ``step`` found them), everything
-    that the optimizer does not own, and the digest that each of its tensors must have after a
-    replay. Before such a save the same updates are done on a *replica* of the optimizer, and where
-    one bit of it differs from the live state, the state itself is stored (``handle.report.note``
-    says why, and the log).
+    ``save`` replaces ``engine.save``. The first save stores the state itself. Later saves store the
+    gradients that the optimizer saw (after clipping, as ``step`` received them), everything that
+    the optimizer does not own, and the digest that each of its tensors must have after a replay.
+    Before such a save, the same updates are done on a *replica* of the optimizer. If one bit of it
+    differs from the live state, the state itself is stored, and ``handle.report.note`` and the log
+    say why.
 
-    The price: the replica takes as much memory as weights and optimizer state (where those lie),
-    the gradients since the last save are kept, and each optimizer step is done a second time at the
-    save. ``max_replay_steps``, ``max_steps_per_save``: see ``deltacheck.restore.replay.Limits``. Raises
-    ``ValueError`` for an engine whose policy is not exact.
+    The cost: the replica takes as much memory as weights and optimizer state, on the same devices.
+    The gradients since the last save are kept. Each optimizer step is done a second time at the
+    save.
+
+    Args:
+        engine: The engine, with ``Policy.exact()``.
+        optimizer: The optimizer of the training.
+        max_replay_steps: The most updates that a restore replays. Larger: fewer saves that store
+            the state itself, so fewer bytes; smaller: a shorter restore, which depends on fewer
+            segments.
+        max_steps_per_save: The most updates between two saves that are logged. Larger: saves with
+            longer intervals are logged too, but more gradients are kept in memory, and beyond about
+            4 updates the state itself is smaller; smaller: less memory.
+
+    Raises:
+        ValueError: The policy of the engine is not exact.
     """
 
     def __init__(
@@ -68,9 +77,9 @@ class GradientLog:
         self._engine = engine
         self._optimizer = optimizer
         self._book = Logbook(Limits(max_replay_steps, max_steps_per_save), replica.digests, _read)
-        self._seconds = 0.0  # that the hook has taken since the last save
+        self._seconds = 0.0  # spent in the hook since the last save
         self._attributes = _attributes(optimizer)
-        # Of steps in steps: where a class calls that of its base, torch calls the hooks for both
+        # Depth of nested steps: if a class calls its base's step, torch calls the hooks for both.
         self._depth = 0
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -81,19 +90,29 @@ class GradientLog:
     def save(
         self, step: int, state: object, *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle:
-        """Save ``state`` as of this call as checkpoint ``step``; arguments, result and errors as
-        ``Engine.save`` has them.
+        """Save ``state`` as of this call as checkpoint ``step``.
+
+        Args:
+            step: The training step.
+            state: The state, as ``Engine.save`` takes it. It must hold all that the optimizer owns,
+                else the next save stores the state itself.
+            metrics: Numbers to keep with the step.
+
+        Returns:
+            The handle of the save, as ``Engine.save`` returns it.
+
+        Raises:
+            UnsupportedLeaf, SaveFailed, StorageTimeout: As ``Engine.save`` raises them.
         """
         begin = time.perf_counter()
         engine, book = self._engine, self._book
-        self._depth = 0  # a step that raised has not come to its end
+        self._depth = 0  # a step that raised did not reach the hook that resets this
         flat = tree.flatten(state, leaves.describe)
         if _attributes(self._optimizer) != self._attributes:
             book.spoil("the optimizer has attributes that change and belong to no state of it")
         plan = book.plan(flat, engine._saver.standing(), lambda: replica.memory_of(self._optimizer))
-        epoch = engine._saver.standing()[
-            0
-        ]  # from before: a save that fails from now on must not become a base
+        # Read before the save: a save that fails from here on must not become a base.
+        epoch = engine._saver.standing()[0]
         handle = engine._save(
             step, plan.rest, metrics, more=plan.sources, replay=plan.replay, note=plan.note
         )
@@ -114,17 +133,31 @@ class GradientLog:
         max_bytes: int | None = None,
         fallback: bool = False,
     ) -> Any:
-        """As ``Engine.restore`` with the log's optimizer, whose class does the replay and whose
-        tensors are not touched.
+        """Restore a step with the log's optimizer.
 
-        The next save stores the state itself.
+        The replay uses the class and the options of the optimizer. Its tensors are not changed. The
+        next save stores the state itself.
+
+        Args:
+            step: The step; ``None``: the newest.
+            into: A state to fill in place; ``None``: return a new one.
+            max_bytes: Refuse to allocate more than this. A replay takes twice the state in
+                addition.
+            fallback: If the step is damaged, restore the newest step before it that is whole.
+
+        Returns:
+            The state, as ``Engine.restore`` returns it.
+
+        Raises:
+            ReplayDiffers: The replay does not give the bits that were saved.
+            StepNotFound, TreeMismatch, Damaged, ChainBroken: As ``Engine.restore`` raises them.
         """
         return self._engine.restore(
             step, into, optimizer=self._optimizer, max_bytes=max_bytes, fallback=fallback
         )
 
     def close(self) -> None:
-        """Take no part in the optimizer's steps any more. The engine stays open."""
+        """Remove the hooks from the optimizer and release the replica. The engine stays open."""
         for hook in self._hooks:
             hook.remove()
         self._book.forget()
@@ -152,8 +185,9 @@ class GradientLog:
         self._depth -= 1
 
     def _based(self, step: int, state: Flat, standing: tuple[int, int]) -> Base | None:
-        """The save just begun as the base of the next ones; ``None`` where they cannot be replayed
-        from it.
+        """Return the save just begun as the base of the next ones.
+
+        Returns ``None`` if the next saves cannot be replayed from it.
         """
         try:
             memory = replica.memory_of(self._optimizer)
@@ -162,8 +196,8 @@ class GradientLog:
         places = logbook.places(memory, state)
         if places is None:
             log.info(
-                "step %d: the next save stores the state itself: this one has not all that the"
-                " optimizer owns",
+                "step %d: the next save stores the state itself: this one does not have everything"
+                " that the optimizer owns",
                 step,
             )
             return None
@@ -175,10 +209,8 @@ class GradientLog:
 
         try:
             twin = replica.Replica(self._optimizer, memory.skeleton, clone)
-        except (
-            RuntimeError,
-            MemoryError,
-        ) as error:  # a device that has no memory left says so with a RuntimeError
+        # A device without memory left raises a RuntimeError.
+        except (RuntimeError, MemoryError) as error:
             log.warning(
                 "step %d: there is no replica to replay on, and the next save stores the state"
                 " itself: %s",
@@ -198,8 +230,10 @@ class GradientLog:
 
 
 def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Update:
-    """What an update that is about to be made depends on. Raises ``UnsupportedLeaf`` where that
-    cannot be stored exactly.
+    """Return everything that the update about to be done depends on.
+
+    Raises:
+        UnsupportedLeaf: It cannot be stored exactly.
     """
     if len(args) > 1 or kwargs:  # the first is the optimizer
         raise UnsupportedLeaf("the optimizer's step was called with arguments, such as a closure")
@@ -218,18 +252,21 @@ def _recorded(optimizer: Optimizer, number: int, args: Any, kwargs: Any) -> Upda
 
 
 def _read(gradient: torch.Tensor) -> tuple[Any, bool]:
-    """The log's own copy, which nobody writes to, can be read behind the training loop; a copy from
-    a device must follow this thread's stream.
+    """Return a function that reads a recorded gradient, and if it may run in the background.
+
+    The log owns the copy, so nothing writes to it. But a copy from a device must follow the stream
+    of this thread.
     """
     return partial(leaves.bytes_of, gradient), gradient.device.type == "cpu"
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, object]:
-    """The optimizer's own numbers and texts outside groups and state: a fresh optimizer has them as
-    they were at first.
+    """Return the optimizer's own numbers and texts outside of groups and state.
+
+    A new optimizer has their initial values, so a replay is only exact if they never change.
     """
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, int | float | str) and name not in _NOT_OURS
+        if isinstance(value, int | float | str) and name not in _IGNORED_ATTRIBUTES
     }

@@ -1,4 +1,4 @@
-"""Bring JAX arrays to the step of an update: for inference workers that follow a training."""
+"""Apply the updates of a run to JAX arrays, for inference workers that follow it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def applied(update: Update, state: Any, *, check: bool = False) -> Any:
-    """``state`` at the step of ``update``: a tree of the same containers, in which changed leaves
-    are
-    new arrays with the old ones' sharding.
+    """Return ``state`` at the step of ``update``.
 
-    ``state``: the followed part of the tree as it was saved, such as ``{"params": params}``; it
-    must have had every update before this one. NumPy arrays in it are changed in place. ``check``:
-    compare each changed leaf with the digest of the step: sees a missed update, and takes a copy to
-    the host and a pass over it.
+    Args:
+        update: An update from ``Follower``.
+        state: The followed part of the tree as it was saved, such as ``{"params": params}``. It
+            must have had every earlier update. NumPy arrays in it are changed in place.
+        check: ``True``: compare each changed leaf with the digest of the step. This finds a missed
+            update, and takes a copy to the host and a pass over it. ``False``: faster.
 
-    Raises ``TreeMismatch`` (naming leaf and both values) where ``state`` is not the followed tree;
-    ``Damaged`` where a check fails.
+    Returns:
+        A tree of the same containers. Changed leaves are new arrays with the sharding of the old
+        ones.
+
+    Raises:
+        TreeMismatch: ``state`` is not the followed tree. The message names the leaf and both
+            values.
+        Damaged: A check failed.
     """
     flat = tree.flatten(state, leaves.describe_target, leaves.expand)
     changes = changes_of(update, flat)
@@ -82,7 +88,7 @@ def _scatter(leaf: jax.Array, positions: Any, values: Any, bits: Any, sharding: 
 
 
 def _scattered(bits: Any, leaf: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """As integers: a float NaN keeps its payload."""
+    """Set words of an array by position, as integers, so that a NaN keeps its payload."""
     words = (
         jax.lax.bitcast_convert_type(leaf, bits)
         .reshape(-1)

@@ -1,4 +1,4 @@
-"""From a committed step to a JAX tree: which leaf goes where, in which form, on which devices."""
+"""Restore a committed step as a JAX tree: leaves, forms and devices."""
 
 from __future__ import annotations
 
@@ -46,14 +46,34 @@ def load(
     storage: ObjectStore | None = None,
     expected_digest: str | None = None,
 ) -> Any:
-    """Read a step (by default the newest) of any root as JAX arrays: of a ``CheckpointManager`` or
-    of
-    the torch ``Engine``.
+    """Read a step of a ``CheckpointManager`` or of the torch ``Engine`` as JAX arrays.
 
-    ``target``, ``shardings``, ``leaves``, ``contract``, ``max_bytes``, ``expected_digest``: as in
-    ``DeltaRestoreArgs``. ``item``: of a manager's steps, needed only where they have more than one.
-    ``storage``: how an object store is reached. Takes no lock and writes nothing. Raises what
-    ``DeltaRestoreArgs`` says, and ``NotACheckpointRoot``, ``StepNotFound``.
+    No lock is taken, and nothing is written.
+
+    Args:
+        root: The root.
+        step: The step; ``None``: the newest.
+        target: A tree of the result's structure, arrays or ``jax.ShapeDtypeStruct``; ``None``: the
+            tree as it was saved.
+        item: The item of a manager's steps, if they have more than one.
+        shardings: One sharding or device for all leaves, or a tree of them; ``None``: that of the
+            target, or the default device.
+        leaves: Restore only these leaf paths, as ``{path: array}``; ``None``: the whole tree.
+        contract: Refuse leaves that were saved under a weaker contract than ``"exact"`` or
+            ``"bounded"``; ``None``: accept all.
+        max_bytes: Refuse to allocate more than this; ``None``: the memory of the machine.
+        storage: Access to an object store, if ``root`` is an address.
+        expected_digest: Refuse a step whose manifest has another digest than this.
+
+    Returns:
+        The tree, or the named leaves.
+
+    Raises:
+        NotACheckpointRoot, StepNotFound: There is no such root, step or leaf.
+        TreeMismatch: The target differs from the step; the message names the leaves.
+        ContractNotMet, BudgetExceeded, ReplayNeeded: The step cannot be restored as requested.
+        Damaged, ChainBroken: The step is not whole. The message names step, leaf, file and the
+            steps that still restore.
     """
     opened = open_root(root, item, storage=storage)
     manifest = opened.manifest(step)
@@ -71,8 +91,9 @@ def load(
 
 
 class Restored(NamedTuple):
-    """A restored tree, and what a saver needs to go on from it (nothing where only some leaves were
-    asked for).
+    """A restored tree, and what a saver needs to continue from it.
+
+    ``chains`` and ``stored`` are empty if only some leaves were restored.
     """
 
     tree: Any
@@ -80,7 +101,7 @@ class Restored(NamedTuple):
     stored: Mapping[str, U8]
 
     def of(self, names: Iterable[str]) -> Restored:
-        """Only what was read whole of the stored leaves ``names``, without the tree."""
+        """Return only the stored leaves ``names`` that were read whole, without the tree."""
         kept = [name for name in names if name in self.stored]
         return Restored(
             None,
@@ -90,9 +111,7 @@ class Restored(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What reading a step gives: every leaf, the chains that they stand on, and the bytes that
-    those gave.
-    """
+    """The leaves of a step, the chains that they depend on, and the stored bytes of those."""
 
     loaded: Mapping[str, Loaded]
     chains: Mapping[str, Chain]
@@ -100,17 +119,19 @@ class Read(NamedTuple):
 
 
 class Log(Protocol):
-    """What replays steps that are kept as gradients."""
+    """Replays steps that are kept as gradients."""
 
     def replayed(self, root: Root, manifest: Manifest, target: Any, max_bytes: int | None) -> Read:
-        """Every leaf of such a step, proven."""
+        """Return every leaf of such a step, proven by its digest."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One array to make. ``owner``: the leaf that holds its bytes. ``tag``: as in the tree;
-    ``None`` asks for a JAX array.
+    """An array to make.
+
+    ``owner`` is the leaf that holds its bytes. ``tag`` is as in the tree; ``None`` makes a JAX
+    array.
     """
 
     owner: str
@@ -129,7 +150,15 @@ def restore_tree(
     max_bytes: int | None,
     log: Log | None = None,
 ) -> Restored:
-    """Restore a step, or only the leaves ``paths`` of it."""
+    """Restore a step, or only the leaves ``paths`` of it.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        target, shardings, contract, max_bytes: As in ``load``.
+        paths: The leaves to restore; ``None``: all.
+        log: Replays the step if it is kept as gradients.
+    """
     with damage.named(root, manifest):
         owners = tree.array_paths(manifest.tree)
         require_contract(
@@ -139,9 +168,8 @@ def restore_tree(
         )
         read = None
         if log is not None and manifest.replay is not None and paths is None:
-            read = log.replayed(
-                root, manifest, target, max_bytes
-            )  # not by our own rules: the update is the training's
+            # Outside of own_rules: the update belongs to the training, and so do its settings.
+            read = log.replayed(root, manifest, target, max_bytes)
         with leaves.own_rules():
             return _restore_tree(root, manifest, target, shardings, paths, max_bytes, read)
 
@@ -204,10 +232,16 @@ def _made(
     is_all: bool,
     max_bytes: int | None,
 ) -> tuple[dict[str, Any], Read]:
-    """The asked arrays, and what was read for them: whole leaves, but of arrays that lie in other
-    processes too only what lies here.
+    """Return arrays, and what was read for them.
 
-    ``is_all``: these are all of the step.
+    Of arrays that other processes hold too, only the boxes of this process are read.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        wanted: The arrays, by path.
+        is_all: The arrays are all of the step.
+        max_bytes: Refuse to allocate more than this.
     """
     across = {
         path: array
@@ -254,7 +288,7 @@ def _assembled(reader: StepReader, wanted: Mapping[str, Wanted]) -> dict[str, An
 
 
 def abstract_tree(manifest: Manifest) -> Any:
-    """The tree of a step with ``jax.ShapeDtypeStruct`` for its arrays."""
+    """Return the tree of a step with ``jax.ShapeDtypeStruct`` for its arrays."""
     specs = manifest.specs
 
     def place(path: str, owner: str, tag: str | None) -> Any:
@@ -267,7 +301,7 @@ def abstract_tree(manifest: Manifest) -> Any:
 
 
 def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
-    """Every array place of a tree: path -> (leaf that holds its bytes, tag)."""
+    """Return, for every array of a tree, the leaf that holds its bytes and its tag."""
     found: dict[str, tuple[str, str | None]] = {}
 
     def place(path: str, owner: str, tag: str | None) -> None:
@@ -280,8 +314,9 @@ def places_of(skeleton: Node) -> dict[str, tuple[str, str | None]]:
 def _as_saved(
     path: str, place: tuple[str, str | None], manifest: Manifest, where: Mapping[str, Sharding]
 ) -> Wanted:
-    """An array in the form that it was saved in; as NumPy where JAX would round it to fewer
-    bits.
+    """Return an array in the form that it was saved in.
+
+    It is a NumPy array if JAX would round it to fewer bits.
     """
     owner, tag = place
     if tag not in _NUMPY and not leaves.jax_has(manifest.spec(owner).dtype):
@@ -295,8 +330,10 @@ def _as_targeted(
     manifest: Manifest,
     where: Mapping[str, Sharding],
 ) -> dict[str, Wanted]:
-    """Every array of the target in the form that the target asks for; ``TreeMismatch`` where the
-    two trees differ.
+    """Return every array of the target in the form that the target asks for.
+
+    Raises:
+        TreeMismatch: The two trees differ.
     """
     flat = tree.flatten(target, leaves.describe_target, leaves.expand)
     _match_numbers(flat.skeleton, flat.leaves, manifest)
@@ -315,9 +352,7 @@ def _as_targeted(
 
 
 def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Manifest) -> None:
-    """Refuse a target whose numbers, text and ``None`` lie at other paths than those of the
-    step.
-    """
+    """Raise ``TreeMismatch`` if scalar values of target and step have different paths."""
     saved, asked = tree.scalars(manifest.tree), tree.scalars(skeleton)
     problems = [
         f"leaf {p!r} is {saved[p]!r} in step {manifest.step},"
@@ -338,12 +373,10 @@ def _match_numbers(skeleton: Node, arrays: Mapping[str, ArrayLeaf], manifest: Ma
 def _as_kept(
     path: str, leaf: Any, stored: Mapping[str, tuple[str, str | None]], manifest: Manifest
 ) -> Any:
-    """A target's leaf, or what is kept in its place where one is a Python number and the other a
-    0-d
-    array.
+    """Return a target's leaf, or the form of the saved leaf if a Python number meets a 0-d array.
 
     Flax's ``TrainState.step`` begins as the number 0, is an array after the first step, and
-    ``eval_shape`` makes an array of it from the start: each is a target for the others.
+    ``eval_shape`` makes an array of it from the start. Each must be a target for the others.
     """
     if isinstance(leaf, bool | int | float | complex) and path in stored:
         owner, tag = stored[path]
@@ -362,7 +395,7 @@ def _as_kept(
 
 
 def _fits(number: object, dtype: Any) -> bool:
-    """Whether a Python number is of the kind that ``dtype`` holds, and held exactly."""
+    """Return ``True`` if a Python number has the kind of ``dtype``, which holds it exactly."""
     kinds = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
     if type(number) not in kinds or not jnp.issubdtype(dtype, kinds[type(number)]):
         return False
@@ -374,7 +407,7 @@ def _fits(number: object, dtype: Any) -> bool:
 
 
 def _number_as(leaf: Any, number: object) -> Any:
-    """A restored number in the form that the target asks for."""
+    """Return a restored number in the form that the target asks for."""
     described = leaves.describe_target(leaf)
     if described is None:
         return number
@@ -388,7 +421,7 @@ def _number_as(leaf: Any, number: object) -> Any:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """Where a target wants a leaf; ``None``: nowhere in particular."""
+    """Return the sharding that a target asks for; ``None`` if it asks for none."""
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
@@ -397,7 +430,7 @@ def sharding_of(leaf: object) -> Sharding | None:
 def _shardings_by_path(
     shardings: Any, stored: Mapping[str, object], step: int
 ) -> dict[str, Sharding]:
-    """One sharding for all leaves, or a tree of them, as leaf path -> sharding."""
+    """Return one sharding, or a tree of them, as leaf path -> sharding."""
     if shardings is None:
         return {}
     if isinstance(shardings, Sharding | jax.Device):
@@ -423,7 +456,7 @@ def _describe_sharding(value: object) -> ArrayLeaf | None:
 
 
 def make(wanted: Mapping[str, Wanted], loaded: Mapping[str, Loaded]) -> dict[str, Any]:
-    """The asked arrays, each in memory of its own."""
+    """Return arrays, each in memory of its own."""
     made: dict[str, Any] = {}
     host: dict[str, np.ndarray[Any, Any]] = {}
     for path, one in wanted.items():

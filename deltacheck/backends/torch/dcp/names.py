@@ -1,5 +1,7 @@
-"""DCP's names for what it saves, and ours: fully qualified names and key paths, leaf paths and
-skeletons, steps. Pure functions.
+"""Convert between the names of DCP and those of a step.
+
+DCP has fully qualified names, key paths and checkpoint ids. A step has leaf paths, a skeleton and a
+number.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ Keys: TypeAlias = tuple[str | int, ...]  # text of dicts, integers of lists
 
 OBJECT = "torch.save"  # permanent: the tag of a leaf whose bytes torch.save has written
 
-_LAST_NUMBER = re.compile(r"[0-9]{1,18}\Z")  # a longer number is no step
+_LAST_NUMBER = re.compile(r"[0-9]{1,18}\Z")  # steps are at most 18 digits long
 
 
 def step_of(checkpoint_id: object) -> int:
-    """The training step that a ``checkpoint_id`` means: an integer, or a name or path that ends in
-    one
-    (``"run/step-1200"``, ``iter_0001200``).
+    """Return the training step that a ``checkpoint_id`` names.
 
-    Raises ``ValueError`` for anything else.
+    Args:
+        checkpoint_id: An integer, or a name or path that ends in one (``"run/step-1200"``,
+            ``iter_0001200``).
+
+    Raises:
+        ValueError: The id is anything else.
     """
     if (
         isinstance(checkpoint_id, int)
@@ -33,9 +38,9 @@ def step_of(checkpoint_id: object) -> int:
     ):
         return checkpoint_id
     if isinstance(checkpoint_id, str | os.PathLike):
-        found = _LAST_NUMBER.search(os.fspath(checkpoint_id).rstrip("/"))
-        if found is not None:
-            return int(found[0])
+        number = _LAST_NUMBER.search(os.fspath(checkpoint_id).rstrip("/"))
+        if number is not None:
+            return int(number[0])
     raise ValueError(
         f"checkpoint_id={checkpoint_id!r} names no step: give the step as an integer of at least 0,"
         " or a name or path that ends in it, such as 'step-1200'"
@@ -43,8 +48,12 @@ def step_of(checkpoint_id: object) -> int:
 
 
 def keys_of(fqn: str, planner_data: object) -> Keys:
-    """Where a value stands in the state that DCP has flattened. ``planner_data``: of a plan;
-    without a way in it, the name is the one key.
+    """Return the key path of a value in the state that DCP has flattened.
+
+    Args:
+        fqn: The fully qualified name.
+        planner_data: The planner data of a plan. If it has no path for the name, the name is the
+            only key.
     """
     keys = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
     fits = (
@@ -57,14 +66,18 @@ def keys_of(fqn: str, planner_data: object) -> Keys:
 
 
 def path_of(keys: Keys) -> str:
-    """The leaf path of a place."""
+    """Return the leaf path of a key path."""
     return "/".join(map(escape_key, keys))
 
 
 def skeleton_of(leaves: Iterable[tuple[Keys, str | None]]) -> Node:
-    """The skeleton of a state with arrays at some places. Each with its tag.
+    """Return the skeleton of a state with arrays at some key paths.
 
-    Raises ``UnsupportedLeaf`` where one place is inside of another.
+    Args:
+        leaves: Key path and tag of each array.
+
+    Raises:
+        UnsupportedLeaf: One key path is inside of another.
     """
     nested: dict[str | int, object] = {}
     for keys, tag in leaves:
@@ -97,7 +110,7 @@ def _node(value: object) -> Node:
 
 
 def is_step(checkpoint_id: object) -> bool:
-    """Whether a checkpoint id names a step."""
+    """Return ``True`` if a checkpoint id names a step."""
     try:
         return step_of(checkpoint_id) >= 0
     except ValueError:

@@ -1,5 +1,6 @@
-"""The reader that ``torch.distributed.checkpoint.load`` calls: each rank reads the chunks that it
-needs, and nothing is unpickled unscreened.
+"""Read a step for ``torch.distributed.checkpoint.load``.
+
+Each rank reads only the chunks that it needs. Objects are unpickled only after screening.
 """
 
 from __future__ import annotations
@@ -42,20 +43,24 @@ from deltacheck.store.files.object_path import ObjectPath, ObjectStore
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, open_root
 
-_BATCH_BYTES = 256 << 20  # read at a time, beside the tensors that they go to
+# Bytes read at a time, in addition to the tensors that they are copied to.
+_BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Stands for a leaf that is no tensor for DCP."""
+    """A placeholder for a stored leaf that DCP does not know as a tensor."""
 
     path: str
     tag: str | None
 
 
 class _Index(NamedTuple):
-    """A step as DCP names it: by name, the leaf path of each tensor, and every other value with
-    ``_Stored`` and meta tensors for what is stored.
+    """The leaves of a step under the names of DCP.
+
+    ``tensors`` maps a name to the leaf path of a tensor. ``others`` maps a name to any other value,
+    with ``_Stored`` and meta tensors as placeholders for stored leaves. ``ways`` maps a name to the
+    key path.
     """
 
     tensors: dict[str, str]
@@ -65,26 +70,33 @@ class _Index(NamedTuple):
 
 
 class DeltaStorageReader(StorageReader):
-    """Reads a step of a root into the state that ``torch.distributed.checkpoint.load`` is given, on
-    any number of ranks, every byte verified.
+    """Reads a step into the state that ``torch.distributed.checkpoint.load`` is given.
 
-    ``root``: one that ``DeltaStorageWriter`` wrote, or an ``Engine``, or JAX. ``step``: a number or
-    a tag; by default the newest. A ``checkpoint_id`` (an integer, or a name or path that ends in
-    one) goes before it. ``resume``: whether this process will save to the root, too: what was read
-    is then kept for its next save to compare with, which is written as changes and not whole. It
-    takes as much memory as the shadow of a saving process, but already now, and for ever where no
-    save follows. ``allow_pickle``: whether what ``torch.save`` has written, objects that are no
-    tensors, is given to Python's unpickler as it is. ``False``: what
-    ``torch.load(weights_only=True)`` does not take is refused; ``True``: any object comes back, and
-    whoever wrote the root runs code in this process. ``contract``: refuse a step with a leaf that
-    was saved under a weaker one than ``"exact"`` or ``"bounded"``. ``max_bytes``: refuse before
-    allocating more than this on a rank. ``expected_digest``: refuse a step whose manifest has
-    another digest than this. ``storage``: how an object store is reached.
+    Any number of ranks may load a step, and every byte is verified. A tensor of another dtype than
+    the saved one is refused. Errors during a load arrive inside DCP's ``CheckpointException``:
+    ``StepNotFound``, ``ContractNotMet``, ``TreeMismatch``, ``UnsupportedLeaf`` (naming the object
+    that would run code), ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that
+    still restore), ``BudgetExceeded``.
 
-    A tensor of another dtype than the saved one is refused. Raises ``NotACheckpointRoot``, and by
-    way of DCP's ``CheckpointException``: ``StepNotFound``, ``ContractNotMet``, ``TreeMismatch``,
-    ``UnsupportedLeaf`` naming the object that would run code, ``Damaged`` or ``ChainBroken``
-    (naming step, leaf, file and the steps that still restore), ``BudgetExceeded``.
+    Args:
+        root: A root written by ``DeltaStorageWriter``, by an ``Engine`` or from JAX.
+        step: A number or a tag; ``None``: the newest. A ``checkpoint_id`` (an integer, or a name or
+            path that ends in one) takes precedence.
+        resume: ``True``: keep what was read for this process's next save to the root, which then
+            writes changes. This takes as much memory as the shadow of a saving process, even if no
+            save follows. ``False``: the next save writes whole leaves.
+        allow_pickle: ``False``: refuse objects that ``torch.load(weights_only=True)`` refuses.
+            ``True``: give all objects to Python's unpickler, so that whoever wrote the root runs
+                code
+            in this process.
+        contract: Refuse a step with a leaf that was saved under a weaker contract than ``"exact"``
+            or ``"bounded"``; ``None``: accept all.
+        max_bytes: Refuse to allocate more than this on a rank; ``None``: the memory of the machine.
+        expected_digest: Refuse a step whose manifest has another digest.
+        storage: Access to an object store; ``None``: from the environment.
+
+    Raises:
+        NotACheckpointRoot: There is no root.
     """
 
     def __init__(
@@ -112,13 +124,28 @@ class DeltaStorageReader(StorageReader):
     # --- what DCP calls ---------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
-        """Take the step from a ``checkpoint_id``, for all loads to come."""
+        """Set the step for all later loads.
+
+        Args:
+            checkpoint_id: The step, as an integer or a name or path that ends in one; ``None``: the
+                step of the constructor.
+
+        Raises:
+            ValueError: The id does not name a step.
+        """
         self._step = self._default_step if checkpoint_id is None else names.step_of(checkpoint_id)
 
-    # Without **kwargs: DCP would ask again for "rank local metadata", which there is none of, where
-    # this has failed.
+    # No **kwargs: with them DCP would ask again for "rank local metadata", which does not exist,
+    # after this has failed.
     def read_metadata(self) -> Metadata:
-        """What the step holds, as DCP has it."""
+        """Return the content of the step as DCP describes it.
+
+        Returns:
+            DCP's metadata, with a chunk for each stored tile.
+
+        Raises:
+            StepNotFound, ContractNotMet, UnsupportedLeaf: The step cannot be loaded as requested.
+        """
         manifest = self._root.manifest(self._step)
         self._root.require_digest(manifest, self._expected_digest)
         require_contract(manifest, self._contract)
@@ -131,28 +158,66 @@ class DeltaStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: ``read_metadata`` has read all."""
+        """Do nothing: ``read_metadata`` has read everything.
+
+        Args:
+            metadata: Not used.
+            is_coordinator: Not used.
+            *args: Not used.
+            **kwargs: Not used.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which step this rank reads."""
-        manifest, _ = self._known()
+        """Add to the plan which step this rank reads.
+
+        Args:
+            plan: The plan of this rank.
+
+        Returns:
+            The plan with the step and its digest.
+        """
+        manifest, _ = self._opened()
         return dataclasses.replace(
             plan, storage_data=(manifest.step, self._root.digest_of(manifest))
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse ranks that read different steps, as they may where one is committed meanwhile."""
-        read = [plan.storage_data for plan in plans]
-        if any(one != read[0] for one in read):
-            steps = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(read))
+        """Refuse ranks that read different steps.
+
+        They do if another process commits a step between their calls.
+
+        Args:
+            plans: The plans of all ranks.
+
+        Returns:
+            The same plans.
+
+        Raises:
+            StepNotFound: The ranks read different steps.
+        """
+        choices = [plan.storage_data for plan in plans]
+        if any(choice != choices[0] for choice in choices):
+            steps = ", ".join(f"rank {rank} step {step}" for rank, (step, _) in enumerate(choices))
             raise StepNotFound(
                 f"the ranks do not read the same step: {steps}. Name the step to load"
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, verify and place what this rank's plan asks for."""
-        manifest, index = self._known()
+        """Read, verify and place the content that this rank's plan asks for.
+
+        Args:
+            plan: The plan of this rank.
+            planner: Knows the tensors to fill.
+
+        Returns:
+            A future that is done.
+
+        Raises:
+            Damaged, ChainBroken, TreeMismatch, UnsupportedLeaf, BudgetExceeded: The content cannot
+                be read or does not fit.
+        """
+        manifest, index = self._opened()
         with damage.named(self._root, manifest):
             self._tensors(
                 [item for item in plan.items if item.type is not LoadItemType.BYTE_IO],
@@ -169,12 +234,19 @@ class DeltaStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
+        """Return ``True`` if the id names a step.
+
+        Args:
+            checkpoint_id: Any id.
+
+        Returns:
+            ``True`` if it names a step.
+        """
         return names.is_step(checkpoint_id)
 
-    # --- our side ---------------------------------------------------------------------------------
+    # --- internal ---------------------------------------------------------------------------------
 
-    def _known(self) -> tuple[Manifest, _Index]:
+    def _opened(self) -> tuple[Manifest, _Index]:
         if self._read is None:
             raise StepNotFound("DCP has not asked this reader for its metadata yet")
         return self._read
@@ -196,8 +268,10 @@ class DeltaStorageReader(StorageReader):
             keep(self._root.path, Restored(manifest, reader.chains, reader.stored))
 
     def _object(self, fqn: str, manifest: Manifest, index: _Index) -> io.BytesIO:
-        """What DCP's planner will unpickle: written by ``torch.save`` in this process, of values
-        that nothing was run for.
+        """Return bytes for DCP's planner to unpickle.
+
+        Unless pickles are allowed, ``torch.save`` of this process has written them, from values
+        that were loaded without running code.
         """
         value = index.others[fqn]
         if isinstance(value, _Stored) and value.tag == names.OBJECT:
@@ -207,15 +281,13 @@ class DeltaStorageReader(StorageReader):
             value = _screened(content, fqn, manifest.step)
         else:
 
-            def real(one: Any) -> Any:
-                path = one.path if isinstance(one, _Stored) else index.owners.get(id(one))
-                return (
-                    one
-                    if path is None
-                    else leaves.place(self._load(path, manifest), getattr(one, "tag", None))
-                )
+            def content_of(leaf: Any) -> Any:
+                path = leaf.path if isinstance(leaf, _Stored) else index.owners.get(id(leaf))
+                if path is None:
+                    return leaf
+                return leaves.place(self._load(path, manifest), getattr(leaf, "tag", None))
 
-            value = optree.tree_map(real, value, none_is_leaf=True)  # type: ignore[arg-type]
+            value = optree.tree_map(content_of, value, none_is_leaf=True)  # type: ignore[arg-type]
         safe = io.BytesIO()
         torch.save(value, safe)
         safe.seek(0)
@@ -227,9 +299,10 @@ class DeltaStorageReader(StorageReader):
 
 
 def _index(manifest: Manifest) -> _Index:
-    """How DCP would name what a step holds, by its own way to flatten a state."""
+    """Return the content of a step under the names that DCP's own flattening gives."""
     owners: dict[int, str] = {}
-    kept = []  # as long as their ids are asked for
+    # Keeps the tensors alive, because an id of a deleted tensor would be used again.
+    stand_ins = []
 
     def place(path: str, owner: str, tag: str | None) -> object:
         spec = manifest.spec(owner)
@@ -239,7 +312,7 @@ def _index(manifest: Manifest) -> _Index:
         ):
             return _Stored(owner, tag)
         stand_in = torch.empty(spec.shape, dtype=dtype, device="meta")
-        kept.append(stand_in)
+        stand_ins.append(stand_in)
         owners[id(stand_in)] = owner
         return stand_in
 
@@ -282,7 +355,7 @@ def _described(manifest: Manifest, path: str) -> TensorStorageMetadata:
 
 
 def _box(item: ReadItem) -> Box:
-    """What of its leaf an item asks for."""
+    """Return the box of its leaf that an item asks for."""
     offset = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [a + b for a, b in zip(offset, item.storage_offsets, strict=True)]
     return tuple(
@@ -305,15 +378,18 @@ def _place(item: ReadItem, planner: LoadPlanner, leaf: Loaded, step: int) -> Non
 
 
 def _screened(content: bytes, fqn: str, step: int) -> object:
-    """What ``torch.save`` has written, loaded without running code. Raises ``UnsupportedLeaf``
-    where that cannot be.
+    """Load an object that ``torch.save`` has written, without running code.
+
+    Raises:
+        UnsupportedLeaf: The object cannot be loaded without running code.
+        Damaged: The bytes are not an object of ``torch.save``.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        why = str(error).strip().split("\n")
+        lines = str(error).strip().split("\n")
         text = next(
-            (line.strip() for line in why if "Unsupported" in line or "GLOBAL" in line), why[0]
+            (line.strip() for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0]
         )
         raise UnsupportedLeaf(
             f"{fqn!r} of step {step} is an object that only running its pickle would give back:"

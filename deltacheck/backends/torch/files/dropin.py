@@ -1,12 +1,10 @@
-"""``save`` with the signature of ``torch.save``: a training script changes one import and writes
-only
-what changed.
+"""Provide ``save`` with the signature of ``torch.save``, which writes only changes.
 
-The path that a script saves to becomes a *pointer* (``pointer.py``), so that what the script does
-with its files (look whether one is there, list them, rename them) goes on working. The content goes
-into a root beside it that all files of a *series* share: names that differ in their last number
-only. ``ckpt_100.pt`` and ``ckpt_200.pt`` are steps 100 and 200 of ``ckpt_#.pt.deltacheck``; each
-save to ``last.pt`` is one more step of ``last.pt.deltacheck``.
+The path that a script saves to becomes a *pointer* (``pointer.py``), so that the script can still
+test for its files, list them and rename them. The content goes into a root beside it that all files
+of a *series* share. A series are the names that differ only in their last number. ``ckpt_100.pt``
+and ``ckpt_200.pt`` are steps 100 and 200 of ``ckpt_#.pt.deltacheck``; each save to ``last.pt`` is
+one more step of ``last.pt.deltacheck``.
 """
 
 from __future__ import annotations
@@ -24,17 +22,19 @@ from deltacheck.policy.retention import Retention
 from deltacheck.store.files import storage
 
 SUFFIX = ".deltacheck"
-_OPEN_AT_MOST = 4  # series; each holds a copy of its state to compare with
+# Most series that are open at a time. Each holds a copy of its state.
+_OPEN_AT_MOST = 4
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
-_MOST_DIGITS = 18  # a longer number is no step
+_MOST_DIGITS = 18  # of a step
 
-_open: dict[Path, Engine] = {}  # by root, the one used last at the end
+_open: dict[Path, Engine] = {}  # by root, in the order of their last use
 _lock = threading.Lock()
 
 
 class Series(NamedTuple):
-    """Where the content of a file goes. ``step``: ``None`` where the name has no number and the
-    next one is taken.
+    """The root and step that a file name stands for.
+
+    ``step`` is ``None`` if the name has no number; the next step is then used.
     """
 
     root: Path
@@ -42,14 +42,15 @@ class Series(NamedTuple):
 
 
 def series_of(path: Path) -> Series:
-    """The root and the step that a file name means; the same for the same name, whatever is on
-    disk.
+    """Return the root and the step that a file name stands for.
+
+    The result depends on the name alone, never on the files that exist.
     """
-    found = _LAST_NUMBER.search(path.stem)
-    if found is None or len(found[0]) > _MOST_DIGITS:
+    number = _LAST_NUMBER.search(path.stem)
+    if number is None or len(number[0]) > _MOST_DIGITS:
         return Series(path.with_name(path.name + SUFFIX), None)
-    stem = f"{path.stem[: found.start()]}#{path.stem[found.end() :]}"
-    return Series(path.with_name(stem + path.suffix + SUFFIX), int(found[0]))
+    stem = f"{path.stem[: number.start()]}#{path.stem[number.end() :]}"
+    return Series(path.with_name(stem + path.suffix + SUFFIX), int(number[0]))
 
 
 def save(
@@ -61,24 +62,32 @@ def save(
     *,
     keep_last: int | None = None,
 ) -> None:
-    """Save ``obj`` as a checkpoint and write a small file at ``f`` that stands for it; durable when
-    the call returns.
+    """Save ``obj`` as a checkpoint, and write a small file at ``f`` that points to it.
 
-    ``obj``: nested dicts, lists and tuples of tensors, NumPy arrays, numbers, text, bytes and
-    ``None``, as state dicts are. ``f``: a path. Its last number is the step; without one each save
-    is the next step. A process's first save of a series writes whole leaves, later ones only what
-    changed; for that it keeps one copy of the state in memory and the root to itself until it ends
-    (``release`` gives both back). ``keep_last``: delete all but so many steps of the series
-    (default: keep all, also those whose file was removed or replaced). ``pickle_module``,
-    ``pickle_protocol``, ``_use_new_zipfile_serialization``: taken for the sake of ``torch.save``'s
-    signature; nothing is pickled.
+    The checkpoint is durable when the call returns. A process's first save of a series writes whole
+    leaves, later ones write only changes. For that the process keeps one copy of the state in
+    memory and holds the lease of the root until it ends. ``release`` gives both back.
 
-    Raises ``UnsupportedLeaf`` naming what cannot be kept exactly, ``TypeError`` for a file object,
-    and what ``Engine`` raises.
+    Args:
+        obj: Nested dicts, lists and tuples of tensors, NumPy arrays, numbers, text, bytes and
+            ``None``, as state dicts are.
+        f: A path. Its last number is the step; without a number, each save is the next step.
+        pickle_module: Must be ``pickle``. It exists for the signature of ``torch.save``.
+        pickle_protocol: Has no effect, because nothing is pickled.
+        _use_new_zipfile_serialization: Has no effect.
+        keep_last: Keep this many steps of the series and delete older ones. ``None``: keep all,
+            even those whose file was removed or replaced.
+
+    Raises:
+        TypeError: ``f`` is a file object.
+        ValueError: ``pickle_module`` is another module.
+        IsADirectoryError: ``f`` is a directory.
+        UnsupportedLeaf: A value cannot be kept exactly; the message names it.
+        RootBusy, SaveFailed: As ``Engine`` raises them.
     """
     if not isinstance(f, str | os.PathLike):
         raise TypeError(
-            f"deltacheck saves to a path, not to a {type(f).__name__}: what did not change lies in"
+            f"deltacheck saves to a path, not to a {type(f).__name__}: unchanged content is in"
             " a folder beside it. Give a path, or use torch.save for this one"
         )
     if pickle_module is not pickle:
@@ -102,8 +111,10 @@ def save(
 
 
 def release(f: str | os.PathLike[str] | None = None) -> None:
-    """Give back the memory and the root of the series of ``f``, or of all; its next save writes
-    whole leaves again.
+    """Release the memory and the root of one series or of all; the next save writes whole leaves.
+
+    Args:
+        f: A file of the series; ``None``: all series.
     """
     with _lock:
         for root in list(_open) if f is None else [series_of(Path(f).absolute()).root]:

@@ -35,25 +35,40 @@ def load(
     expected_digest: str | None = None,
     storage: ObjectStore | None = None,
 ) -> Any:
-    """Read a step (by default the newest) of an ``Engine`` root or of an Orbax
-    ``CheckpointManager``'s, verified bit for bit.
+    """Read a step of an ``Engine`` root or of an Orbax ``CheckpointManager`` as torch tensors.
 
-    Returns the nested state with tensors on the host, tied leaves as one tensor; JAX's typed PRNG
-    keys as their uint32 data. ``root``: such a root, or a file that ``save`` or ``DeltaCheckIO``
-    made, which is one step. ``map_location``: where the tensors go (default: the host), in all
-    forms that ``torch.load`` knows, where it may be the second argument, too; what was on a device
-    when it was saved comes to the host first. ``weights_only``, ``mmap``: taken for the sake of
-    ``torch.load``'s signature: no code of a checkpoint is ever run, and decoded leaves cannot be
-    mapped. ``item``: of a manager's steps, needed only where they have more than one. ``contract``:
-    refuse a step with a leaf that was saved under a weaker one than ``"exact"`` or ``"bounded"``;
-    by default each comes as it was saved. ``max_bytes``: refuse before allocating more than this.
-    ``expected_digest``: refuse a step whose manifest has another digest than this, which the save's
-    report and ``deltacheck show`` give. ``storage``: how an object store is reached, where ``root``
-    is an address.
+    Every byte is verified. No lock is taken, and nothing is written. No code of a checkpoint is
+    run.
 
-    Raises ``NotACheckpointRoot``, ``StepNotFound``, ``ContractNotMet`` (naming the leaves),
-    ``Damaged`` or ``ChainBroken`` (naming step, leaf, file and the steps that still restore),
-    ``BudgetExceeded``, and ``UnsupportedLeaf`` for an element type that torch does not have.
+    Args:
+        root: A root, or a file that ``save`` or ``DeltaCheckIO`` has written, which is one step.
+        step: The step; ``None``: the newest. As in ``torch.load``, ``map_location`` may be the
+            second argument.
+        map_location: Where the tensors go, in any form that ``torch.load`` accepts; ``None``: the
+            host. Tensors that were on a device when they were saved come to the host first.
+        weights_only: Has no effect. It exists for the signature of ``torch.load``.
+        mmap: Has no effect, because decoded leaves cannot be mapped.
+        item: The item of a manager's steps, if they have more than one.
+        contract: Refuse a step with a leaf that was saved under a weaker contract than ``"exact"``
+            or ``"bounded"``; ``None``: accept all.
+        max_bytes: Refuse to allocate more than this; ``None``: the memory of the machine.
+        expected_digest: Refuse a step whose manifest has another digest than this. The save's
+            report and ``deltacheck show`` print it.
+        storage: Access to an object store, if ``root`` is an address.
+
+    Returns:
+        The nested state, with tied leaves as one tensor. Typed PRNG keys of JAX are their uint32
+        data.
+
+    Raises:
+        TypeError: ``root`` is not a path.
+        ValueError: ``step`` is not an integer, or is not the step of the file.
+        NotACheckpointRoot, StepNotFound: There is no such root or step.
+        ContractNotMet: A leaf has a weaker contract; the message names the leaves.
+        Damaged, ChainBroken: The step is not whole. The message names step, leaf, file and the
+            steps that still restore.
+        BudgetExceeded: The step is larger than ``max_bytes``.
+        UnsupportedLeaf: torch does not have an element type.
     """
     if step is not None and not isinstance(step, int):
         if map_location is not None:
@@ -79,13 +94,13 @@ def load(
     return leaves.tree_of(manifest.tree, loaded, lambda tensor: moved(tensor, map_location))
 
 
-def moved(tensor: torch.Tensor, where: MapLocation | None) -> torch.Tensor:
-    """A host tensor where ``torch.load`` would put it."""
-    if where is None:
+def moved(tensor: torch.Tensor, map_location: MapLocation | None) -> torch.Tensor:
+    """Return a host tensor on the device where ``torch.load`` would put it."""
+    if map_location is None:
         return tensor
-    if isinstance(where, Mapping):
-        return tensor.to(where.get("cpu", "cpu"))
-    if callable(where):
-        storage = where(tensor.untyped_storage(), "cpu")
+    if isinstance(map_location, Mapping):
+        return tensor.to(map_location.get("cpu", "cpu"))
+    if callable(map_location):
+        storage = map_location(tensor.untyped_storage(), "cpu")
         return tensor if storage is None else tensor.to(storage.device)
-    return tensor.to(where)
+    return tensor.to(map_location)

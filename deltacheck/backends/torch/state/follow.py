@@ -1,6 +1,4 @@
-"""Bring torch tensors to the step of an update, in place: for inference workers that follow a
-training.
-"""
+"""Apply the updates of a run to torch tensors in place, for inference workers that follow it."""
 
 from __future__ import annotations
 
@@ -14,17 +12,22 @@ from deltacheck.restore.follower import LeafChange, Update
 
 
 def apply(update: Update, state: object, *, check: bool = False) -> None:
-    """Put the changes of ``update`` into the tensors (or NumPy arrays) of ``state``, wherever they
-    live.
+    """Apply the changes of ``update`` to the tensors or NumPy arrays of ``state``, on any device.
 
-    ``state``: the followed part of the tree as it was saved, such as ``{"model":
-    model.state_dict()}``; it must have had every update before this one. ``check``: compare each
-    changed leaf with the digest of the step afterwards: sees a missed update or a foreign write,
-    and takes a copy to the host and a pass over it.
+    No forward pass may read the tensors at the same time.
 
-    Raises ``TreeMismatch`` (naming leaf and both values), before anything is changed, where
-    ``state`` is not the followed tree; ``Damaged`` where a check fails. REQUIRES: no forward pass
-    reads the tensors meanwhile.
+    Args:
+        update: An update from ``Follower``.
+        state: The followed part of the tree as it was saved, such as
+            ``{"model": model.state_dict()}``. It must have had every earlier update.
+        check: ``True``: compare each changed leaf with the digest of the step afterwards. This
+            finds a missed update or a foreign write, and takes a copy to the host and a pass over
+            it. ``False``: faster.
+
+    Raises:
+        TreeMismatch: ``state`` is not the followed tree. Nothing was changed. The message names the
+            leaf and both values.
+        Damaged: A check failed.
     """
     flat = tree.flatten(state, leaves.describe)
     changes = changes_of(update, flat)
@@ -45,9 +48,8 @@ def _put(value: object, change: LeafChange) -> None:
         else value.detach().resolve_conj().resolve_neg().contiguous().clone()
     )
     width = change.spec.element.item_bytes
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(
-        width, torch.int64
-    )  # bits: NaNs and float8 as they are
+    # As integers, so that NaNs and float8 keep their bits.
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(width, torch.int64)
     target = leaves.flat_bytes(plain).view(word).reshape(-1, max(1, width // 8))
     fresh = (
         torch.from_numpy(change.values.copy().view(np.uint8))

@@ -203,8 +203,8 @@ def replayed(
 def digests(flat: Flat) -> dict[str, str]:
     """Return the leaf digest of every array.
 
-    Arrays on a device are copied to the host one at a time, to limit the memory, and on this thread,
-    to follow the order of its stream.
+    Arrays on a device are copied to the host one at a time, to limit the memory, and on this
+    thread, to follow the order of its stream.
     """
 
     def leaf(path: str) -> tuple[LeafSpec, U8]:

@@ -1,4 +1,4 @@
-"""Parts of leaves that one rank holds: plain tensors, shards of DTensors, and shards of one's own."""
+"""Describe the parts of leaves that one rank holds."""
 
 from __future__ import annotations
 
