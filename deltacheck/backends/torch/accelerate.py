@@ -1,9 +1,7 @@
-"""Hugging Face Accelerate: all that an ``Accelerator`` has prepared, as one state for
-``Engine.save``,
-and back.
+"""Save and restore everything that a Hugging Face ``Accelerator`` has prepared.
 
-Where ``accelerator.save_state(folder)`` stood, ``engine.save(step, state_of(accelerator))``; where
-``load_state`` stood, ``load_state(accelerator, engine.restore())``.
+Replace ``accelerator.save_state(folder)`` by ``engine.save(step, state_of(accelerator))``, and
+``load_state`` by ``load_state(accelerator, engine.restore())``.
 """
 
 from __future__ import annotations
@@ -17,17 +15,24 @@ _PARTS = ("models", "optimizers", "schedulers", "custom")
 
 
 def state_of(accelerator: Any) -> dict[str, Any]:
-    """Models, optimizers, schedulers, gradient scaler, what was registered for checkpointing, and
-    random states.
+    """Return the state of everything that the accelerator has prepared, for ``Engine.save``.
 
-    Not the data loaders. For the same order after a resume:
-    ``DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)``,
-    ``loader.set_epoch(epoch)`` before each epoch, and within one
-    ``accelerator.skip_first_batches``. A loader draws a number from torch's generator when it
-    starts, so that what is drawn after a resume is the same only from the end of an epoch on; it is
-    so with ``accelerator.load_state``, too.
+    It has models, optimizers, schedulers, the gradient scaler, the objects registered for
+    checkpointing and the random states. It does not have the data loaders. For the same order of
+    data after a resume, use ``DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)``,
+    ``loader.set_epoch(epoch)`` before each epoch, and ``accelerator.skip_first_batches`` within
+    one. A loader draws a number from torch's generator when it starts. Therefore numbers drawn
+    after a resume are the same only from the end of an epoch on, as with
+    ``accelerator.load_state``.
 
-    Raises ``ValueError`` for trainings of more than one process.
+    Args:
+        accelerator: The accelerator.
+
+    Returns:
+        The nested state.
+
+    Raises:
+        ValueError: The training has more than one process.
     """
     if accelerator.num_processes > 1:
         raise ValueError(
@@ -35,7 +40,10 @@ def state_of(accelerator: Any) -> dict[str, Any]:
             " them"
         )
     state: dict[str, Any] = {
-        part: {str(number): one.state_dict() for number, one in enumerate(_of(accelerator, part))}
+        part: {
+            str(number): item.state_dict()
+            for number, item in enumerate(_prepared(accelerator, part))
+        }
         for part in _PARTS
     }
     state["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
@@ -45,24 +53,33 @@ def state_of(accelerator: Any) -> dict[str, Any]:
 
 
 def load_state(accelerator: Any, state: dict[str, Any]) -> None:
-    """Put everything back. REQUIRES: prepared and registered in the same order as at the save.
-    Raises ``TreeMismatch`` where it is not.
+    """Load a state into everything that the accelerator has prepared.
+
+    Models, optimizers and so on must be prepared and registered in the same order as at the save.
+
+    Args:
+        accelerator: The accelerator.
+        state: The state that ``engine.restore()`` returned.
+
+    Raises:
+        TreeMismatch: The accelerator has another number of models, optimizers or other objects.
     """
     for part in _PARTS:
-        mine = _of(accelerator, part)
-        if len(mine) != len(state[part]):
+        prepared = _prepared(accelerator, part)
+        if len(prepared) != len(state[part]):
             raise TreeMismatch(
-                f"the checkpoint has {len(state[part])} {part}, the accelerator has {len(mine)}"
+                f"the checkpoint has {len(state[part])} {part}, the accelerator has {len(prepared)}"
             )
     for part in _PARTS:
-        for number, one in enumerate(_of(accelerator, part)):
-            one.load_state_dict(state[part][str(number)])
+        for number, item in enumerate(_prepared(accelerator, part)):
+            item.load_state_dict(state[part][str(number)])
     if state["scaler"] is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
     rng.restore(state["rng"])
 
 
-def _of(accelerator: Any, part: str) -> list[Any]:
-    found: list[Any] = getattr(accelerator, "_custom_objects" if part == "custom" else f"_{part}")
-    return found
+def _prepared(accelerator: Any, part: str) -> list[Any]:
+    name = "_custom_objects" if part == "custom" else f"_{part}"
+    objects: list[Any] = getattr(accelerator, name)
+    return objects

@@ -1,6 +1,4 @@
-"""Options of DataStates-LLM's checkpoint engine, as they stand in a DeepSpeed configuration, as
-options of ``Engine``.
-"""
+"""Translate options of DataStates-LLM's checkpoint engine into options of ``Engine``."""
 
 from __future__ import annotations
 
@@ -19,17 +17,24 @@ _NO_COUNTERPART = {
 
 
 def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
-    """What ``Engine(root, **options)`` takes, from a configuration with the section
-    ``datastates_ckpt`` or from that section.
+    """Return the options of ``Engine`` that correspond to DataStates-LLM's.
 
-    ``host_cache_size`` (GiB, a number above 0) becomes ``host_cache_bytes``. ``parser_threads`` and
-    ``pin_host_cache`` have no counterpart; the log says why. Raises ``ValueError`` naming any other
-    option, or a value that is none.
+    ``host_cache_size`` (GiB, above 0) becomes ``host_cache_bytes``. ``parser_threads`` and
+    ``pin_host_cache`` have no counterpart, and the log says why.
+
+    Args:
+        config: A DeepSpeed configuration with the section ``datastates_ckpt``, or that section.
+
+    Returns:
+        Options for ``Engine(root, **options)``.
+
+    Raises:
+        ValueError: An option is unknown, or a value is not valid.
     """
     section = config.get(SECTION, config)
     if not isinstance(section, Mapping):
         raise ValueError(f"{SECTION} must be a section with options, not {section!r}")
-    found: dict[str, int] = {}
+    options: dict[str, int] = {}
     for name, value in section.items():
         if name == "host_cache_size":
             if (
@@ -40,12 +45,12 @@ def datastates_options(config: Mapping[str, Any]) -> dict[str, int]:
                 raise ValueError(
                     f"{SECTION}.host_cache_size must be a number of GiB above 0, not {value!r}"
                 )
-            found["host_cache_bytes"] = max(1, int(value * _GIB))
+            options["host_cache_bytes"] = max(1, int(value * _GIB))
         elif name in _NO_COUNTERPART:
             log.info("%s.%s=%r has no counterpart: %s", SECTION, name, value, _NO_COUNTERPART[name])
         else:
-            known = ", ".join(["host_cache_size", *_NO_COUNTERPART])
+            supported = ", ".join(["host_cache_size", *_NO_COUNTERPART])
             raise ValueError(
-                f"{SECTION} has the option {name!r}, which is not one of {known}; leave it out"
+                f"{SECTION} has the option {name!r}, which is not one of {supported}; leave it out"
             )
-    return found
+    return options

@@ -1,9 +1,8 @@
-"""Megatron-Core's own strategies on our DCP storage: what ``dist_checkpointing.save`` and ``load``
-take as ``sharded_strategy``.
+"""Strategies of Megatron-Core's ``dist_checkpointing`` over deltacheck's DCP storage.
 
-Imported only by those who have ``megatron.core`` (0.16 or newer). Its common part (numbers,
-arguments) stays Megatron's: ``common.pt`` and ``metadata.json`` in the directory of the step,
-beside which our root holds the tensors and objects of all steps.
+This needs ``megatron.core`` 0.16 or newer. Megatron keeps its common part (numbers, arguments) in
+``common.pt`` and ``metadata.json`` in the directory of the step. The root holds the tensors and
+objects of all steps.
 """
 
 from __future__ import annotations
@@ -30,13 +29,16 @@ _reading = threading.RLock()
 
 
 class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-Core has no types
-    """``dist_checkpointing.save(state, directory, sharded_strategy=DeltaSaveStrategy(root))``: each
-    save as changes to the one before.
+    """Saves with ``dist_checkpointing.save(..., sharded_strategy=DeltaSaveStrategy(root))``.
 
-    ``root``, ``options``: as of ``DeltaStorageWriter``. The step is the number that ``directory``
+    Each save writes the changes since the one before. The step is the number that the directory
     ends in (``iter_0001200``). With ``async_sharded_save=True`` the tensors are copied to the host
-    first, and written by a thread of this process (Megatron's own writers fork one, which could not
-    keep what the next save is compared with); the finalization waits for it.
+    first, and written by a thread of this process, for which the finalization waits. (Megatron's
+    own writers fork a process, which could not keep the copy that the next save is compared with.)
+
+    Args:
+        root: The root, as in ``DeltaStorageWriter``.
+        **options: Options of ``DeltaStorageWriter``.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -47,27 +49,39 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
         self._thread = ThreadPoolExecutor(1, "deltacheck-megatron")
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Save, and return when the step exists."""
+        """Save, and return when the step exists.
+
+        Args:
+            sharded_state_dict: The state with Megatron's descriptors.
+            checkpoint_dir: The directory of the step.
+        """
         self._save(self._pytorch_state(sharded_state_dict, copied=False), checkpoint_dir)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path
     ) -> AsyncRequest:
-        """Begin to save. The request has nothing to fork for; its finalization raises what failed
-        the save.
+        """Begin to save.
+
+        Args:
+            sharded_state_dict: The state with Megatron's descriptors.
+            checkpoint_dir: The directory of the step.
+
+        Returns:
+            A request without a function to fork for. Its finalization raises the error of a failed
+            save.
         """
         state = self._pytorch_state(sharded_state_dict, copied=True)
         future: Future[None] = self._thread.submit(self._save, state, checkpoint_dir)
         return AsyncRequest(None, (), [future.result])
 
     def _pytorch_state(self, sharded_state_dict: dict[str, Any], copied: bool) -> dict[str, Any]:
-        if self._group is None:  # beside the training's own collectives; every rank comes here
+        if self._group is None:  # apart from the training's collectives; every rank calls this
             self._group = dist.new_group(backend="gloo")
         by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
         if copied:
-            by_key = {key: [_copy(one) for one in of] for key, of in by_key.items()}
+            by_key = {key: [_copy(shard) for shard in shards] for key, shards in by_key.items()}
         state: dict[str, Any] = mcore.mcore_to_pyt_state_dict(by_key, False)
         return state
 
@@ -82,13 +96,15 @@ class DeltaSaveStrategy(mcore.TorchDistSaveShardedStrategy):  # type: ignore[mis
 
 
 class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc] # as above
-    """``dist_checkpointing.load(state, directory, sharded_strategy=DeltaLoadStrategy(root))``,
-    under
-    any parallelism.
+    """Loads with ``dist_checkpointing.load(..., sharded_strategy=DeltaLoadStrategy(root))``.
 
-    ``root``, ``options``: as of ``DeltaStorageReader``. The step is the number that ``directory``
-    ends in. Megatron's objects (RNG states of NumPy, for one) may need ``allow_pickle=True``, or
-    their classes ``torch.serialization.add_safe_globals``.
+    Any parallelism may load a step. The step is the number that the directory ends in. Some of
+    Megatron's objects (NumPy's random states, for example) need ``allow_pickle=True``, or their
+    classes ``torch.serialization.add_safe_globals``.
+
+    Args:
+        root: The root, as in ``DeltaStorageReader``.
+        **options: Options of ``DeltaStorageReader``.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -97,24 +113,48 @@ class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[mis
         self._options = options
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
-        """Fill what the descriptors hold, and return the state."""
+        """Fill the tensors of the descriptors, and return the state.
+
+        Args:
+            sharded_state_dict: The state with Megatron's descriptors.
+            checkpoint_dir: The directory of the step.
+
+        Returns:
+            The state.
+        """
         with self._from(checkpoint_dir):
             return super().load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Any = None) -> Any:
-        """What tensors the step has, as descriptors without data."""
+        """Return the tensors of the step as descriptors without data.
+
+        Args:
+            checkpoint_dir: The directory of the step.
+            metadata: Not used.
+
+        Returns:
+            The descriptors by key.
+        """
         with self._from(checkpoint_dir):
             return super().load_tensors_metadata(checkpoint_dir, metadata)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """What the step has, as descriptors without data."""
+        """Return the tensors and objects of the step as descriptors without data.
+
+        Args:
+            checkpoint_dir: The directory of the step.
+
+        Returns:
+            The descriptors by key.
+        """
         with self._from(checkpoint_dir):
             return super().load_sharded_metadata(checkpoint_dir)
 
     @contextlib.contextmanager
     def _from(self, checkpoint_dir: str | Path) -> Iterator[None]:
-        """Inside, Megatron's loader reads from our root: it has no other place to be told of a
-        reader.
+        """Make Megatron's loader read from the root, inside the context.
+
+        It has no parameter for a reader.
         """
         reader = DeltaStorageReader(self._root, step_of(str(checkpoint_dir)), **self._options)
         with _reading:
@@ -128,8 +168,8 @@ class DeltaLoadStrategy(mcore.TorchDistLoadShardedStrategy):  # type: ignore[mis
                 mcore._get_filesystem_reader = before
 
 
-def _copy(one: Any) -> Any:
-    """A descriptor with its tensor on the host, where training no longer changes it."""
-    if isinstance(one.data, torch.Tensor):
-        return dataclasses.replace(one, data=one.data.detach().to("cpu", copy=True))
-    return one
+def _copy(descriptor: Any) -> Any:
+    """Return a descriptor with a copy of its tensor on the host, which training does not change."""
+    if isinstance(descriptor.data, torch.Tensor):
+        return dataclasses.replace(descriptor, data=descriptor.data.detach().to("cpu", copy=True))
+    return descriptor

@@ -1,9 +1,8 @@
-"""Objects of a framework's checkpoint as plain dicts, and back, by a list of classes: nothing else
-is
-ever made of what was read.
+"""Convert objects of a framework's checkpoint to plain dicts, and back, by a list of classes.
 
-An object is ``{"deltacheck.class": name, "deltacheck.is": what it is}``. Whoever reads such a tree
-without this module sees just that.
+An object is stored as ``{"deltacheck.class": name, "deltacheck.is": content}``. A program that
+reads such a tree without this module sees these dicts. A restore creates no object of a class that
+is not in the list.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ _HOLE = "hole"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class _Known(NamedTuple):
-    """A class that may be kept. ``take``: an object as plain values; ``give``: the object again."""
+class _SavedClass(NamedTuple):
+    """A class that may be saved.
+
+    ``take`` returns an object as plain values, ``give`` creates the object from them.
+    """
 
     module: str
     name: str
@@ -35,65 +37,72 @@ class _Known(NamedTuple):
 
 
 def _from_attributes(kind: type[Any], attributes: dict[str, Any]) -> Any:
-    made = object.__new__(kind)
-    made.__dict__.update(attributes)
-    return made
+    instance = object.__new__(kind)
+    instance.__dict__.update(attributes)
+    return instance
 
 
-def _of_attributes(module: str, name: str) -> _Known:
-    return _Known(module, name, lambda value: dict(vars(value)), _from_attributes)
+def _of_attributes(module: str, name: str) -> _SavedClass:
+    return _SavedClass(module, name, lambda value: dict(vars(value)), _from_attributes)
 
 
-_known: dict[str, _Known] = {
-    known.name: known
-    for known in (
+# By the name that is stored.
+_classes: dict[str, _SavedClass] = {
+    entry.name: entry
+    for entry in (
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
         _of_attributes("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-        _Known(
+        _SavedClass(
             "deepspeed.runtime.zero.config", "ZeroStageEnum", int, lambda kind, value: kind(value)
         ),
         _of_attributes("deepspeed.utils.tensor_fragment", "fragment_address"),
-        _Known("torch", "Size", list, lambda kind, sizes: kind(sizes)),
-        _Known(
+        _SavedClass("torch", "Size", list, lambda kind, sizes: kind(sizes)),
+        _SavedClass(
             "torch",
             "dtype",
             lambda value: str(value).removeprefix("torch."),
             lambda kind, name: _dtype(name),
         ),
     )
-}  # by the name that is stored
+}
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise UnsupportedLeaf(f"torch has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def register(kind: type[Any]) -> type[Any]:
-    """Allow objects of a class in what is saved, by their attributes (of an enumeration: by the
-    value). May decorate the class.
+    """Allow objects of a class in saves. May decorate the class.
 
-    Whoever reads has to register it, too. A read makes the object and sets its attributes, and
-    calls none of its methods: register classes for which that is all. Raises ``ValueError`` where
-    another class has the name.
+    An object is stored as its attributes, an enumeration member as its value. The program that
+    restores must register the class too. A restore creates the object and sets its attributes,
+    without a call of any method. Register only classes for which that is enough.
+
+    Args:
+        kind: The class.
+
+    Returns:
+        The class.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
-    known = _of_attributes(kind.__module__, kind.__qualname__)
+    entry = _of_attributes(kind.__module__, kind.__qualname__)
     if issubclass(kind, enum.Enum):
-        known = _Known(
+        entry = _SavedClass(
             kind.__module__,
             kind.__qualname__,
             lambda value: value.value,
             lambda of, value: of(value),
         )
     _kinds[name] = kind
-    _known[name] = known
+    _classes[name] = entry
     return kind
 
 
-_kinds: dict[str, type[Any]] = {}  # registered ones, which need not be found by their module
+# Registered classes by name, because a module need not export them.
+_kinds: dict[str, type[Any]] = {}
 
 
 def encoded(
@@ -101,21 +110,28 @@ def encoded(
     keys: Iterable[str],
     place_of: Callable[[torch.Tensor], list[Any] | None] = lambda tensor: None,
 ) -> Any:
-    """A state as dicts, lists, tuples, arrays and plain values alone. ``keys``: its path.
+    """Return a state as dicts, lists, tuples, arrays and plain values.
 
-    ``place_of(tensor)``: plain values that stand for a tensor which is stored elsewhere; ``None``
-    for any other. Raises ``UnsupportedLeaf`` naming path, type and way out.
+    Args:
+        value: The state.
+        keys: The path of the state, for messages.
+        place_of: Returns plain values that stand for a tensor that is stored elsewhere; ``None``
+            for any other tensor.
+
+    Raises:
+        UnsupportedLeaf: An object is of a class that is not registered. The message names path and
+            type.
     """
     return _encoded(value, tuple(keys), place_of)
 
 
 def hole(place: list[Any]) -> dict[str, Any]:
-    """What stands for a tensor that is stored elsewhere. ``place``: plain values."""
+    """Return the dict that stands for a tensor that is stored elsewhere, at ``place``."""
     return {_CLASS: _HOLE, _IS: place}
 
 
 def place_in(value: Any) -> list[Any] | None:
-    """What a hole was made of; ``None`` of anything else."""
+    """Return the place in the dict of a hole; ``None`` for any other value."""
     is_hole = (
         isinstance(value, dict) and value.get(_CLASS) == _HOLE and isinstance(value.get(_IS), list)
     )
@@ -145,12 +161,12 @@ def _encoded(
             _encoded(item, (*keys, str(number)), place_of) for number, item in enumerate(value)
         )
     name = f"{kind.__module__}.{kind.__qualname__}"
-    for stored, known in _known.items():
-        if _kinds.get(stored) is kind or (known.module, known.name) == (
+    for stored, entry in _classes.items():
+        if _kinds.get(stored) is kind or (entry.module, entry.name) == (
             kind.__module__,
             kind.__qualname__,
         ):
-            return {_CLASS: stored, _IS: _encoded(known.take(value), keys, place_of)}
+            return {_CLASS: stored, _IS: _encoded(entry.take(value), keys, place_of)}
     raise UnsupportedLeaf(
         f"leaf {'/'.join(keys)!r} is of type {name}, which cannot be kept exactly; turn it into"
         " arrays, numbers, text, bytes, dicts, lists or None, leave it out, or allow it with"
@@ -160,24 +176,29 @@ def _encoded(
 
 
 def decoded(value: Any, fill: Callable[[list[Any]], torch.Tensor] | None = None) -> Any:
-    """What ``encoded`` was given. ``fill``: gives what stands in a hole.
+    """Return the state that ``encoded`` was given.
 
-    Raises ``UnsupportedLeaf`` for a class that is not known here.
+    Args:
+        value: A result of ``encoded``.
+        fill: Returns the tensor for the place of a hole.
+
+    Raises:
+        UnsupportedLeaf: The class of an object is not registered in this process.
     """
     if isinstance(value, dict) and _CLASS in value:
         name, content = value[_CLASS], value.get(_IS)
         place = place_in(value)
         if place is not None and fill is not None:
             return fill(place)
-        known = _known.get(name)
-        if known is None:
+        entry = _classes.get(name)
+        if entry is None:
             raise UnsupportedLeaf(
                 f"the checkpoint has an object of class {name!r}, which is not known here; nothing"
                 " is made of it. Where you trust the class, allow it with"
                 " deltacheck.backends.torch.plain.register(...) before you read"
             )
-        kind = _kinds.get(name) or getattr(importlib.import_module(known.module), known.name)
-        return known.give(kind, decoded(content, fill))
+        kind = _kinds.get(name) or getattr(importlib.import_module(entry.module), entry.name)
+        return entry.give(kind, decoded(content, fill))
     if isinstance(value, OrderedDict):
         return OrderedDict((key, decoded(item, fill)) for key, item in value.items())
     if isinstance(value, dict):

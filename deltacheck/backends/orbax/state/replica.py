@@ -20,8 +20,8 @@ from deltacheck.leaf import tree
 from deltacheck.leaf.spec import LeafSpec
 from deltacheck.leaf.tree import ArrayLeaf, Flat, Node
 from deltacheck.restore import proof, replay
-from deltacheck.restore.fill import StepReader
 from deltacheck.restore.content import Loaded
+from deltacheck.restore.fill import StepReader
 from deltacheck.store.manifest import Manifest, Replay
 from deltacheck.store.root import Root
 

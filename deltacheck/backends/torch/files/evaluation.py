@@ -1,5 +1,6 @@
-"""What `deltacheck eval` needs of PyTorch: states as bytes, our saves, and the peer that they are
-compared with.
+"""Provide the PyTorch part of ``deltacheck eval``.
+
+It has states as bytes, the saves of deltacheck, and the peer that they are compared with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PEER = "torch.save + fsync"
 
 
 def flat(state: object) -> tree.Flat:
-    """A state taken apart, nothing copied."""
+    """Flatten a state without a copy."""
     return tree.flatten(state, leaves.describe)
 
 
@@ -30,8 +31,9 @@ bytes_of = leaves.bytes_of
 
 
 def peer_save(state: object, file: Path) -> int:
-    """What people do without us: `torch.save` to a new file, synced to disk. The bytes of the
-    file.
+    """Save a state with ``torch.save`` to a new file, sync it, and return the bytes of the file.
+
+    This is what a training without deltacheck does.
     """
     file.unlink(missing_ok=True)
     with file.open("wb") as out:
@@ -42,30 +44,32 @@ def peer_save(state: object, file: Path) -> int:
 
 
 class Saver:
-    """The checkpoints of one run."""
+    """Saves the checkpoints of one run."""
 
     def __init__(self, root: Path, policy: Policy) -> None:
         self._engine = Engine(root, policy=policy)
-        self._under_way: SaveHandle | None = None
+        self._running: SaveHandle | None = None
 
     def save(self, step: int, state: object, metrics: Mapping[str, float]) -> None:
-        """Begin to save. REQUIRES: ``finish`` was called for the save before."""
-        self._under_way = self._engine.save(step, state, metrics=metrics)
+        """Begin to save. ``finish`` must have been called for the save before."""
+        self._running = self._engine.save(step, state, metrics=metrics)
 
     def finish(self) -> tuple[int, float, float, int] | None:
-        """Wait for the save under way: its step, the seconds that training has waited for it, until
-        it
-        was durable, and the bytes that it added.
+        """Wait for the running save.
 
-        ``None`` where none is. The wait counts as blocking: in a run without an evaluation the next
-        save would wait as long.
+        The wait counts as blocking: in a run without an evaluation the next save would wait as
+        long.
+
+        Returns:
+            The step, the seconds that training has waited, the seconds until the save was durable,
+            and the bytes that it added. ``None`` if no save is running.
         """
-        if self._under_way is None:
+        if self._running is None:
             return None
         began = time.perf_counter()
-        report = self._under_way.result()
+        report = self._running.result()
         waited = time.perf_counter() - began
-        self._under_way = None
+        self._running = None
         assert report is not None  # nothing is skipped: one save at a time
         return (
             report.step,
@@ -75,7 +79,7 @@ class Saver:
         )
 
     def restore(self, like: object) -> tuple[int, Any]:
-        """The newest step and its state. ``like``: not needed here."""
+        """Return the newest step and its state. ``like`` is not used."""
         state = self._engine.restore()
         assert self._engine.restored_step is not None
         return self._engine.restored_step, state

@@ -1,9 +1,9 @@
-"""A small file that stands for a checkpoint, where a framework expects one file for each.
+"""Write and read small files that point to a checkpoint.
 
-It is JSON, ``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``; ``root`` is
-relative to the folder of the file, so a folder with both can be moved. It is written after the
-commit, whole and synced or not at all, and holds no content: renaming or removing it does nothing
-to the step.
+Frameworks expect one file for each checkpoint. A pointer is JSON,
+``{"deltacheck": "pointer", "root": ..., "step": ..., "seq": ...}``. ``root`` is relative to the
+folder of the file, so a folder with both can be moved. The file is written after the commit, whole
+and synced or not at all. It has no content, so renaming or removing it does not affect the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 16
 
 
 class Pointer(NamedTuple):
-    """Which checkpoint a file stands for. ``root``: absolute."""
+    """The checkpoint that a file points to. ``root`` is absolute."""
 
     root: Path
     step: int
@@ -32,7 +32,7 @@ class Pointer(NamedTuple):
 
 
 def write(path: Path, target: Pointer) -> None:
-    """Make the file, in place of another that is there. REQUIRES: the checkpoint is committed."""
+    """Write a pointer to a committed checkpoint; replace the file if it exists."""
     content = {
         "deltacheck": _KIND,
         "root": os.path.relpath(target.root, path.parent),
@@ -44,10 +44,11 @@ def write(path: Path, target: Pointer) -> None:
 
 
 def read(path: Path) -> Pointer:
-    """Which checkpoint a file stands for.
+    """Return the checkpoint that a file points to.
 
-    Raises ``FileNotFoundError``, and ``NotACheckpointRoot`` (with the way out) where the file is
-    something else.
+    Raises:
+        FileNotFoundError: There is no such file.
+        NotACheckpointRoot: The file is not a pointer. The message says how to import it.
     """
     with path.open("rb") as file:
         raw = file.read(_MOST_BYTES + 1)
@@ -69,7 +70,7 @@ def read(path: Path) -> Pointer:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file stands for a checkpoint."""
+    """Return ``True`` if a file points to a checkpoint."""
     try:
         read(path)
     except (OSError, NotACheckpointRoot):
@@ -78,10 +79,11 @@ def is_pointer(path: Path) -> bool:
 
 
 def opened(path: Path) -> tuple[Root, Manifest]:
-    """The root and the manifest of the checkpoint that a file stands for.
+    """Return the root and the manifest of the checkpoint that a file points to.
 
-    Raises what ``read`` and ``open_root`` raise, and ``StepNotFound`` where the root no longer has
-    the checkpoint.
+    Raises:
+        FileNotFoundError, NotACheckpointRoot: As ``read`` and ``open_root`` raise them.
+        StepNotFound: The root no longer has the checkpoint.
     """
     target = read(path)
     root = open_root(target.root)

@@ -24,13 +24,21 @@ def write_torch(
     keys: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> bool:
-    """Write a step with ``torch.save``; ``True`` where ``torch.load(..., weights_only=True)`` takes
-    the file.
+    """Write a step with ``torch.save``.
 
-    Without ``keys`` the file holds the nested state that ``Engine.restore`` gives, ties included;
-    with ``keys`` (key -> leaf path) it holds one flat dict of tensors. ``torch.load`` wants
-    ``weights_only=False`` for NumPy arrays and deques. Holds all of the leaves in memory: the
-    format cannot be streamed.
+    All leaves are in memory at once, because the format cannot be streamed.
+
+    Args:
+        file: The file to write to.
+        root: The root.
+        manifest: The step.
+        keys: Key -> leaf path: write a flat dict of tensors; ``None``: write the nested state that
+            ``Engine.restore`` returns, with its ties.
+        progress: Called with the bytes of each leaf.
+
+    Returns:
+        ``True`` if ``torch.load(..., weights_only=True)`` accepts the file. NumPy arrays and deques
+        need ``weights_only=False``.
     """
     owners = tree.array_paths(manifest.tree)
     leaves = resolve(

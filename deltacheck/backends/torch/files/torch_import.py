@@ -1,4 +1,5 @@
-"""Make steps of a root out of files of other formats: safetensors, and what ``torch.save`` wrote.
+"""Make steps of a root from files of other formats: safetensors and ``torch.save``.
+
 No code of a file is run.
 """
 
@@ -16,20 +17,25 @@ from deltacheck.backends.torch.state.sampling import SUFFIXES
 from deltacheck.errors import Damaged
 
 SAFETENSORS = ".safetensors"
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\Z")  # one file of a model that was saved in several
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\Z")  # one file of a model in several files
 
 
 def steps_of(
     files: Iterable[str | os.PathLike[str]], step: int | None = None
 ) -> list[tuple[int, Path]]:
-    """Which step each file becomes, ascending: the last number in its name, or else in its
-    folder's.
-    ``step``: of the one file.
+    """Return the step and path of each file, ascending.
 
-    Raises ``ValueError`` naming the file where there is no number or another file has it, for parts
-    of a model, and for names that say no format.
+    The step is the last number in the file's name, or else in its folder's.
+
+    Args:
+        files: The files.
+        step: The step of the file, if there is only one.
+
+    Raises:
+        ValueError: A file has no number, two have the same one, a file is a part of a model, or a
+            name has no known suffix. The message names the file.
     """
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in map(Path, files):
         if path.suffix not in (SAFETENSORS, *SUFFIXES):
             raise ValueError(
@@ -44,21 +50,23 @@ def steps_of(
         if step is None and not numbers:
             raise ValueError(f"neither {path.name} nor its folder has a number; say the step")
         number = int(numbers[-1]) if step is None else step
-        if number in found:
+        if number in by_step:
             raise ValueError(
-                f"{found[number]} and {path} are both step {number}; import one of them into a root"
+                f"{by_step[number]} and {path} are both step {number}; import one of them into a root"
                 " of its own"
             )
-        found[number] = path
-    return sorted(found.items())
+        by_step[number] = path
+    return sorted(by_step.items())
 
 
 def read(path: Path) -> object:
-    """The content of a file: of safetensors a dict of tensors by key, without the file's metadata;
-    tensors are mapped, where the file allows it.
+    """Return the content of a file. Tensors are mapped if the file allows it.
 
-    Raises ``Damaged`` naming the file where it cannot be read, or not without running code,
-    ``FileNotFoundError``.
+    Of safetensors it is a dict of tensors by key, without the file's metadata.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        Damaged: The file cannot be read, or not without running code. The message names it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -86,26 +94,28 @@ def _torch(path: Path) -> object:
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
-        return torch.load(
-            path, map_location="cpu", weights_only=True
-        )  # the format before torch 1.6
+        # Files from before torch 1.6 cannot be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def ingest(
     root: str | os.PathLike[str], files: list[tuple[int, Path]]
 ) -> Iterator[tuple[Path, int]]:
-    """Save each file as its step, in order, and give it when it is committed; a later file is
-    stored
-    as what changed.
+    """Save each file as its step, in order, and yield it when it is committed.
 
-    Raises ``ValueError`` before anything is written where the root has one of the steps,
-    ``Damaged`` for a file that cannot be read (steps before it are there), ``UnsupportedLeaf``
-    naming what cannot be kept, and what ``Engine`` raises.
+    Each file after the first is stored as changes.
+
+    Raises:
+        ValueError: The root has one of the steps. Nothing was written.
+        Damaged: A file cannot be read. The steps before it are committed.
+        UnsupportedLeaf: A value cannot be kept exactly; the message names it.
     """
     with Engine(root) as engine:
-        taken = sorted({step for step, _ in files} & set(engine.steps()))
-        if taken:
-            raise ValueError(f"{engine.root} has step {taken[0]} already; import into another root")
+        existing = sorted({step for step, _ in files} & set(engine.steps()))
+        if existing:
+            raise ValueError(
+                f"{engine.root} has step {existing[0]} already; import into another root"
+            )
         for step, path in files:
             engine.save(step, read(path)).wait()
             yield path, step

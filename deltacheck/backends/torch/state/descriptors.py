@@ -1,9 +1,9 @@
-"""Shards as Megatron-Core describes them: values with a key of their own, known by their fields and
-not by a class.
+"""Convert states with Megatron-Core's shard descriptors.
 
-Each process's state has other names for its layers (a pipeline stage counts its own from 0), so
-such a leaf goes by its ``key``, which is the same on every rank and under every topology. A state
-with descriptors is saved as ``{"sharded": {key: leaf}, "common": the rest}``.
+Descriptors are recognized by their fields, so that Megatron-Core is not needed. The layers of a
+process's state have other names on other ranks (a pipeline stage counts its own from 0). Therefore
+such a leaf is stored under its ``key``, which is the same on every rank and under every topology. A
+state with descriptors is saved as ``{"sharded": {key: leaf}, "common": the rest}``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _is_a(value: object, fields: tuple[str, ...]) -> bool:
 
 
 def is_descriptor(value: object) -> bool:
-    """Whether this is a ``ShardedTensor`` or a ``ShardedObject`` of Megatron-Core, or looks like
-    one.
+    """Return ``True`` for a ``ShardedTensor`` or ``ShardedObject`` of Megatron-Core.
 
-    Raises ``UnsupportedLeaf`` for a factory of such.
+    Raises:
+        UnsupportedLeaf: The value is a factory of shards.
     """
     if hasattr(value, "build_fn") and hasattr(value, "merge_fn"):
         raise UnsupportedLeaf(
@@ -45,18 +45,26 @@ def is_descriptor(value: object) -> bool:
 
 
 def by_key(state: object, *, replicas: bool = False) -> object:
-    """A state with its descriptors' leaves under their keys; a state without any is itself.
+    """Return a state with its descriptors' leaves under their keys.
 
-    A part of a tensor that several ranks describe is written by one of them, whatever their
-    ``replica_id`` says. Of objects ``replicas`` are taken only where asked for, as for a restore:
-    their content may differ. Raises ``UnsupportedLeaf`` naming the key.
+    A state without descriptors is returned as it is. If several ranks describe the same part of a
+    tensor, one of them writes it, whatever their ``replica_id`` is.
+
+    Args:
+        state: The state.
+        replicas: Include replicas of objects, as a restore needs them. A save does not, because
+            their content may differ.
+
+    Raises:
+        UnsupportedLeaf: A descriptor is not complete, or two have one key. The message names the
+            key.
     """
     parts: dict[str, list[Shard]] = {}
     objects: dict[str, object] = {}
-    found = []
+    descriptors = []
 
     def take(value: Any) -> None:
-        found.append(value)
+        descriptors.append(value)
         if _is_a(value, _TENSOR):
             parts.setdefault(value.key, []).append(_shard(value))
         elif replicas or _is_main(value.replica_id):
@@ -65,18 +73,23 @@ def by_key(state: object, *, replicas: bool = False) -> object:
             )
 
     common = _without(state, take)
-    if not found:
+    if not descriptors:
         return state
     both = parts.keys() & objects.keys()
     if both:
         raise UnsupportedLeaf(f"{min(both)!r} is the key of a tensor and of an object")
-    sharded: dict[str, object] = {key: _shards(key, of) for key, of in parts.items()}
+    sharded: dict[str, object] = {key: _shards(key, own) for key, own in parts.items()}
     return {"sharded": sharded | objects, "common": {} if common is _NOTHING else common}
 
 
 def filled(state: object, restored: object) -> object:
-    """The state that ``by_key`` was given, with what was restored of it: descriptors as they are,
-    whose tensors are filled; ``restored`` is what ``by_key`` had made.
+    """Return the state that ``by_key`` was given, with the restored content.
+
+    Descriptors stay in the state; their tensors were filled in place.
+
+    Args:
+        state: The state with descriptors.
+        restored: The restored result of ``by_key(state)``.
     """
     if by_key(state, replicas=True) is state or not isinstance(restored, dict):
         return restored
@@ -84,11 +97,11 @@ def filled(state: object, restored: object) -> object:
 
     def put(value: Any) -> object:
         if not _is_a(value, _TENSOR):
-            found = objects[value.unique_key]
-            value.data = io.BytesIO(found) if isinstance(value.data, io.BytesIO) else found
+            content = objects[value.unique_key]
+            value.data = io.BytesIO(content) if isinstance(value.data, io.BytesIO) else content
         return value
 
-    return _together(state, restored["common"], put)
+    return _merged(state, restored["common"], put)
 
 
 def _is_main(replica_id: object) -> bool:
@@ -121,39 +134,41 @@ def _shard(value: Any) -> Shard:
 
 
 def _without(value: object, take: Callable[[object], None]) -> object:
-    """A state without its descriptors, which ``take`` gets; ``_NOTHING`` where nothing else was in
-    it.
+    """Return a state without its descriptors, which are passed to ``take``.
+
+    Return ``_NOTHING`` if nothing else was in it.
     """
     if is_descriptor(value):
         take(value)
         return _NOTHING
     if isinstance(value, dict):
-        kept = {key: _without(item, take) for key, item in value.items()}
-        left = {key: item for key, item in kept.items() if item is not _NOTHING}
-        if all(kept[key] is item for key, item in value.items()):
+        items = {key: _without(item, take) for key, item in value.items()}
+        rest = {key: item for key, item in items.items() if item is not _NOTHING}
+        if all(items[key] is item for key, item in value.items()):
             return value
-        return (OrderedDict(left) if isinstance(value, OrderedDict) else left) if left else _NOTHING
+        return (OrderedDict(rest) if isinstance(value, OrderedDict) else rest) if rest else _NOTHING
     if isinstance(value, list):
-        items = [_without(item, take) for item in value]
-        if all(one is item for one, item in zip(items, value, strict=True)):
+        elements = [_without(item, take) for item in value]
+        if all(new is old for new, old in zip(elements, value, strict=True)):
             return value
-        if all(item is _NOTHING for item in items):
+        if all(item is _NOTHING for item in elements):
             return _NOTHING
-        return [None if item is _NOTHING else item for item in items]
+        return [None if item is _NOTHING else item for item in elements]
     return value
 
 
-def _together(state: Any, common: Any, put: _Put) -> object:
+def _merged(state: Any, common: Any, put: _Put) -> object:
+    """Return the state with the values of ``common`` and the results of ``put``."""
     if is_descriptor(state):
         return put(state)
     if isinstance(state, dict):
         rest = common if isinstance(common, dict) else {}
-        return {key: _together(item, rest.get(key), put) for key, item in state.items()}
+        return {key: _merged(item, rest.get(key), put) for key, item in state.items()}
     if isinstance(state, list):
         others = (
             common
             if isinstance(common, list) and len(common) == len(state)
             else [None] * len(state)
         )
-        return [_together(item, other, put) for item, other in zip(state, others, strict=True)]
+        return [_merged(item, other, put) for item, other in zip(state, others, strict=True)]
     return common

@@ -1,4 +1,4 @@
-"""torch tensors as leaves: what they are, their bytes, and tensors from bytes."""
+"""Treat torch tensors as leaves: describe them, read their bytes, and create them from bytes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from deltacheck.leaf.tree import ArrayLeaf, Node, shape_in, unflatten
 from deltacheck.restore.content import Loaded
 from deltacheck.restore.values import unshared_paths
 
-_NAMES_ONLY = (
-    "int2",
-    "int4",
-    "uint2",
-    "uint4",
-)  # torch has these dtypes, but no operation on them, not even a copy
+# torch has these dtypes, but no operation on them, not even a copy.
+_NAMES_ONLY = ("int2", "int4", "uint2", "uint4")
 
 
 def describe(value: object) -> ArrayLeaf | None:
-    """Tensors and NumPy arrays; ``None`` for anything else.
+    """Describe a tensor or NumPy array; return ``None`` for anything else.
 
-    Raises ``UnsupportedLeaf`` for tensors whose bytes are not a dense array in this process.
+    Raises:
+        UnsupportedLeaf: The bytes of the tensor are not a dense array in this process.
     """
     if not isinstance(value, torch.Tensor):
         return describe_numpy(value)
@@ -56,13 +53,14 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def local_of(value: object) -> object:
-    """The dense tensor of this process where ``value`` is a DTensor; else ``value``."""
+    """Return the dense tensor of this process if ``value`` is a DTensor, else ``value``."""
     return getattr(value, "_local_tensor", value) if type(value).__name__ == "DTensor" else value
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its bytes in C order: only then can it be read where it lies,
-    later.
+    """Return ``True`` if the tensor's memory is its bytes in C order.
+
+    Only such a tensor can be read later, in its place.
     """
     return (
         value.is_contiguous()
@@ -73,8 +71,9 @@ def is_plain(value: torch.Tensor) -> bool:
 
 
 def flat_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor where it lies, uint8 1-D in C order: a view of plain tensors, a copy of
-    all others.
+    """Return the bytes of a tensor on its device, uint8 1-D in C order.
+
+    The result is a view of plain tensors, and a copy of all others.
     """
     plain = value.detach()
     if not is_plain(value):
@@ -84,15 +83,16 @@ def flat_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def viewed(plain: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor where it lies, uint8 1-D. REQUIRES: it is plain, and detached."""
+    """Return a view of the bytes of a plain, detached tensor on its device, uint8 1-D."""
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     return plain.reshape(-1).view(torch.uint8)
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:
-    """The bytes of a leaf, uint8 1-D in C order: a view of plain host tensors, a copy of all
-    others.
+    """Return the bytes of a leaf, uint8 1-D in C order.
+
+    The result is a view of plain host tensors, and a copy of all others.
     """
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
@@ -102,8 +102,9 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
 
 
 def memory_of(value: object) -> NDArray[np.uint8] | None:
-    """The memory of a leaf, uint8 1-D, to be written to; ``None`` where its bytes do not lie on the
-    host in C order, or there are none.
+    """Return the memory of a leaf, uint8 1-D, to be written to.
+
+    Return ``None`` if its bytes are not on the host in C order, or if it has none.
     """
     if (
         not isinstance(value, torch.Tensor)
@@ -117,7 +118,11 @@ def memory_of(value: object) -> NDArray[np.uint8] | None:
 
 
 def tensor_of(item: Loaded) -> torch.Tensor:
-    """A loaded leaf as a host tensor that shares its memory."""
+    """Return a loaded leaf as a host tensor that shares its memory.
+
+    Raises:
+        UnsupportedLeaf: torch does not have the element type.
+    """
     spec = item.spec
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype) or spec.dtype in _NAMES_ONLY:
@@ -131,18 +136,22 @@ def tensor_of(item: Loaded) -> torch.Tensor:
 
 
 def place(item: Loaded, tag: str | None, *, copy: bool = True) -> object:
-    """A loaded leaf as what it was saved from. ``copy``: whether a tensor gets memory of its own;
-    NumPy's arrays do.
+    """Return a loaded leaf as the kind of value that was saved.
+
+    Args:
+        item: The leaf.
+        tag: The leaf's tag.
+        copy: Give a tensor memory of its own. NumPy arrays always have it.
     """
-    found = place_numpy(item, tag)
-    if found is not None:
-        return found
+    array = place_numpy(item, tag)
+    if array is not None:
+        return array
     tensor = shaped(item, tag)
     return tensor.clone() if copy else tensor
 
 
 def shaped(item: Loaded, tag: str | None) -> torch.Tensor:
-    """``tensor_of``, in the shape that a leaf which is stored flat has."""
+    """Return ``tensor_of``; a leaf that is stored flat gets the shape of its tag."""
     tensor = tensor_of(item)
     shape = shape_in(tag, tensor.numel(), item.spec.path)
     return tensor if shape is None else tensor.reshape(shape)
@@ -155,11 +164,13 @@ def tree_of(
     *,
     stored: Mapping[str, NDArray[np.uint8]] | None = None,
 ) -> object:
-    """The nested state of a step with its leaves in memory of their own, tied leaves as one.
-    ``move``:
-    called with each tensor once.
+    """Return the nested state of a step, with leaves in memory of their own and ties restored.
 
-    ``stored``: what is kept of what was read, which the leaves must not share.
+    Args:
+        skeleton: The tree.
+        loaded: The leaves, by path.
+        move: Called once with each tensor; returns the tensor to use.
+        stored: Arrays that are kept of the read; leaves must not share their memory.
     """
     placed: dict[tuple[str, str | None], object] = {}
     free = unshared_paths(loaded, stored or {})
@@ -167,7 +178,7 @@ def tree_of(
     def put(path: str, owner: str, tag: str | None) -> object:
         if (owner, tag) not in placed:
             leaf = place(loaded[owner], tag, copy=owner not in free)
-            free.discard(owner)  # another tag is another leaf
+            free.discard(owner)  # a second tag needs a copy
             placed[owner, tag] = move(leaf) if isinstance(leaf, torch.Tensor) else leaf
         return placed[owner, tag]
 

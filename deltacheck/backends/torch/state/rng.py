@@ -1,6 +1,4 @@
-"""The global random generators of a process as a state that can be kept exactly: Python's, NumPy's
-and torch's, those of CUDA devices too.
-"""
+"""Save and restore the global random generators of Python, NumPy, torch and its CUDA devices."""
 
 from __future__ import annotations
 
@@ -12,10 +10,13 @@ import torch
 
 
 def states() -> dict[str, Any]:
-    """Where the generators are. Generators that a program made for itself are its own to save."""
+    """Return the states of the global generators as plain values and arrays.
+
+    A program must save the generators that it has created itself.
+    """
     version, words, spare = random.getstate()
     kind, keys, position, has_gauss, gauss = np.random.get_state()
-    found: dict[str, Any] = {
+    saved: dict[str, Any] = {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "spare": spare},
         "numpy": {
             "kind": str(kind),
@@ -27,13 +28,14 @@ def states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
+        saved["cuda"] = torch.cuda.get_rng_state_all()
+    return saved
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Put the generators where they were. CUDA's only where this process sees as many devices as
-    there were.
+    """Set the global generators to saved states.
+
+    CUDA's are set only if this process sees as many devices as the saving one did.
     """
     python, numpy = saved["python"], saved["numpy"]
     random.setstate(

@@ -1,6 +1,4 @@
-"""What the profiler needs of torch: samples of tensors where they lie, and files of ``torch.save``
-as a series of steps.
-"""
+"""Sample tensors for the profiler, and read the files of ``torch.save`` as a series of steps."""
 
 from __future__ import annotations
 
@@ -25,32 +23,33 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def expand(value: object) -> list[tuple[object, object]] | None:
-    """torch has no containers of its own."""
+    """Return ``None``: torch has no containers of its own."""
     return None
 
 
 def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
-    """Sampled elements of tensors: gathered on their device, one copy to the host for each device
-    and type.
+    """Return sampled elements of tensors.
+
+    They are gathered on their device, with one copy to the host for each device and dtype.
     """
     gathered: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
-    found: dict[str, NDArray[np.generic]] = {}
+    samples: dict[str, NDArray[np.generic]] = {}
     with torch.no_grad():
         for path, tensor in arrays.items():
             if not isinstance(tensor, torch.Tensor):
-                found[path] = np.asarray(tensor).reshape(-1)[plan.elements(path)]
+                samples[path] = np.asarray(tensor).reshape(-1)[plan.elements(path)]
                 continue
             elements = plan.elements(path)
             plain = tensor.detach().resolve_conj().resolve_neg()
             if plain.is_contiguous():
-                at = torch.from_numpy(elements.reshape(-1)).to(plain.device)
-                picked = plain.reshape(-1)[at]
+                offsets = torch.from_numpy(elements.reshape(-1)).to(plain.device)
+                picked = plain.reshape(-1)[offsets]
             else:  # a reshape would copy the whole tensor
-                where = (
+                indices = (
                     torch.from_numpy(i.reshape(-1)).to(plain.device)
                     for i in np.unravel_index(elements, tuple(plain.shape))
                 )
-                picked = plain[tuple(where)]
+                picked = plain[tuple(indices)]
             gathered.setdefault((plain.device, plain.dtype), {})[path] = picked
         for group in gathered.values():
             host = flat_bytes(torch.cat(list(group.values()))).cpu().numpy().copy()
@@ -58,37 +57,40 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
             for path, picked in group.items():
                 end = begin + picked.numel() * picked.element_size()
                 kind = dtype_named(plan.specs[path].dtype).numpy
-                found[path] = host[begin:end].view(kind).reshape(plan.elements(path).shape)
+                samples[path] = host[begin:end].view(kind).reshape(plan.elements(path).shape)
                 begin = end
-    return found
+    return samples
 
 
 def files(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """The files of a folder that ``torch.save`` may have written: (step, path), by the last number
-    in
-    the name, ascending.
+    """Return the step and path of each file of a folder that ``torch.save`` may have written.
 
-    Raises ``ValueError`` where two have the same number.
+    The step is the last number in the name. The result is in ascending order.
+
+    Raises:
+        ValueError: Two files have the same number.
     """
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in sorted(Path(folder).iterdir()):
         numbers = re.findall(r"\d+", path.stem)
         if path.suffix in SUFFIXES and numbers:
             step = int(numbers[-1])
-            if step in found:
+            if step in by_step:
                 raise ValueError(
-                    f"{found[step].name} and {path.name} are both step {step}; leave one of them in"
+                    f"{by_step[step].name} and {path.name} are both step {step}; leave one of them in"
                     " a folder of its own"
                 )
-            found[step] = path
-    return sorted(found.items())
+            by_step[step] = path
+    return sorted(by_step.items())
 
 
 def states(folder: str | os.PathLike[str]) -> Iterator[tuple[int, object]]:
-    """The states in a folder, step by step, one at a time in memory (mapped, where the file allows
-    it). No code of a file is run.
+    """Yield the step and state of each file in a folder, one at a time in memory.
 
-    Raises ``Damaged`` naming the file that cannot be read with ``weights_only=True``.
+    The tensors are mapped if the file allows it. No code of a file is run.
+
+    Raises:
+        Damaged: A file cannot be read with ``weights_only=True``; the message names it.
     """
     for step, path in files(folder):
         try:
