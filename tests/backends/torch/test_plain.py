@@ -51,7 +51,7 @@ def test_a_key_that_stands_for_an_object_is_refused() -> None:
 
 
 def test_a_registered_class_is_kept_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_known", dict(plain._known))
+    monkeypatch.setattr(plain, "_classes", dict(plain._classes))
     monkeypatch.setattr(plain, "_kinds", {})
     value = object.__new__(Custom)
     value.at = 7
