@@ -1,4 +1,4 @@
-"""When a wait ends: every wait of this package has one of these, or is a caller's own choice."""
+"""Deadlines and signs of progress: every wait of this package is bounded by one of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None) -> Self:
-        """``seconds`` from now; ``None``: never."""
+        """Return the deadline ``seconds`` from now; ``None``: it never comes."""
         return cls(math.inf if seconds is None else time.monotonic() + seconds)
 
     @property
     def left(self) -> float | None:
-        """Seconds left, at least 0, in the form that waiting functions take: ``None`` without
-        end.
-        """
+        """Seconds left, at least 0, as waiting functions take them; ``None``: no limit."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
 
 class Pulse:
-    """When the saves of one saver last got on, so that whoever waits for them can tell a slow
-    storage
-    from one that hangs.
+    """The time of the last progress of a saver, which tells a slow storage from one that hangs.
 
-    ``patience_seconds``: how long nothing at all may happen. Longer: a stalled file system gets
-    more time to come back; shorter: training is told of a dead one sooner.
+    Args:
+        patience_seconds: Longest time without any progress. Longer: a stalled file system gets more
+            time to come back; shorter: training learns of a dead one sooner.
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -41,10 +38,10 @@ class Pulse:
         self._last = time.monotonic()
 
     def beat(self) -> None:
-        """Something got on."""
+        """Note progress."""
         self._last = time.monotonic()
 
     @property
     def left(self) -> float:
-        """Seconds of patience left; 0 or less: none."""
+        """Seconds of patience left; none if it is 0 or less."""
         return self._last + self.patience_seconds - time.monotonic()

@@ -39,20 +39,26 @@ Checked = TypeVar("Checked", Manifest, Brief)
 
 
 def to_attributes(document: SegmentTable | Manifest | Tag) -> dict[str, Any]:
-    """The group attributes that carry ``document``, its checksum included."""
+    """Return the group attributes that carry ``document``, its checksum included."""
     body = msgspec.to_builtins(document)
     return {layout.ATTRIBUTE: {**body, "checksum": _checksum(body)}}
 
 
-def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document:
+def from_zarr_json(content: bytes, kind: type[Document], source: str) -> Document:
     """Decode and check a group's ``zarr.json``.
 
-    ``where`` names the file in errors. Raises ``Damaged`` (not JSON, checksum, schema, impossible
-    values) or ``UnsupportedFormat``.
+    Args:
+        content: The file's content.
+        kind: The type of the document.
+        source: Name of the file, for errors.
+
+    Raises:
+        Damaged: The content is no JSON, or its checksum, schema or values are wrong.
+        UnsupportedFormat: Another version or an unknown feature.
     """
     if len(content) > MAX_DOCUMENT_BYTES:
         raise Damaged(
-            f"{where} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document"
+            f"{source} has {len(content)} bytes, more than the {MAX_DOCUMENT_BYTES} that a document"
             " may have"
         )
     try:
@@ -62,67 +68,63 @@ def from_zarr_json(content: bytes, kind: type[Document], where: str) -> Document
         if not isinstance(checksum, str):
             raise TypeError("its checksum is not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{where} is damaged: {error}") from error
-    check_version(body, where)
+        raise Damaged(f"{source} is damaged: {error}") from error
+    check_version(body, source)
     if not (is_canonical and checksum == _quick_checksum(body)) and checksum != _checksum(body):
         raise Damaged(
-            f"{where} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
+            f"{source} is damaged: its checksum is {_checksum(body)}, recorded is {checksum}"
         )
     try:
         document = msgspec.convert(body, kind)
         _CHECKS[kind](document)
     except (*_WRONG, UnsupportedLeaf, Damaged) as error:
-        raise Damaged(f"{where} is damaged: {error}") from error
+        raise Damaged(f"{source} is damaged: {error}") from error
     return document
 
 
-def check_version(body: Mapping[str, Any], where: str) -> None:
-    """Refuse another format, a later version, or a feature that we do not know."""
+def check_version(body: Mapping[str, Any], source: str) -> None:
+    """Refuse another format, a later version, or an unknown feature."""
     if body.get("format") != layout.FORMAT:
-        raise Damaged(f"{where} is not a document of the {layout.FORMAT} format")
+        raise Damaged(f"{source} is not a document of the {layout.FORMAT} format")
     version = body.get("version")
     if version != layout.VERSION:
         raise UnsupportedFormat(
-            f"{where} has format version {version!r}; this deltacheck reads version"
+            f"{source} has format version {version!r}; this deltacheck reads version"
             f" {layout.VERSION}. Install the deltacheck that wrote it"
         )
-    wanted = body.get("must_understand", [])
+    features = body.get("must_understand", [])
     unknown = (
-        [feature for feature in wanted if feature not in FEATURES]
-        if isinstance(wanted, list)
-        else wanted
+        [feature for feature in features if feature not in FEATURES]
+        if isinstance(features, list)
+        else features
     )
     if unknown:
         raise UnsupportedFormat(
-            f"{where} needs the features {unknown!r}, which this deltacheck does not know. Install"
+            f"{source} needs the features {unknown!r}, which this deltacheck does not know. Install"
             " a newer one"
         )
 
 
 def _parse(content: bytes) -> tuple[Any, bool]:
-    """The JSON value, and whether it was read the quick way, which takes only what encodes to the
-    same
-    bytes again.
+    """Return the JSON value, and whether the fast parser could read it.
 
-    So the quick way cannot hide what the other one refuses: of two equal keys it would keep one,
-    and give fewer bytes.
+    The fast parser accepts only content that encodes to the same bytes again, so it cannot hide what
+    the slow one refuses: of two equal keys it would keep one and give fewer bytes.
     """
     try:
         group = msgspec.json.decode(content)
         if msgspec.json.encode(group) == content:
             return group, True
-    except (
-        ValueError,
-        RecursionError,
-        msgspec.MsgspecError,
-    ):  # the other way says what is wrong, if anything is
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        # The slow parser tells what is wrong, if anything is.
         pass
     return json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constant), False
 
 
 def _quick_checksum(body: Mapping[str, Any]) -> str:
-    """``_checksum`` of bodies that are plain ASCII with numbers as Python writes them; of others,
-    none that anything has.
+    """Return ``_checksum`` of a body of plain ASCII with numbers as Python writes them.
+
+    For other bodies the result differs from every checksum, and the slow way decides.
     """
     return str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(body, order="deterministic")))
 
@@ -144,11 +146,11 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def manifest_digest(content: bytes) -> str:
-    """What a caller may keep of a step, elsewhere, to know it again: ``sha256:`` and the SHA-256 of
-    the manifest's file, hexadecimal.
+    """Return ``sha256:`` and the SHA-256 of a manifest's file, hexadecimal.
 
-    The manifest is bound by SHA-256, what it names by xxh3_128, which finds damage and mix-ups, but
-    not a forger who makes other bytes with the same xxh3.
+    A caller may keep it elsewhere to recognise a step. The manifest itself is bound by SHA-256. Its
+    segments are bound by xxh3_128, which finds damage and mix-ups, but not a forger who makes other
+    bytes with the same xxh3.
     """
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
@@ -159,6 +161,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def decode_manifest(content: bytes, path: Place) -> Manifest:
+    """Decode and check the content of the manifest file ``path``."""
     try:
         return from_zarr_json(content, Manifest, str(path))
     except Damaged as error:
@@ -167,8 +170,10 @@ def decode_manifest(content: bytes, path: Place) -> Manifest:
 
 
 def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checked:
-    """The manifest, if it is that of the checkpoint in whose place it lies; ``Damaged`` where it is
-    another's, as a backup may leave it.
+    """Return the manifest if it belongs to the checkpoint in whose directory it lies.
+
+    Raises:
+        Damaged: It is another checkpoint's, as a partly restored backup may leave it.
     """
     name = path.parent.parent.name if is_manager_step else path.parent.name
     number = re.search(r"[0-9]+\Z", name)
@@ -186,12 +191,12 @@ def check_place(path: Place, manifest: Checked, is_manager_step: bool) -> Checke
 
 
 def manifest_content(manifest: Manifest) -> bytes:
-    """The manifest's file content."""
+    """Return the content of a manifest's file."""
     return layout.group_json(to_attributes(manifest))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's file content, decoded again and compared before anyone writes it."""
+    """Return the content of a manifest's file, after decoding it again and comparing."""
     content = manifest_content(manifest)
     if from_zarr_json(content, Manifest, "the manifest about to be written") != manifest:
         raise SaveFailed(
@@ -202,13 +207,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 class Written(NamedTuple):
-    """What a commit wrote: the bytes of the manifest, and its ``manifest_digest``."""
+    """The result of a commit: the bytes of the manifest, and its ``manifest_digest``."""
 
     stored_bytes: int
     digest: str
 
     @classmethod
     def of(cls, content: bytes) -> Written:
+        """Return the result for a manifest's content."""
         return cls(len(content), manifest_digest(content))
 
 

@@ -1,5 +1,7 @@
-"""Names on disk. Every name is made here, and every name that comes from disk is checked here
-before it is used as a path.
+"""Names on disk.
+
+Every name is made here, and every name that comes from disk is checked here before it is used as a
+path.
 """
 
 from __future__ import annotations
@@ -35,58 +37,61 @@ _MAX_NAME = 160  # characters; file systems allow 255 bytes
 
 
 def segment_id(seq: int) -> str:
-    """A new segment's name: its sequence number, and a nonce so that no two writers ever
-    share one.
+    """Return the name of a new segment: its sequence number and a nonce.
+
+    The nonce keeps two writers from ever sharing a name.
     """
     return f"s{seq:010d}-{secrets.token_hex(4)}"
 
 
 def checkpoint_id(seq: int) -> str:
+    """Return the name of the checkpoint with a sequence number."""
     return f"c{seq:010d}"
 
 
 def is_segment_id(name: str) -> bool:
+    """Return whether ``segment_id`` may have made the name."""
     return _SEGMENT_ID.match(name) is not None
 
 
 def is_checkpoint_id(name: str) -> bool:
+    """Return whether ``checkpoint_id`` may have made the name."""
     return _CHECKPOINT_ID.match(name) is not None
 
 
 def is_array_name(name: str) -> bool:
-    """Whether ``array_names`` may have given it: one path component that leads nowhere else."""
+    """Return whether ``array_names`` may have made the name: one harmless path component."""
     return _UNSAFE_NAME.search(name) is None and _is_usable(name)
 
 
 def is_tag(name: str) -> bool:
-    """Whether a step can be called so: letters, digits, ``_.-``, at most 100, the first a letter or
-    digit; no number, and not ``latest``.
+    """Return whether a name can be a tag.
+
+    A tag has letters, digits and ``_.-``, at most 100, the first a letter or digit. It is no number,
+    and not ``latest``.
     """
     return _TAG.match(name) is not None and name != "latest"
 
 
 def seq_of(name: str) -> int:
-    """The sequence number in a segment's or checkpoint's name; ``Damaged`` where the name is
-    neither.
-    """
+    """Return the sequence number in a segment's or checkpoint's name; else ``Damaged``."""
     if not (is_segment_id(name) or is_checkpoint_id(name)):
         raise Damaged(f"{name!r} is not the name of a segment or checkpoint")
     return int(name[1:11])
 
 
 def array_names(paths: list[str]) -> dict[str, str]:
-    """One flat array name a leaf path: ``/`` becomes ``.``, other unsafe characters ``%XX``.
+    """Return one flat array name per leaf path: ``/`` becomes ``.``, other characters ``%XX``.
 
-    Names that would collide (also on a file system that ignores case), are reserved by zarr or are
-    too long get a hash of the path instead of their uniqueness; the leaf table, not the name, says
-    which leaf an array is.
+    Names that would collide (also on a file system that ignores case), that zarr reserves or that are
+    too long get a hash of the path. The leaf table, not the name, tells the leaf of an array.
     """
     plain = {path: _plain_name(path) for path in paths}
-    taken: dict[str, int] = {}
+    uses: dict[str, int] = {}
     for name in plain.values():
-        taken[name.lower()] = taken.get(name.lower(), 0) + 1
+        uses[name.lower()] = uses.get(name.lower(), 0) + 1
     return {
-        path: name if taken[name.lower()] == 1 and _is_usable(name) else _hashed(path, name)
+        path: name if uses[name.lower()] == 1 and _is_usable(name) else _hashed(path, name)
         for path, name in plain.items()
     }
 
@@ -116,4 +121,5 @@ def _is_usable(name: str) -> bool:
 
 
 def _hashed(path: str, name: str) -> str:
-    return f"leaf.{name[:100].strip('._')}~{xxhash.xxh3_64_hexdigest(path.encode('utf-8', 'surrogatepass'))}"
+    digest = xxhash.xxh3_64_hexdigest(path.encode("utf-8", "surrogatepass"))
+    return f"leaf.{name[:100].strip('._')}~{digest}"

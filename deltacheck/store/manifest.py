@@ -1,8 +1,7 @@
-"""The two JSON documents of the format, checked whole when they are read: a segment's table and a
-step's manifest.
+"""Records of the documents of a root: segment tables, manifests and tags.
 
-Both lie in the attributes of a zarr group under the key ``deltacheck``. Unknown keys are ignored,
-unknown ``must_understand`` features are refused (``docs/reference/format.md``, sections 2 and 3).
+``docs/reference/format.md``, sections 2 and 3, defines them; ``documents.py`` encodes and reads
+them, ``validation.py`` checks them.
 """
 
 from __future__ import annotations
@@ -21,19 +20,21 @@ from deltacheck.leaf.spec import LeafSpec
 
 DIGEST_DIGITS = 32
 
-# Permanent: the feature of manifests whose leaves are not all simply stored, or not all exact
-DERIVED = "derived"
-REPLAY = "replay"  # permanent: the feature of manifests whose leaves are the input of a replay
-# Permanent: the feature of manifests with leaves, or several segments of one save, that ranks have
-# written together
-TILES = "tiles"
+# The names of features and stages are permanent: existing roots hold them.
+DERIVED = "derived"  # of manifests whose leaves are not all stored, or not all exact
+REPLAY = "replay"  # of manifests whose stored leaves are the input of a replay
+TILES = "tiles"  # of manifests with leaves, or several segments, that ranks have written together
 FEATURES = (DERIVED, REPLAY, TILES)
-STAGES = ("", "warm", "stable", "degraded")  # permanent names
+STAGES = ("", "warm", "stable", "degraded")
 
 
 class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a whole leaf lies: in an array of its own (``array``), or in ``packed/<packed>`` from
-    element ``offset`` on.
+    """The place of a whole leaf: an array of its own, or a part of a packed one.
+
+    Attributes:
+        array: Name of the leaf's own array; empty if the leaf is packed.
+        packed: Storage type of the packed array ``packed/<packed>``.
+        offset: First element in the packed array.
     """
 
     array: str = ""
@@ -42,12 +43,19 @@ class KeyframeAt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a segment holds of one leaf.
+    """The content of a segment for one leaf.
 
-    ``digest``: of the leaf after this segment; ``base``: before it (a delta only). ``digests``: row
-    of its first chunk digest in the segment's digest table; a keyframe has one for every chunk, a
-    delta one for every row. ``delta``: runs of rows, ``(part, first row, rows)``; without a
-    ``base`` they are the whole leaf, encoded.
+    Attributes:
+        dtype: Element type, as ``leaf.dtypes`` names it.
+        shape: Shape of the leaf.
+        chunk: Shape of a chunk.
+        digest: Digest of the leaf after this segment.
+        digests: Row of the leaf's first chunk digest in the segment's digest table. A keyframe has one
+            row for every chunk, a delta one for every stored row.
+        base: Digest of the leaf before this segment, of a delta only.
+        key: Place of a keyframe; ``None`` for a delta.
+        delta: Runs of rows, ``(part, first row, rows)``. Without a ``base`` they encode the whole
+            leaf.
     """
 
     dtype: str
@@ -61,31 +69,30 @@ class LeafEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the entry needs nothing before it."""
+        """Whether the entry needs no earlier segment."""
         return self.key is not None or not self.base
 
     def spec(self, path: str) -> LeafSpec:
+        """Return the description of the leaf at ``path``."""
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):
-    """Length in bytes and codec of one stream array."""
+    """The length in bytes and the codec of a stream array."""
 
     length: int
     codec: str
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A closed group of delta rows and their streams: bounds the memory that writing and reading
-    takes.
-    """
+    """A closed group of delta rows and their streams; it bounds the memory of a write or read."""
 
     rows: int
     streams: dict[str, Stream]
 
 
 class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The table of a segment."""
+    """The table of a segment: its leaves, packed arrays and parts."""
 
     format: str
     version: int
@@ -98,18 +105,22 @@ class SegmentTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def delta_arrays(self) -> int:
-        """Arrays that its deltas are made of."""
+        """The number of arrays of its deltas."""
         return arrays_of(self.parts)
 
 
 def arrays_of(parts: Sequence[Part]) -> int:
-    """Arrays that some parts are made of: an index each, and streams."""
+    """Return the number of arrays of some parts: an index each, and the streams."""
     return sum(1 + len(part.streams) for part in parts)
 
 
 class SegmentRef(msgspec.Struct, frozen=True):
-    """A segment as a manifest names it. ``digest``: xxh3_128 of its ``zarr.json``.
-    ``stored_bytes``: of all its files.
+    """A segment as a manifest names it.
+
+    Attributes:
+        id: Name of the segment.
+        digest: xxh3_128 of its ``zarr.json``.
+        stored_bytes: Bytes of all its files.
     """
 
     id: str
@@ -118,9 +129,14 @@ class SegmentRef(msgspec.Struct, frozen=True):
 
 
 class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step promises of one leaf. ``digest``: xxh3_128 of its chunks' digests in order (16
-    bytes
-    each). ``lane``: in which of the manifest's lanes all of its segments are; -1: in any.
+    """The promise of a step about one stored leaf.
+
+    Attributes:
+        dtype: Element type.
+        shape: Shape of the leaf.
+        chunk: Shape of a chunk.
+        digest: xxh3_128 of the digests of its chunks in order, 16 bytes each.
+        lane: Number of the manifest's lane that holds all of its segments; -1: any lane.
     """
 
     dtype: str
@@ -130,15 +146,18 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     lane: int = -1
 
     def spec(self, path: str) -> LeafSpec:
+        """Return the description of the leaf at ``path``."""
         return LeafSpec(path, self.shape, self.dtype, self.chunk)
 
 
 class Tiles(msgspec.Struct, frozen=True):
-    """What a step promises of a leaf that is stored in tiles, each under a path of its own
-    (``tiles.name``).
+    """The promise of a step about a leaf that is stored in tiles, each under its own path.
 
-    ``cuts``: per axis, where the leaf is cut, from 0 to its size. ``digests``: those of the tiles
-    in C order, 32 digits each; ``lanes``: as of ``LeafRecord``, per tile.
+    Attributes:
+        dtype: Element type.
+        cuts: Per axis the positions of the cuts, from 0 to the size.
+        digests: Digests of the tiles in C order, 32 digits each.
+        lanes: Per tile, as in ``LeafRecord``.
     """
 
     dtype: str
@@ -148,10 +167,11 @@ class Tiles(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
         return tiles.shape_of(self.cuts)
 
     def names(self, path: str) -> list[str]:
-        """What the tiles of the leaf ``path`` are stored as, in C order."""
+        """Return the stored paths of the tiles of the leaf ``path``, in C order."""
         starts = (along[:-1] for along in self.cuts)
         return [
             tiles.name(path, tuple(slice(at, at) for at in origin))
@@ -159,7 +179,7 @@ class Tiles(msgspec.Struct, frozen=True):
         ]
 
     def record(self, number: int) -> LeafRecord:
-        """What the step promises of one tile."""
+        """Return the promise about one tile."""
         shape = tuple(s.stop - s.start for s in tiles.box(self.cuts, number))
         digest = self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
         return LeafRecord(
@@ -171,27 +191,36 @@ class Tiles(msgspec.Struct, frozen=True):
         )
 
     def records(self) -> list[LeafRecord]:
-        """What the step promises of each tile, in C order."""
+        """Return the promise about each tile, in C order."""
         sizes = ([b - a for a, b in itertools.pairwise(along)] for along in self.cuts)
         item_bytes = dtype_named(self.dtype).item_bytes
-        found, chunks = [], {}
+        records, chunks = [], {}
         for number, shape in enumerate(itertools.product(*sizes)):
             if shape not in chunks:
                 chunks[shape] = grid.chunk_shape(shape, item_bytes)
             digest = self.digests[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
-            found.append(LeafRecord(self.dtype, shape, chunks[shape], digest, self.lanes[number]))
-        return found
+            records.append(LeafRecord(self.dtype, shape, chunks[shape], digest, self.lanes[number]))
+        return records
 
 
 class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a leaf of the tree follows from what is stored (``docs/reference/format.md``, section 3).
+    """The rule by which a leaf of the tree follows from stored leaves (``format.md``, section 3).
 
-    ``how``: ``cast`` of the leaf ``of``, rounded to nearest, ties to even; ``same`` as the leaf
-    ``of``; ``zeros``; ``lattice`` and ``octaves``: from the codes that are stored under the leaf's
-    own path. ``spacing``, ``seed``: of the lattice, whose values lie in the cells of the leaf
-    ``of`` where one is named. ``fraction_bits``, ``signed``: of the octaves. ``scale``: what second
-    moments are multiplied with, after which none is below ``m^2 / limit`` of the first moment
-    ``first``. ``digest``: of the leaf's bytes, of exact ones.
+    Attributes:
+        how: ``cast`` of the leaf ``of`` (round to nearest, ties to even); ``same`` as the leaf ``of``;
+            ``zeros``; ``lattice`` or ``octaves``: from the codes stored under the leaf's own path.
+        dtype: Element type.
+        shape: Shape of the leaf.
+        digest: Digest of the leaf's bytes, if they are exact.
+        of: The source leaf; of a lattice, the leaf whose cells bound the values.
+        spacing: Step of the lattice.
+        seed: Seed of the lattice.
+        fraction_bits: Precision of the octaves.
+        signed: Whether the octaves are signed.
+        scale: Factor of second moments, after which none is below ``m^2 / limit``, where ``m`` is the
+            first moment.
+        first: The leaf of the first moment.
+        limit: Bound of ``scale``.
     """
 
     how: str
@@ -214,8 +243,11 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One update to replay. ``inputs``: name -> leaf path of what it consumes. ``options``:
-    skeleton of the numbers that it depends on.
+    """One update to replay.
+
+    Attributes:
+        inputs: Name of an input -> leaf path.
+        options: Skeleton of the numbers that the update depends on.
     """
 
     inputs: dict[str, str]
@@ -223,14 +255,17 @@ class ReplayStep(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """How the leaves of a tree are computed from what is stored: an optimizer's updates, one after
-    the
-    other.
+    """The optimizer updates that compute the leaves of a tree from the stored ones, in order.
 
-    ``base_seq``, ``base_step``: the checkpoint whose content the stored leaves have, for people
-    (all that is needed of it is among this manifest's own segments). ``update``: what computed it,
-    for people. ``memory``: skeleton of what the update works on; ``places``: array path in it ->
-    leaf path. ``digests``: leaf path -> the digest that the leaf has after the last update.
+    Attributes:
+        base_seq: Sequence number of the checkpoint whose content the stored leaves have; for people,
+            since the manifest names every segment that is needed.
+        base_step: Its training step, for people.
+        update: Name of the update rule, for people.
+        memory: Skeleton of the state that the update changes.
+        places: Array path in ``memory`` -> leaf path.
+        steps: The updates.
+        digests: Leaf path -> digest after the last update.
     """
 
     base_seq: int
@@ -243,14 +278,15 @@ class Replay(msgspec.Struct, frozen=True):
 
     @property
     def inputs(self) -> set[str]:
-        """Leaf paths of what the updates consume; no tree has them."""
+        """Leaf paths of the inputs of the updates; the tree has none of them."""
         return {path for step in self.steps for path in step.inputs.values()}
 
 
 class Stored(Mapping[str, LeafRecord]):
-    """What a step stores, by path: its leaves, and each tile of those that are cut. A record is
-    made
-    when it is asked for: a step of a thousand ranks has a million, and a rank needs a thousand.
+    """The stored leaves of a step by path, each tile counted as a leaf.
+
+    A record is made when it is asked for: a step of a thousand ranks has a million, and one rank needs
+    a thousand of them.
     """
 
     def __init__(self, leaves: Mapping[str, LeafRecord], cut: Mapping[str, Tiles]) -> None:
@@ -278,7 +314,7 @@ class Stored(Mapping[str, LeafRecord]):
         return _StoredItems(self)
 
     def pairs(self) -> Iterator[tuple[str, LeafRecord]]:
-        """All of them in order, without a search for each."""
+        """Yield all paths and records in order, without a search for each."""
         yield from self._leaves.items()
         for path, cut in self._cut.items():
             yield from zip(cut.names(path), cut.records(), strict=True)
@@ -292,16 +328,31 @@ class _StoredItems(ItemsView[str, LeafRecord]):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
-    """A step: the segments that it is made of in order, its tree, and the digest of every leaf.
+    """A step: its segments in order, its tree, and the digest of every leaf.
 
-    ``seq`` orders checkpoints; ``step`` is the training step, which a resumed run may repeat.
-    ``time``: seconds since the epoch, for people only. ``contract``: the weakest that a leaf has.
-    ``derived``: leaves of the tree that are not simply stored. ``contracts``: of leaves that are
-    not exact. ``stage``: of the policy, ``warm``, ``stable`` or ``degraded``; none under the exact
-    one. ``durability``: what the save survived when it was acknowledged, a cut of ``power`` or the
-    end of its ``process``. ``tiles``: leaves that several ranks have stored parts of. ``lanes``:
-    numbers of the segments that the leaves and tiles of one writer need, by writer, so that a
-    reader of some leaves need not open all.
+    Attributes:
+        format: ``"deltacheck"``.
+        version: Version of the format.
+        seq: Order of the checkpoints of a root.
+        step: Training step, which a resumed run may repeat.
+        nonce: Identity of the save.
+        time: Seconds since the epoch, for people only.
+        writer: The process that wrote the step, for people only.
+        contract: The weakest contract of a leaf.
+        segments: The segments that the step needs.
+        tree: Skeleton of the tree.
+        leaves: The leaves stored whole.
+        metrics: Metrics of the save; NaN and infinities are text, since JSON has none.
+        must_understand: Features that a reader must know.
+        derived: Leaves that are computed from stored ones.
+        contracts: Contracts of leaves that are not exact.
+        stage: Stage of the policy, ``warm``, ``stable`` or ``degraded``; empty under the exact one.
+        replay: Updates to replay; ``None``: none.
+        durability: The event that the save survived when it was acknowledged: a cut of ``power`` or the
+            end of its ``process``.
+        tiles: Leaves that several ranks have stored parts of.
+        lanes: By writer, the numbers of the segments that its leaves and tiles need. A reader of some
+            leaves opens only these.
     """
 
     format: str
@@ -327,23 +378,20 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
 
     @cached_property
     def stored(self) -> Mapping[str, LeafRecord]:
-        """What is stored, by the path that it is stored under: leaves, and the tiles of those that
-        are cut.
-        """
+        """The stored leaves and tiles by the path that they are stored under."""
         return Stored(self.leaves, self.tiles) if self.tiles else self.leaves
 
     def names_of(self, path: str) -> list[str]:
-        """What a leaf of the tree is stored as: under its own path, in tiles, or not at all."""
+        """Return the paths under which a leaf of the tree is stored: one, its tiles, or none."""
         cut = self.tiles.get(path)
         return cut.names(path) if cut is not None else [path] if path in self.leaves else []
 
     def on(self, segments: Sequence[SegmentRef]) -> Manifest:
-        """The same content on other segments, each of which may hold any of it."""
+        """Return the same content on other segments, each of which may hold any of it."""
         return msgspec.structs.replace(
             self,
-            segments=tuple(
-                sorted(segments, key=lambda ref: ref.id)
-            ),  # several of one save have new names, and another order
+            # Several segments of one save have new names, and so another order.
+            segments=tuple(sorted(segments, key=lambda ref: ref.id)),
             lanes=(tuple(range(len(segments))),) if TILES in self.must_understand else (),
             leaves={
                 path: msgspec.structs.replace(record, lane=-1)
@@ -356,7 +404,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         )
 
     def refs_of(self, stored: Sequence[str]) -> list[SegmentRef]:
-        """The segments, in order, that some of what is stored may need."""
+        """Return the segments, in order, that some stored paths may need."""
         lanes = {self.stored[path].lane for path in stored}
         if not self.lanes or -1 in lanes:
             return list(self.segments)
@@ -371,7 +419,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         return sum(spec.raw_bytes for spec in self.specs.values())
 
     def spec(self, path: str) -> LeafSpec:
-        """What a leaf of the tree is."""
+        """Return the description of a leaf of the tree."""
         computed = self.derived.get(path) or self.tiles.get(path)
         return (
             self.leaves[path].spec(path)
@@ -381,7 +429,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
 
     @property
     def specs(self) -> dict[str, LeafSpec]:
-        """What every leaf of the tree is, by path, ties once."""
+        """Descriptions of all leaves of the tree by path, ties once."""
         inputs = set() if self.replay is None else self.replay.inputs
         return {
             path: self.spec(path)
@@ -390,8 +438,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         }
 
     def digest_of(self, path: str) -> str:
-        """The digest of a leaf's bytes; empty where it is not kept, as of bounded leaves and of
-        those in tiles.
+        """Return the digest of a leaf's bytes.
+
+        It is empty if none is recorded, as for bounded leaves and for leaves in tiles.
         """
         if path in self.tiles:
             return ""
@@ -401,8 +450,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
         return self.leaves[path].digest if derived is None else derived.digest
 
     def mark_of(self, path: str) -> object:
-        """What two steps have in common only where they hold the same bytes of a leaf; ``None``
-        where nothing tells that.
+        """Return a value that two steps share only if they hold the same bytes of a leaf.
+
+        ``None``: nothing tells.
         """
         cut = self.tiles.get(path)
         return (self.digest_of(path) or None) if cut is None else (cut.dtype, cut.cuts, cut.digests)
@@ -427,13 +477,22 @@ class Brief(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Brief:
+        """Return the brief of a manifest."""
         needed = frozenset(ref.id for ref in manifest.segments)
         return cls(manifest.seq, manifest.step, manifest.nonce, manifest.metrics, needed)
 
 
 class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A name for one save: the one whose manifest has ``nonce``. ``step``: its training step;
-    ``seq``: of its manifest when it was tagged.
+    """A name for the save whose manifest has ``nonce``.
+
+    Attributes:
+        format: ``"deltacheck"``.
+        version: Version of the format.
+        name: The tag.
+        step: Training step of the save.
+        seq: Sequence number of its manifest when it was tagged.
+        nonce: Identity of the save.
+        must_understand: Features that a reader must know.
     """
 
     format: str

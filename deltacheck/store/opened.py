@@ -1,4 +1,4 @@
-"""A root that is opened to be written."""
+"""Roots opened for writing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from deltacheck.store.root import Root, Store
 
 
 class Opened(NamedTuple):
-    """A root that this process may write to. ``lease``: ``None`` where another process holds it for
-    this one, too.
+    """A root that this process may write to.
+
+    Attributes:
+        store: Its segments.
+        lease: The right to write; ``None`` if another process holds it for this one.
+        next_seq: The sequence number of the next save.
     """
 
     store: Store
@@ -21,7 +25,10 @@ class Opened(NamedTuple):
 
 
 def open_alone(path: Place, durability: Durability) -> Opened:
-    """Make or open a root and take it. Raises what ``Store.create`` and ``Lease`` raise."""
+    """Create or open a root and take its lease.
+
+    Raises what ``Store.create`` and ``take_lease`` raise.
+    """
     store = Store.create(path, durability=durability)
     lease = take_lease(path)
     try:

@@ -1,10 +1,10 @@
-"""Names for steps. A tag means one save, not a number: a resumed run repeats steps, and compaction
-writes a step again.
+"""Names for steps.
 
-Each tag is a group below ``control/tags``, created if absent in one atomic step, that names the
-save by the nonce of its manifest; what is compacted keeps that, so tags follow by themselves.
-Whoever adds a tag or deletes checkpoints holds a short lock, so that no step goes between the look
-at its tags and its deletion.
+A tag names one save, not a step number: a resumed run repeats numbers, and compaction writes a step
+again. Each tag is a group below ``control/tags``, created in one atomic step, that identifies the
+save by the nonce of its manifest. Compaction keeps the nonce, so tags remain valid. A process that
+adds a tag or deletes checkpoints holds a short lock, so no step is deleted between the check of its
+tags and its deletion.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | UnsupportedFormat]]:
-    """The tags by name, and what is wrong with those that cannot be read."""
+    """Return the tags by name, and the errors of those that cannot be read."""
     folder = store / layout.CONTROL / layout.TAGS
-    found: dict[str, Tag] = {}
+    tags: dict[str, Tag] = {}
     damaged: dict[str, Damaged | UnsupportedFormat] = {}
     for name in filter(layout.is_tag, [entry.name for entry in subdirectories(folder)]):
         path = folder / name / "zarr.json"
@@ -42,41 +42,56 @@ def read_all(store: Place) -> tuple[dict[str, Tag], dict[str, Damaged | Unsuppor
         except (Damaged, UnsupportedFormat) as error:
             damaged[name] = error
         else:
-            found[name] = tag
-    return found, damaged
+            tags[name] = tag
+    return tags, damaged
 
 
 def readable(store: Place) -> dict[str, Tag]:
-    """The tags by name. Raises ``Damaged`` where one cannot be read: what it keeps is unknown."""
-    found, damaged = read_all(store)
+    """Return the tags by name.
+
+    Raises:
+        Damaged: A tag cannot be read, so it is unknown which step it protects.
+    """
+    tags, damaged = read_all(store)
     if damaged:
         name, error = min(damaged.items())
         raise type(error)(
             f"tag {name!r} cannot be read, so nothing is deleted: {error}. Remove it with:"
             f" deltacheck untag ROOT {name}"
         )
-    return found
+    return tags
 
 
 def find(store: Place, name: str) -> Tag:
-    """The tag of a name. Raises ``StepNotFound`` naming those that there are, ``Damaged``."""
-    found, damaged = read_all(store)
+    """Return the tag of a name.
+
+    Raises:
+        StepNotFound: There is no such tag; the message names the existing ones.
+        Damaged: The tag cannot be read.
+    """
+    tags, damaged = read_all(store)
     if name in damaged:
         raise damaged[name]
-    if name not in found:
-        there = f"Tags that it has: {', '.join(found)}" if found else "It has no tag"
-        raise StepNotFound(f"{store} has no tag {name!r}. {there}")
-    return found[name]
+    if name not in tags:
+        existing = f"Tags that it has: {', '.join(tags)}" if tags else "It has no tag"
+        raise StepNotFound(f"{store} has no tag {name!r}. {existing}")
+    return tags[name]
 
 
 def put(root: Root, step: int | str | None, name: str, *, move: bool = False) -> Tag:
-    """Call a step (by number, by another tag, by default the newest) ``name``, durably. ``move``:
-    also
-    where the name has another step already.
+    """Give a step a name, durably.
 
-    Raises ``ValueError`` for a name that cannot be one, ``StepNotFound``, ``RootBusy`` where the
-    name is taken and ``move`` is not asked for, or where another process deletes steps for longer
-    than a few seconds.
+    Args:
+        root: An engine root.
+        step: A step number or another tag; ``None``: the newest step.
+        name: The tag.
+        move: ``True``: the name is taken from another step that has it; ``False``: that is an error.
+
+    Raises:
+        ValueError: The name cannot be a tag.
+        StepNotFound: There is no such step.
+        RootBusy: The name has another step and ``move`` is false, or another process has been deleting
+            steps for more than a few seconds.
     """
     if not layout.is_tag(name):
         raise ValueError(
@@ -94,15 +109,15 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
         if move:
             arrays.replace_file(folder, "zarr.json", content)
         elif not arrays.create_file(folder, "zarr.json", content):
-            before = read_all(store)[0].get(name)
-            if before is None:
+            other = read_all(store)[0].get(name)
+            if other is None:
                 raise RootBusy(
                     f"there is a tag {name!r} already, which cannot be read; untag it first"
                 )
-            if before.nonce == tag.nonce:
-                return before
+            if other.nonce == tag.nonce:
+                return other
             raise RootBusy(
-                f"tag {name!r} is step {before.step} (seq {before.seq}) already; to give it to step"
+                f"tag {name!r} is step {other.step} (seq {other.seq}) already; to give it to step"
                 f" {tag.step}, say so: move=True, --move"
             )
         sync_directory(folder)
@@ -111,8 +126,11 @@ def put(root: Root, step: int | str | None, name: str, *, move: bool = False) ->
 
 
 def remove(root: Root, name: str) -> None:
-    """Take a name away; the step stays until it is deleted. Raises ``StepNotFound`` where there is
-    no such tag, ``RootBusy``.
+    """Remove a tag; its step stays until it is deleted.
+
+    Raises:
+        StepNotFound: There is no such tag.
+        RootBusy: Another process holds the lock of the tags.
     """
     store = root.store.path
     if (
@@ -129,17 +147,18 @@ def remove(root: Root, name: str) -> None:
 
 
 def names_of(tags: Mapping[str, Tag], manifest: Manifest) -> list[str]:
-    """The names of a save."""
+    """Return the tags of a save."""
     return sorted(name for name, tag in tags.items() if tag.nonce == manifest.nonce)
 
 
 @contextlib.contextmanager
 def lock(store: Place) -> Iterator[None]:
-    """Keep others from adding tags and from deleting checkpoints. Raises ``RootBusy`` where another
-    does so for too long.
+    """Keep other processes from adding tags and from deleting checkpoints.
 
-    An object store has no locks: there whoever tags a step beside a writer whose retention may
-    delete it looks again afterwards.
+    An object store has no locks: a process that tags a step there checks again afterwards.
+
+    Raises:
+        RootBusy: Another process holds the lock for more than a few seconds.
     """
     folder = store / layout.CONTROL / layout.TAGS
     if not (folder / "zarr.json").exists():
@@ -152,8 +171,9 @@ def lock(store: Place) -> Iterator[None]:
 
 
 def sweep(store: Place) -> None:
-    """Remove what a kill between a tag's directory and its document left behind. REQUIRES: the
-    caller holds ``lock``.
+    """Remove the directories of tags without a document, which a kill left behind.
+
+    The caller must hold ``lock``.
     """
     folder = store / layout.CONTROL / layout.TAGS
     for entry in subdirectories(folder):

@@ -1,4 +1,8 @@
-"""The rules that a decoded manifest, segment table or tag must follow before anything trusts it."""
+"""The rules that a decoded manifest, segment table or tag must follow before it is used.
+
+They bound all that a reader computes from a document: a forged one can neither make it allocate nor
+lead it out of the root (``docs/how-to/untrusted.md``).
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,15 @@ from deltacheck.store.manifest import (
 _MAX_ELEMENTS = 1 << 56
 _MAX_RANK = 64  # NumPy's
 _MAX_ARRAY_RANK = 32  # TensorStore's
-_MAX_CHUNK_BYTES = (
-    64 << 20
-)  # a reader holds a chunk or two beside what it gives; writers make them of about 1 MiB
+# A reader holds a chunk or two beside the result; writers make chunks of about 1 MiB.
+_MAX_CHUNK_BYTES = 64 << 20
 _MAX_DERIVED_DEPTH = 8  # leaves that follow from one another
 _MAX_SEQ = 10**10  # ten digits of a name
 _MAX_TILES = 1 << 24  # of a leaf
 
 
 def check_manifest(manifest: Manifest) -> None:
+    """Raise an error unless a manifest is consistent in itself."""
     if not 0 <= manifest.seq < _MAX_SEQ or manifest.step < 0:
         raise ValueError(f"its sequence number is {manifest.seq}, its step {manifest.step}")
     for path, record in manifest.leaves.items():
@@ -77,12 +81,12 @@ def check_manifest(manifest: Manifest) -> None:
         REPLAY: manifest.replay is not None,
         TILES: manifest.tiles or manifest.lanes,
     }
-    if {feature for feature, there in has.items() if there} != set(manifest.must_understand):
+    if {feature for feature, is_used in has.items() if is_used} != set(manifest.must_understand):
         raise ValueError(f"its leaves and the features {manifest.must_understand} do not match")
 
 
 def _check_segments(manifest: Manifest) -> None:
-    """In order, of at most this save, and but for those of several ranks one a save."""
+    """Check the order of the segments: of at most this save, one per save unless of ranks."""
     ids = [ref.id for ref in manifest.segments]
     seqs = [layout.seq_of(name) if layout.is_segment_id(name) else -1 for name in ids]
     alone = TILES not in manifest.must_understand
@@ -130,7 +134,7 @@ def _is_digests(text: str, count: int) -> bool:
 
 
 def _kinds(cut: Tiles) -> list[LeafRecord]:
-    """A tile of each shape that there is."""
+    """Return the record of one tile of each shape that occurs."""
     sizes = [sorted({b - a for a, b in itertools.pairwise(along)}) for along in cut.cuts]
     item_bytes = dtype_named(cut.dtype).item_bytes
     return [
@@ -140,12 +144,13 @@ def _kinds(cut: Tiles) -> list[LeafRecord]:
 
 
 def _check_order(derived: Mapping[str, Derived]) -> None:
-    """No leaf may follow from itself, and none from too long a row of others: what each needs is
-    walked without a memory.
+    """Refuse leaves that follow from themselves, or from too long a row of others.
+
+    A restore walks the sources of a leaf without remembering which it has visited.
     """
     depths: dict[str, int] = {}
     for path in graphlib.TopologicalSorter(
-        {path: one.sources for path, one in derived.items()}
+        {path: rule.sources for path, rule in derived.items()}
     ).static_order():
         depths[path] = (
             1 + max((depths[source] for source in derived[path].sources), default=0)
@@ -159,7 +164,7 @@ def _check_order(derived: Mapping[str, Derived]) -> None:
 
 
 def _check_replay(manifest: Manifest, replay: Replay, owners: set[str]) -> set[str]:
-    """The leaves that a replay consumes, once everything that it names is known to be there."""
+    """Return the leaves that a replay consumes, after a check of everything that it names."""
     if not replay.steps or owners & replay.inputs:
         raise ValueError("its replay has no step, or consumes leaves of the tree")
     if (
@@ -241,8 +246,9 @@ def _is_possible(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
 
 
 def _is_a_shape(shape: tuple[int, ...]) -> bool:
-    """Whether any leaf can have it: an empty one, too, must have a size along each of its other
-    axes.
+    """Return whether any leaf can have this shape.
+
+    An empty leaf must also have a size along each of its other axes.
     """
     return (
         len(shape) <= _MAX_RANK
@@ -252,8 +258,9 @@ def _is_a_shape(shape: tuple[int, ...]) -> bool:
 
 
 def check_segment(table: SegmentTable) -> None:
-    """Everything that a table declares must follow from its leaves: nothing in it can make a reader
-    allocate or open more than they need.
+    """Raise an error unless everything that a table declares follows from its leaves.
+
+    No table can then make a reader allocate or open more than its leaves need.
     """
     if not layout.is_segment_id(table.id):
         raise ValueError(f"{table.id!r} is not the name of a segment")
@@ -313,7 +320,7 @@ def check_segment(table: SegmentTable) -> None:
 
 
 def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
-    """Ranges ``(first, count)`` must cover ``total`` exactly, without a gap or an overlap."""
+    """Check that ranges ``(first, count)`` cover ``total`` without a gap or an overlap."""
     at = 0
     for first, count in sorted(ranges):
         if first != at or count < 0:
@@ -326,5 +333,6 @@ def _check_covers(ranges: list[tuple[int, int]], total: int, what: str) -> None:
 
 
 def check_tag(tag: Tag) -> None:
+    """Raise an error unless the fields of a tag are possible."""
     if not layout.is_tag(tag.name) or tag.step < 0 or tag.seq < 0 or not tag.nonce:
         raise ValueError(f"{tag} is not a tag")

@@ -20,6 +20,7 @@ from deltacheck.maintain.compaction import compact
 from deltacheck.policy.retention import Retention, Saved, retained
 from deltacheck.save import root_writer
 from deltacheck.store import collect, tags
+from deltacheck.store.files import local_storage
 from deltacheck.store.root import open_root, open_segments
 
 
@@ -279,7 +280,7 @@ def test_a_step_is_never_deleted_between_the_look_at_its_tags_and_its_deletion(
 def test_a_lock_that_is_never_given_back_is_an_error_and_not_a_hang(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tags, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(local_storage, "_LOCK_SECONDS", 0.05)
     with (
         tags.lock(run),
         pytest.raises(errors.RootBusy, match=r"changing the tags or deleting steps"),

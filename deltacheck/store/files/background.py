@@ -1,4 +1,4 @@
-"""Threads that carry out what they are handed."""
+"""Worker threads that save and read while training goes on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _Task = tuple[Future[None], Callable[[], None]]
 
 
 class Background:
-    """A number of threads; they end with ``close``, or when this object goes, after what was handed
-    to
-    them.
+    """A fixed number of worker threads.
 
-    They are daemons, and no executor of ``concurrent.futures``: those are gone when ``atexit``
-    finishes the saves under way. All are started at once, since from Python 3.12 on none can be
-    started then.
+    They end with ``close``, or when this object is deleted, after the tasks that were handed over. They
+    are daemons and no executor of ``concurrent.futures``: those are gone when ``atexit`` finishes the
+    saves under way. All are started at once, because from Python 3.12 on none can be started then.
+
+    Args:
+        threads: Number of threads.
+        name: Name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -29,21 +31,19 @@ class Background:
         ]
         for thread in self._threads:
             thread.start()
-        weakref.finalize(
-            self, _end, self._tasks
-        ).atexit = False  # the saves under way may be finished after its time
+        # Not at exit: the saves under way may be finished after that.
+        weakref.finalize(self, _end, self._tasks).atexit = False
 
     def start(self, work: Callable[[], None]) -> Future[None]:
-        """Call ``work`` on one of the threads; the future tells when it is done, and what it
-        raised.
-        """
+        """Call ``work`` on one of the threads; return a future of its end."""
         future: Future[None] = Future()
         self._tasks.put((future, work))
         return future
 
     def close(self) -> None:
-        """End after what was handed over, to which nothing may be added. Waits for the threads, but
-        not for a disk that hangs.
+        """End after the tasks that were handed over; none may be added.
+
+        The call waits for the threads, but not for a disk that hangs.
         """
         _end(self._tasks)
         for thread in self._threads:
@@ -53,12 +53,13 @@ class Background:
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         carry_out(*task)
-        del task  # with the memory that the work refers to
+        # The memory that the work refers to must not live until the next task comes.
+        del task
     _end(tasks)
 
 
 def carry_out(future: Future[None], work: Callable[[], None]) -> None:
-    """Call ``work`` and let the future tell what came of it."""
+    """Call ``work`` and set the future's result or exception."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
@@ -68,4 +69,5 @@ def carry_out(future: Future[None], work: Callable[[], None]) -> None:
 
 
 def _end(tasks: SimpleQueue[_Task | None]) -> None:
-    tasks.put(None)  # for the first thread that gets it, which hands it on
+    # One mark is enough: the first thread that gets it passes it on.
+    tasks.put(None)

@@ -1,9 +1,9 @@
-"""How a zarr array lies in files, and a look at them before TensorStore opens them.
+"""The layout of a zarr array in files, and the checks before TensorStore opens one.
 
-TensorStore follows links, waits for pipes, takes whole files into memory and makes as much room as
-a blosc header asks for; where there is not enough, it ends the process. So a file must first be a
-regular one of this directory, no larger than its content can be, and every header in it must ask
-for exactly one chunk. Whoever can swap files between this look and the read is not kept out.
+TensorStore follows links, waits for pipes, takes whole files into memory and allocates as much as a
+blosc header asks for; without enough memory the process ends. So a file must first be a regular one
+of this directory, no larger than its content can be, and every header in it must ask for exactly
+one chunk. A process that can swap files between this check and the read is not kept out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Piece(NamedTuple):
-    """``size`` bytes from byte ``begin`` on of the chunks, decoded and one after the other, of the
-    file ``name``.
-    """
+    """A range of the decoded chunks of one file, concatenated: ``size`` bytes from ``begin`` on."""
 
     name: str
     begin: int
@@ -41,9 +39,16 @@ class Piece(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """How an array is cut into files. ``shape``: of the array; ``cell``: of what one file holds;
-    ``chunk``: of a chunk, ``chunk_bytes``: of a decoded one; ``chunks``: in one file; ``sharded``:
-    whether an index ends the file; ``blosc``: whether chunks are encoded with it.
+    """The cut of an array into files and chunks.
+
+    Attributes:
+        shape: Shape of the array.
+        cell: Shape of the part in one file.
+        chunk: Shape of a chunk.
+        chunk_bytes: Bytes of a decoded chunk.
+        chunks: Chunks in one file.
+        sharded: An index of the chunks ends the file.
+        blosc: Chunks are encoded with blosc.
     """
 
     shape: tuple[int, ...]
@@ -56,13 +61,11 @@ class Cells(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """More than any encoding of a file's chunks takes: those that do not shrink are stored, in
-        frames of their own.
-        """
+        """A bound on the bytes of a file: chunks that do not shrink are stored in frames."""
         return self.chunks * (self.chunk_bytes + self.chunk_bytes // 64 + 256) + 64
 
     def names(self, box: Sequence[slice]) -> Iterator[str]:
-        """The files that the elements of a box (bounded, an axis each) lie in."""
+        """Yield the files in which the elements of a box (bounded, one slice per axis) lie."""
         spans = [
             range(s.start // c, -(-s.stop // c))
             for s, c in zip(box, self.cell, strict=True)
@@ -73,10 +76,10 @@ class Cells(NamedTuple):
                 yield _name(at)
 
     def pieces(self, box: Sequence[slice]) -> Sequence[Piece] | None:
-        """Where the bytes of a box (bounded, an axis each) lie, in the order of memory. ``None``
-        where
-        chunks do not follow each other there, and for a part of an array that is neither rows of
-        chunks as wide as the array nor one chunk.
+        """Return the byte ranges of a box (bounded, one slice per axis) in the order of memory.
+
+        ``None``: chunks do not follow each other in memory, or the box is a part of the array that is
+        neither rows of chunks as wide as the array nor one chunk.
         """
         if not self.shape or not grid.is_contiguous(self.shape, self.chunk):
             return None
@@ -100,9 +103,7 @@ class Cells(NamedTuple):
         ]
 
     def place(self, at: Sequence[int]) -> tuple[str, int]:
-        """The file of a chunk, named by its place in the grid, and the byte at which it begins
-        there, decoded.
-        """
+        """Return the file of the chunk at grid position ``at``, and its first decoded byte there."""
         times = [c // k for c, k in zip(self.cell, self.chunk, strict=True)]
         within = int(np.ravel_multi_index([i % t for i, t in zip(at, times, strict=True)], times))
         return _name([i // t for i, t in zip(at, times, strict=True)]), within * self.chunk_bytes
@@ -115,13 +116,13 @@ class Cells(NamedTuple):
         row_bytes = self.chunk_bytes // self.chunk[0]
         per_file = self.chunk_bytes * self.chunks
         begin, end = box[0].start * row_bytes, box[0].stop * row_bytes
-        found = []
+        pieces = []
         while begin < end:
             number, within = divmod(begin, per_file)
             size = min(per_file - within, end - begin)
-            found.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), within, size))
+            pieces.append(Piece(_name([number, *[0] * (len(self.shape) - 1)]), within, size))
             begin += size
-        return found
+        return pieces
 
 
 def _name(at: Sequence[int]) -> str:
@@ -130,26 +131,22 @@ def _name(at: Sequence[int]) -> str:
 
 @lru_cache(256)  # leaves have few shapes
 def _all_pieces(cells: Cells) -> tuple[Piece, ...]:
-    """Of a whole array: as many neighbouring chunks of a file together as are whole, but for the
-    last.
-    """
+    """Return the pieces of a whole array, neighbouring chunks of a file merged."""
     sizes = (
         np.diff(grid.bounds(cells.shape, cells.chunk))
         * np.uint64(cells.chunk_bytes // math.prod(cells.chunk))
     ).tolist()
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for at, size in zip(np.ndindex(grid.grid_shape(cells.shape, cells.chunk)), sizes, strict=True):
         name, begin = cells.place(at)
-        if found and (found[-1].name, found[-1].begin + found[-1].size) == (name, begin):
-            begin, size = found[-1].begin, found.pop().size + size
-        found.append(Piece(name, begin, size))
-    return tuple(found)
+        if pieces and (pieces[-1].name, pieces[-1].begin + pieces[-1].size) == (name, begin):
+            begin, size = pieces[-1].begin, pieces.pop().size + size
+        pieces.append(Piece(name, begin, size))
+    return tuple(pieces)
 
 
 def check_directory(path: Path) -> None:
-    """``Damaged`` where ``path`` is a link or a file; nothing where it is not there, or where there
-    are no such things.
-    """
+    """Raise ``Damaged`` if ``path`` is a link or a file. A missing path passes."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -163,8 +160,9 @@ def check_directory(path: Path) -> None:
 
 
 def check_file(path: Path, cells: Cells) -> None:
-    """``Damaged`` where TensorStore should not open this file; nothing where it is not there, which
-    TensorStore says itself.
+    """Raise ``Damaged`` if TensorStore must not open this file.
+
+    A missing file passes: TensorStore reports it itself.
     """
     try:
         descriptor = open_file(path, cells)
@@ -174,8 +172,11 @@ def check_file(path: Path, cells: Cells) -> None:
 
 
 def open_file(path: Path, cells: Cells) -> int:
-    """A descriptor of a file that may be read, for the caller to close. Raises
-    ``FileNotFoundError``, else ``Damaged``.
+    """Return a descriptor of a file that passed all checks, for the caller to close.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        Damaged: A check failed.
     """
     try:
         descriptor = os.open(path, _FLAGS)
@@ -234,7 +235,7 @@ def cells(
     *,
     blosc: bool,
 ) -> Cells:
-    """How an array of ``shape`` is cut. ``shard``: ``None`` for one file a chunk."""
+    """Return the cut of an array of ``shape``; ``shard`` is ``None`` for one file per chunk."""
     cell = tuple(shard or chunk)
     chunks = math.prod(s // c for s, c in zip(cell, chunk, strict=True))
     return Cells(

@@ -1,5 +1,6 @@
-"""What an acknowledged save survives, and every sync that follows from it: no other file of the
-store calls ``fsync``.
+"""What an acknowledged save survives, and every sync that follows from it.
+
+No other module of the store decides about ``fsync``.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from deltacheck.store.files.storage import Place, storage_of
 
 
 class Durability(StrEnum):
-    """``POWER``: a save is acknowledged when it survives a power cut. Costs a flush of the disk's
+    """The event that an acknowledged save survives.
+
+    ``POWER``: a save is acknowledged when it survives a power cut. This costs a flush of the disk's
     cache for every file and directory.
 
-    ``PROCESS``: when it survives the death of the process, however it dies. Nothing is synced, so
-    saves end sooner; a power cut or a crash of the operating system may take any of the last saves,
-    acknowledged or not, and leave files of the right size and wrong content. Those are found by
-    their digests, as all damage is, and a step that lost files is an error when it is restored,
-    never wrong values. Only the order of writing, not that of reaching the disk, is the same under
-    both.
+    ``PROCESS``: a save is acknowledged when it survives the death of the process. Nothing is synced, so
+    saves end sooner. A power cut or a crash of the operating system may take any of the last saves, and
+    leave files of the right size with wrong content. Their digests find these, as they find all damage:
+    a restore raises an error and never gives wrong values. Only the order of writing, not that of
+    reaching the disk, is the same under both.
     """
 
     POWER = "power"
@@ -28,7 +30,7 @@ class Durability(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Durability:
-        """From an option; ``ValueError`` for another name."""
+        """Return the member that an option names; ``ValueError`` for another name."""
         try:
             return cls(name)
         except ValueError:
@@ -36,10 +38,11 @@ class Durability(StrEnum):
 
     @property
     def syncs(self) -> bool:
+        """Whether files and directories are synced."""
         return self is Durability.POWER
 
     def sync_file(self, descriptor: int) -> None:
-        """Make the content of an open file survive; not the name it has."""
+        """Make the content of an open file survive, but not its name."""
         if self.syncs:
             os.fsync(descriptor)
 
@@ -49,20 +52,19 @@ class Durability(StrEnum):
             sync_directory(path)
 
     def sync_tree(self, path: Place) -> None:
-        """Make the names in every directory of a tree survive, and its own (TensorStore syncs files
-        and the directory that it puts them in).
+        """Make the names in every directory of a tree survive, and its own name.
+
+        TensorStore syncs files and the directories that it puts them in.
         """
         if self.syncs:
             for directory in storage_of(path).directories_below():
                 sync_directory(directory)
 
     def sync_ancestors(self, path: Place) -> None:
-        """Make the way to ``path`` survive: its name, and that of every directory above it in the
-        same
-        file system, whoever made it and whenever: somebody may have made it a moment ago, and a
-        process that made it may have been killed before it could sync it.
+        """Make the way to ``path`` survive: its name, and those of the directories above it.
 
-        Directories that may not be read are none of ours, and are left out.
+        All directories of the same file system are synced, whoever made them: a process that made one may
+        have been killed before its sync. Directories that may not be read are left out.
         """
         if not self.syncs:
             return
@@ -72,7 +74,8 @@ class Durability(StrEnum):
 
 
 def sync_directory(path: Place) -> None:
-    """fsync a directory, so that the names in it survive a power cut. On an object store nothing:
-    its answers say that it has the object.
+    """Sync a directory, so that the names in it survive a power cut.
+
+    On an object store this does nothing: its answers say that it has the object.
     """
     storage_of(path).sync_directory()

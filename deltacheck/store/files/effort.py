@@ -1,4 +1,4 @@
-"""How hard the entropy stage works on what a save writes."""
+"""The work that the entropy stage spends on the streams of a save."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from enum import StrEnum
 
 
 class Effort(StrEnum):
-    """``NORMAL``: the fastest zstd, where it saves 2 %. ``LOW``: only where it saves a fifth.
-    ``HIGH``: several times the work for some per cent.
+    """The trade between the time and the size of zstd.
+
+    ``NORMAL``: the fastest zstd, if it saves 2 %. ``LOW``: only if it saves a fifth. ``HIGH``: several
+    times the work for a few per cent.
     """
 
     LOW = "low"
@@ -16,10 +18,10 @@ class Effort(StrEnum):
 
     @property
     def level(self) -> int:
-        """Of zstd."""
+        """The level of zstd."""
         return 7 if self is Effort.HIGH else 1
 
     @property
     def store_above_bits(self) -> float:
-        """Order-0 entropy a byte above which a stream is stored as it is."""
+        """Order-0 entropy in bits per byte above which a stream is stored uncompressed."""
         return {Effort.LOW: 6.4, Effort.NORMAL: 7.85, Effort.HIGH: 7.95}[self]

@@ -104,10 +104,10 @@ class LocalStorage(Storage[Path]):
         # The file itself: a link that leads nowhere is damage, and not a deleted step. The time
         # alone would not do: clocks are set back, and numbers of deleted steps come again.
         status = os.lstat(self.path)
-        found = (status.st_mtime_ns, status.st_ino, status.st_size)
-        if found == version:
-            return None, found
-        return self.read_file(most_bytes), found
+        current = (status.st_mtime_ns, status.st_ino, status.st_size)
+        if current == version:
+            return None, current
+        return self.read_file(most_bytes), current
 
     def copy_from(self, source: Path, durability: Durability) -> int:
         size = 0
@@ -139,7 +139,7 @@ class LocalStorage(Storage[Path]):
         return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
 
     def manifests(self, known: Iterable[Path]) -> list[Path]:
-        found = []
+        manifests = []
         for entry in list_directory(self.path):
             if not layout.is_checkpoint_id(entry.name):
                 continue
@@ -147,8 +147,8 @@ class LocalStorage(Storage[Path]):
             # A link or a file in a checkpoint's place is damage: its step must be reported, and not
             # be missing silently.
             if not entry.is_dir(follow_symlinks=False) or os.path.lexists(path):
-                found.append(path)
-        return found
+                manifests.append(path)
+        return manifests
 
     def check_directory(self) -> None:
         chunk_files.check_directory(self.path)

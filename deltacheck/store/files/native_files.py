@@ -1,8 +1,8 @@
-"""Files of arrays, read by the native module: looked at, read, decoded and checked through one
-descriptor, straight to where they belong.
+"""Reads of array files by the native module, straight into the memory of the caller.
 
-TensorStore reads them as well, and does where there is no such module, or no file: it takes several
-times as long to open an array, and makes fresh memory for what it reads and for what it decodes.
+One descriptor is checked, read, decoded and compared with its checksums. TensorStore reads the same
+files, and does so if there is no native module or no local file. It takes several times as long to
+open an array, and allocates fresh memory for the encoded and the decoded bytes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,35 @@ from deltacheck.store.files import chunk_files
 from deltacheck.store.files.background import Background, carry_out
 from deltacheck.store.files.chunk_files import Cells, Piece
 
-_THREADS = 4  # larger: more waits for the storage at a time
+_THREADS = 4  # larger: more reads wait for the storage at the same time
 _EXIT_SECONDS = 5.0  # longest wait at the end of the process for reads that nobody waits for
 
 
 @cache
 def codecs() -> frozenset[str]:
-    """Codecs of ``ArraySpec`` that the native module reads; none where there is no module of ours,
-    or one without libzstd.
+    """Return the codecs of ``ArraySpec`` that the native module reads.
+
+    There are none without the module, or if it was built without libzstd.
     """
     readable: Callable[[], list[str]] | None = getattr(extension(), "readable_codecs", None)
     return frozenset() if readable is None else frozenset(readable())
 
 
 def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8) -> None:
-    """Fill ``out`` with pieces of an array, one after the other; every chunk that they touch is
-    compared with its checksum.
+    """Fill ``out`` with pieces of an array, one after the other.
 
-    REQUIRES: ``codec`` is one of ``codecs()``; the pieces have as many bytes as ``out``. Raises
-    ``ChainBroken`` where a file is missing, ``Damaged``.
+    Every chunk that they touch is compared with its checksum.
+
+    Args:
+        path: The array's directory.
+        cells: The cut of the array into files.
+        codec: One of ``codecs()``.
+        pieces: Byte ranges; together they have as many bytes as ``out``.
+        out: uint8, 1-D.
+
+    Raises:
+        ChainBroken: A file is missing.
+        Damaged: A file is not what the array's metadata implies.
     """
     native = required().read_array_file
     # Its own decoder looks at the headers of frames.
@@ -70,9 +80,7 @@ def read(path: Path, cells: Cells, codec: str, pieces: Sequence[Piece], out: U8)
 
 
 def start(work: Callable[[], None]) -> Future[None]:
-    """Carry out reads behind the caller; the future tells when they are done, and what they
-    raised.
-    """
+    """Call ``work`` on a reader thread; return a future of its end."""
     try:
         return _readers(os.getpid()).start(work)
     except RuntimeError:
@@ -85,7 +93,7 @@ def start(work: Callable[[], None]) -> Future[None]:
 
 @cache
 def _readers(process: int) -> _Readers:
-    """The threads of this process: a forked child has none of its parent's."""
+    """Return the threads of this process: a forked child has none of its parent's."""
     return _Readers(process)
 
 
@@ -103,8 +111,10 @@ class _Readers:
         return future
 
     def _finish(self) -> None:
-        """Up to Python 3.13 a thread that comes back from native code while the interpreter ends is
-        unwound, which C++ answers with an abort.
+        """Wait for the reads under way at the end of the process.
+
+        Up to Python 3.13 a thread that comes back from native code while the interpreter ends is unwound,
+        which C++ answers with an abort.
         """
         if os.getpid() == self._process:
             wait(list(self._under_way), _EXIT_SECONDS)

@@ -30,24 +30,33 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}\Z")
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """How an object store is reached; what is not given here comes from the environment, by the
-    names
-    that the vendors' own tools use.
+    """How an object store is reached.
 
-    ``endpoint``: the address of an S3-compatible store (else ``AWS_ENDPOINT_URL_S3``,
-    ``AWS_ENDPOINT_URL``, else AWS). ``region``: of the bucket (else ``AWS_REGION``,
-    ``AWS_DEFAULT_REGION``; for AWS it can be found out by one more request). ``credentials``, of S3
-    only: ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its companions where they are set, and
-    otherwise looks where AWS's tools look; ``"default"``, ``"environment"``, ``"anonymous"``,
-    ``"imds"`` and ``"ecs"`` name one source. ``gs://`` takes Google's default credentials.
-    ``retries``: of a request that fails in a way that may pass (5xx, throttling, a dropped
-    connection). More: a store that is away longer fails no save; fewer: a dead one is noticed
-    sooner. ``concurrency``: requests under way at most. More: faster, until the store throttles.
-    ``deadline_seconds``: longest wait for one small request, its retries included; reads of data
-    have a second more for each megabyte. Longer: patience with a slow store; shorter: a hanging one
-    is an error sooner. ``lease_seconds``: how long a writer that is no longer heard of keeps the
-    root. Shorter: a run that died is replaced sooner; longer: a live one keeps its root through a
-    longer loss of the network.
+    Options that are not given come from the environment, by the names that the vendors' own tools use.
+    ``docs/how-to/object-stores.md`` shows examples.
+
+    Args:
+        endpoint: The address of an S3-compatible store. Default: ``AWS_ENDPOINT_URL_S3``, then
+            ``AWS_ENDPOINT_URL``, then AWS.
+        region: The region of the bucket. Default: ``AWS_REGION``, then ``AWS_DEFAULT_REGION``; AWS
+            itself can be asked for it by one more request.
+        credentials: The source of S3 credentials. ``"auto"`` takes ``AWS_ACCESS_KEY_ID`` and its
+            companions if they are set, and otherwise looks where AWS's tools look. ``"default"``,
+            ``"environment"``, ``"anonymous"``, ``"imds"`` and ``"ecs"`` name one source. ``gs://``
+            always takes Google's default credentials.
+        retries: Retries of a request that fails in a way that may pass (5xx, throttling, a dropped
+            connection). More: an outage of the store has to be longer to fail a save; fewer: a dead
+            store is noticed sooner.
+        concurrency: Most requests under way. More: faster, until the store throttles; fewer: slower
+            and gentler to a small store.
+        deadline_seconds: Longest wait for one small request, its retries included; reads of data have
+            one second more for each megabyte. Longer: patience with a slow store; shorter: a store that
+            hangs is an error sooner.
+        lease_seconds: Time for which a silent writer keeps the root. Longer: a live writer keeps its
+            root through a longer loss of the network; shorter: a run that died is replaced sooner.
+
+    Raises:
+        ValueError: An option is out of its range.
     """
 
     endpoint: str | None = None
@@ -69,14 +78,23 @@ class ObjectStore:
                 "deadline_seconds and lease_seconds must be more than 0, not"
                 f" {self.deadline_seconds} and {self.lease_seconds}"
             )
-        known = ("auto", "default", "environment", "anonymous", "imds", "ecs")
-        if self.credentials not in known:
+        sources = ("auto", "default", "environment", "anonymous", "imds", "ecs")
+        if self.credentials not in sources:
             raise ValueError(
-                f"credentials must be one of {', '.join(known)}, not {self.credentials!r}"
+                f"credentials must be one of {', '.join(sources)}, not {self.credentials!r}"
             )
 
     def spec(self, scheme: str, bucket: str, path: str = "") -> dict[str, Any]:
-        """TensorStore's description of a place in a bucket; ``path`` ends in ``/`` or is empty."""
+        """Return TensorStore's description of a prefix of a bucket.
+
+        Args:
+            scheme: ``"s3"``, ``"gs"`` or ``"memory"``.
+            bucket: The bucket's name.
+            path: The prefix; it ends in ``/`` or is empty.
+
+        Returns:
+            A key-value store specification.
+        """
         if scheme == "memory":
             return {"driver": "memory", "path": f"{bucket}/{path}"}
         spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket, "path": path}
@@ -89,7 +107,8 @@ class ObjectStore:
             region = (
                 self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
             )
-            # Else conditions are checked by a read before the write, and many writers win.
+            # Without it, TensorStore checks conditions by a read before the write, so that several
+            # writers can win.
             spec["use_conditional_write"] = True
             if endpoint:
                 spec["endpoint"] = endpoint.rstrip("/")
@@ -98,7 +117,14 @@ class ObjectStore:
         return spec
 
     def resources(self, scheme: str) -> dict[str, Any]:
-        """TensorStore's resources for all that is done in a bucket."""
+        """Return TensorStore's resources for all requests of a scheme.
+
+        Args:
+            scheme: ``"s3"``, ``"gs"`` or ``"memory"``.
+
+        Returns:
+            A context specification: retries, concurrency and credentials.
+        """
         patience = {
             "max_retries": self.retries,
             "initial_delay": _FIRST_DELAY,
@@ -112,20 +138,19 @@ class ObjectStore:
             f"{kind}_request_concurrency": {"limit": self.concurrency},
         }
         if scheme == "s3":
-            found = "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
+            source = "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
             resources["aws_credentials"] = {
-                "type": found if self.credentials == "auto" else self.credentials
+                "type": source if self.credentials == "auto" else self.credentials
             }
         return resources
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectPath:
-    """A key of an object store, or all keys below it. Its methods are those of ``pathlib.Path``, as
-    far as a root needs them.
+    """A key of an object store, or all keys below it, with the methods of ``pathlib.Path``.
 
-    All raise ``StorageFailed`` where the store does not answer, or answers with an error, until the
-    deadline.
+    Every method raises ``StorageFailed`` if the store does not answer, or answers with an error, until
+    the deadline.
     """
 
     scheme: str
@@ -158,7 +183,7 @@ class ObjectPath:
         return self
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: there are no directories."""
+        """Do nothing: there are no directories."""
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
@@ -167,25 +192,26 @@ class ObjectPath:
         return self.read()[1] != ABSENT
 
     def is_dir(self) -> bool:
-        """Whether there is any key below this one."""
+        """Return whether there is any key below this one."""
         return bool(self.keys())
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What lies directly below, ascending. The store lists every key below for it, a thousand
-        with each request.
+        """Yield the names directly below, ascending.
+
+        The store lists every key below for it, a thousand with each request.
         """
         below = self._prefix
         for name in sorted({key[len(below) :].partition("/")[0] for key in self.keys()}):
             yield self / name
 
     def keys(self) -> list[str]:
-        """Every key below, whole, ascending. A store may not list yet what was just written."""
+        """Return every key below, in full, ascending. A listing may lag behind writes."""
         below = self._prefix
-        found = self._await(self._bucket.list(ts.KvStore.KeyRange(below, _after(below))), "list")
-        return sorted(key.decode("utf-8", "surrogateescape") for key in found)
+        keys = self._await(self._bucket.list(ts.KvStore.KeyRange(below, _after(below))), "list")
+        return sorted(key.decode("utf-8", "surrogateescape") for key in keys)
 
     def read_bytes(self) -> bytes:
-        """The object's content; ``FileNotFoundError`` where there is none."""
+        """Return the object's content; ``FileNotFoundError`` if it does not exist."""
         content, generation = self.read()
         if generation == ABSENT:
             raise FileNotFoundError(f"{self} does not exist")
@@ -193,13 +219,19 @@ class ObjectPath:
         return content
 
     def read(self, unless: bytes = b"") -> tuple[bytes | None, bytes]:
-        """The object's content and generation. No content where the generation is ``unless``, empty
-        where there is no object.
+        """Return the object's content and generation.
+
+        Args:
+            unless: A known generation. If the object still has it, no content is returned.
+
+        Returns:
+            The content, ``None`` if it was not read, and empty if there is no object; the generation,
+            ``ABSENT`` if there is no object.
         """
         return self.finish_read(self.start_read(unless))
 
     def start_read(self, unless: bytes = b"") -> Any:
-        """Begin ``read``."""
+        """Begin ``read``; return the future."""
         return (
             self._bucket.read(self.key, if_not_equal=unless)
             if unless
@@ -207,28 +239,39 @@ class ObjectPath:
         )
 
     def finish_read(self, started: Any) -> tuple[bytes | None, bytes]:
-        """What ``start_read`` has begun."""
-        found = self._await(started, "read")
-        return (None if found.state == "unspecified" else bytes(found.value)), bytes(
-            found.stamp.generation
-        )
+        """Return the result of the read that ``start_read`` has begun."""
+        result = self._await(started, "read")
+        content = None if result.state == "unspecified" else bytes(result.value)
+        return content, bytes(result.stamp.generation)
 
     def create(self, content: bytes, timeout: float | None = None) -> bool:
-        """Write the object if it is absent; ``False`` where it exists with other content.
-        ``timeout``:
-        seconds, else the store's deadline.
+        """Write the object if it is absent; return ``False`` if it has other content.
 
-        REQUIRES: no other writer has the same content, as with a nonce in it. A reply that is lost
-        leaves open who has won: what is there then tells. Raises ``StorageFailed`` where it cannot
-        be told; the object may then exist, or appear later.
+        No other writer may have the same content, so put a nonce into it. If a reply is lost, the content
+        that is then found tells which writer has won.
+
+        Args:
+            content: The object's content.
+            timeout: Longest wait in seconds; ``None``: the store's deadline.
+
+        Raises:
+            StorageFailed: The outcome is unknown. The object may exist, or appear later.
         """
         return self.swap(content, ABSENT, timeout) is not None
 
     def swap(self, content: bytes, generation: bytes, timeout: float | None = None) -> bytes | None:
-        """Write the object if its generation is this one; the new generation, or ``None`` where
-        another writer came first.
+        """Write the object if its generation is still the given one (compare and swap).
 
-        REQUIRES and raises: as ``create``.
+        Args:
+            content: The new content. No other writer may have the same.
+            generation: The expected generation; ``ABSENT``: there is no object.
+            timeout: Longest wait in seconds; ``None``: the store's deadline.
+
+        Returns:
+            The new generation; ``None`` if another writer came first.
+
+        Raises:
+            StorageFailed: The outcome is unknown.
         """
         failed: StorageFailed | None = None
         try:
@@ -240,17 +283,17 @@ class ObjectPath:
         except StorageFailed as error:
             failed = error
         try:
-            found, now = self.read()
+            content_now, generation_now = self.read()
         except StorageFailed as error:
             raise failed or error from error
-        if now != ABSENT and found == content:
-            return now  # ours: only its reply was lost
-        if failed is not None and now == generation:
+        if generation_now != ABSENT and content_now == content:
+            return generation_now  # ours: only its reply was lost
+        if failed is not None and generation_now == generation:
             raise failed
         return None
 
     def start_write(self, content: bytes) -> Any:
-        """Begin to write the object, whatever is there."""
+        """Begin to write the object, over an existing one too; return the future."""
         return self._bucket.write(self.key, content)
 
     def write_bytes(self, content: bytes) -> int:
@@ -258,7 +301,7 @@ class ObjectPath:
         return len(content)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object. Where it is missing nothing happens, ``missing_ok`` or not."""
+        """Delete the object. A missing one is no error, whatever ``missing_ok`` says."""
         self._await(self._bucket.write(self.key, None), "delete")
 
     def remove_tree(self) -> None:
@@ -272,7 +315,7 @@ class ObjectPath:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """TensorStore's description of what lies below."""
+        """TensorStore's description of the keys below."""
         return self.store.spec(self.scheme, self.bucket, self._prefix)
 
     @property
@@ -304,8 +347,7 @@ class ObjectPath:
 
 @cache
 def _context(scheme: str, store: ObjectStore) -> ts.Context:
-    # One for all that this process does there: the limit of requests and the credentials are the
-    # context's.
+    # One for the whole process: the context has the limit of requests and the credentials.
     return ts.Context(store.resources(scheme))
 
 
@@ -317,13 +359,14 @@ def _open(scheme: str, bucket: str, store: ObjectStore) -> ts.KvStore:
 
 
 def _after(prefix: str) -> str:
-    """The first key after all that begin with ``prefix``; empty: there is none."""
+    """Return the first key after all that begin with ``prefix``; empty if there is none."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
 
 
 def brief(error: Exception) -> str:
-    """TensorStore's message on one line: the status code first, without the page that the server
-    sent with it.
+    """Return TensorStore's message on one line.
+
+    The status code stands first; the page that the server sent with it is cut off.
     """
     return " ".join(str(error).split())[:400]
 
@@ -350,6 +393,6 @@ def parse(text: str, scheme: str, rest: str, store: ObjectStore | None) -> Objec
 
 
 def existing(paths: Iterable[ObjectPath]) -> list[ObjectPath]:
-    """Those of some objects that are there, asked for by name and not by a listing, together."""
+    """Return those of some objects that exist, asked for by name and not by a listing."""
     started = [(path, path.start_read()) for path in paths]
     return [path for path, read in started if path.finish_read(read)[1] != ABSENT]

@@ -90,12 +90,12 @@ class ObjectStorage(Storage[ObjectPath]):
         started = path.start_read(generation)
 
         def finish() -> tuple[bytes | None, object]:
-            content, found = path.finish_read(started)
+            content, current = path.finish_read(started)
             if content is None and not generation:
-                content, found = path.read()
-            if found == ABSENT:
+                content, current = path.read()
+            if current == ABSENT:
                 raise FileNotFoundError(f"{path} does not exist")
-            return content, found
+            return content, current
 
         return finish
 
@@ -123,21 +123,21 @@ class ObjectStorage(Storage[ObjectPath]):
         folder = self.path
         below = len(folder.key) + 1
         names = [key[below:].split("/") for key in folder.keys()]  # noqa: SIM118 - a path, not a mapping
-        found = {
+        manifests = {
             folder / name[0] / "zarr.json"
             for name in names
             if name[1:] == ["zarr.json"] and layout.is_checkpoint_id(name[0])
         }
-        found.update(known)
+        manifests.update(known)
         while True:
-            newest = max((layout.seq_of(path.parent.name) for path in found), default=-1)
+            newest = max((layout.seq_of(path.parent.name) for path in manifests), default=-1)
             ahead = existing(
                 folder / layout.checkpoint_id(seq) / "zarr.json"
                 for seq in range(newest + 1, newest + 1 + AHEAD)
             )
             if not ahead:
-                return sorted(found)
-            found.update(ahead)
+                return sorted(manifests)
+            manifests.update(ahead)
 
     def check_directory(self) -> None:
         pass
@@ -207,10 +207,12 @@ class ObjectStorage(Storage[ObjectPath]):
 
 
 def check_conditional_writes(folder: ObjectPath) -> None:
-    """Make sure that the store honours conditional writes, on an object that is deleted again: one
-    writer depends on them.
+    """Make sure that the store honours conditional writes: one writer depends on them.
 
-    Raises ``StorageFailed`` where it does not.
+    An object is written, swapped and deleted again.
+
+    Raises:
+        StorageFailed: The store ignores a condition.
     """
     probe = folder / f"probe-{secrets.token_hex(8)}"
     contents = [secrets.token_bytes(8) for _ in range(4)]
@@ -232,8 +234,9 @@ def check_conditional_writes(folder: ObjectPath) -> None:
 
 
 class _WriteCounter:
-    """Bytes that this process has written to object stores. Listings have no sizes, and TensorStore
-    says only the sum.
+    """The bytes that this process has written to object stores.
+
+    Listings have no sizes, and TensorStore counts only the sum.
     """
 
     def __init__(self) -> None:
@@ -241,11 +244,11 @@ class _WriteCounter:
         self._before = 0
 
     def take(self) -> int:
-        """Bytes written since the last call."""
-        found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/", False)
+        """Return the bytes written since the last call."""
+        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/", False)
         now = sum(
             int(m["values"][0]["value"])
-            for m in found
+            for m in metrics
             if m["name"].endswith(("/s3/bytes_written", "/gcs/bytes_written"))
         )
         with self._lock:
@@ -253,7 +256,7 @@ class _WriteCounter:
         return max(0, now - before)
 
     def exclude(self, size: int) -> None:
-        """Of the bytes written since the last call of ``take``, do not count so many."""
+        """Do not count ``size`` of the bytes written since the last call of ``take``."""
         with self._lock:
             self._before += size
 

@@ -1,6 +1,4 @@
-"""Memory that reads use one after the other: making fresh pages takes as long as decoding into
-them.
-"""
+"""Memory that consecutive reads share: touching fresh pages takes as long as decoding into them."""
 
 from __future__ import annotations
 
@@ -8,23 +6,22 @@ import numpy as np
 
 from deltacheck.codec.base import U8
 
-_STEP_BYTES = (
-    64 << 10
-)  # sizes are rounded up to it, so that memory serves reads of about its size, too
+# Sizes are rounded up to it, so that a buffer also serves reads of about its size.
+_STEP_BYTES = 64 << 10
 
 
 class Scratch:
-    """Gives memory, and takes it back. For one thread.
+    """A pool of buffers for one thread.
 
-    What is never given back is forgotten: a read that failed may still be written to by its
-    companions.
+    A buffer that is never given back is dropped: a read that failed may still be written to by the
+    reads that were started with it.
     """
 
     def __init__(self) -> None:
         self._free: list[U8] = []  # by size
 
     def take(self, size: int) -> U8:
-        """Memory of ``size`` bytes, uint8 1-D, with whatever is in it."""
+        """Return memory of ``size`` bytes, uint8 1-D, with undefined content."""
         fitting = next((at for at, memory in enumerate(self._free) if memory.size >= size), None)
         memory = (
             np.empty(-(-size // _STEP_BYTES) * _STEP_BYTES, np.uint8)
@@ -33,9 +30,9 @@ class Scratch:
         )
         return memory[:size]
 
-    def give_back(self, taken: U8) -> None:
-        """REQUIRES: ``take`` gave it, and nothing reads or writes it any more."""
-        whole = taken if taken.base is None else taken.base
+    def give_back(self, memory: U8) -> None:
+        """Return memory to the pool. It comes from ``take``, and no thread uses it any more."""
+        whole = memory if memory.base is None else memory.base
         assert isinstance(whole, np.ndarray)
         self._free.append(whole)
         self._free.sort(key=len)

@@ -1,9 +1,8 @@
-"""One writer a root: an advisory lock on the control group, with the holder's name in its
-attributes.
+"""One writer per root: an advisory lock on the control group, with the holder's name in it.
 
-The kernel frees the lock when the holder dies, however it dies, so a killed run never has to be
-cleaned up after. The fence that holds without the lock is the exclusive creation of the next
-manifest (``root.py``).
+The kernel frees the lock when the holder dies, however it dies, so nothing has to be cleaned up
+after a killed run. If locks do not work, the exclusive creation of the next manifest is the fence
+(``commit.py``).
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ class LocalLease:
     def __init__(self, root: Path) -> None:
         self._descriptor = -1
         self._root, self._path = root, root / layout.CONTROL / "zarr.json"
-        flags = (
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # it is written to: never through a link
+        # The file is written to: never through a link.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self._close()
@@ -60,7 +58,8 @@ class LocalLease:
         try:
             self._take(root)
         except BaseException:
-            self._close()  # which gives the lock back
+            # Closing the descriptor gives the lock back.
+            self._close()
             raise
         _held.add(self)
 
@@ -73,25 +72,27 @@ class LocalLease:
                 f"{root} is being written by {holder}. Wait for it to close, or write to another"
                 " directory"
             ) from None
-        about = {
+        attributes = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "nonce": secrets.token_hex(8),
         }
-        self._content = content = layout.group_json({layout.ATTRIBUTE: about})
+        self._content = content = layout.group_json({layout.ATTRIBUTE: attributes})
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
 
     def check(self) -> None:
-        """Raise ``RootBusy`` where the right has been lost: the lock's file was replaced or written
-        to, as where locks do not work.
+        """Raise ``RootBusy`` if the right has been lost.
+
+        The lock's file was then replaced or written to by another process, as happens if locks do not
+        work.
         """
         try:
-            found = self._path.read_bytes()
+            content = self._path.read_bytes()
         except OSError as error:
-            found = str(error).encode()
-        if self._descriptor < 0 or found != self._content:
+            content = str(error).encode()
+        if self._descriptor < 0 or content != self._content:
             raise RootBusy(
-                f"this process has lost {self._root}: {_holder(found)} writes to it now. Nothing"
+                f"this process has lost {self._root}: {_holder(content)} writes to it now. Nothing"
                 " more is committed or deleted by this one"
             )
 

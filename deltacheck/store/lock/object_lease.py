@@ -1,11 +1,11 @@
-"""One writer a root on an object store: a lease that its holder renews, taken and renewed by
-compare-and-swap on one object.
+"""One writer per root on an object store: a lease that its holder renews by compare-and-swap.
 
-No clock is compared with another. Who finds a lease taken watches it: if it changes, its holder
-lives; if it stays as it is for as long as the holder has promised at most, the holder is taken for
-dead. The holder counts the same time from before its last renewal, so that it stops committing
-before anyone may take over. What holds even where all this fails is the conditional creation of the
-next manifest (``root.py``).
+No clock is compared with another (compare C. Gray and D. Cheriton, "Leases: an efficient
+fault-tolerant mechanism for distributed file cache consistency", 1989). A process that finds a lease
+watches its object. If the object changes, the holder lives. If it stays the same for the time that
+the holder has promised at most, the holder counts as dead. The holder counts the same time from
+before its last renewal, so it stops committing before another process may take over. If all this
+fails, the conditional creation of the next manifest is the fence (``commit.py``).
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltacheck")
 
-_LONGEST_SECONDS = 3600.0  # that a lease is waited for, whatever its object says
+_LONGEST_SECONDS = 3600.0  # longest wait for a lease, whatever its object claims
 _held: weakref.WeakValueDictionary[str, ObjectLease] = weakref.WeakValueDictionary()
 
 
 class ObjectLease:
     """The right to write to a root. A thread renews it until it is released.
 
-    Raises ``RootBusy``, naming the holder, where another has it; that takes until the holder is
-    next heard of, at most ``lease_seconds`` of its store. Where it is not heard of for so long, the
-    lease is taken over, with the next epoch. A holder of this machine whose process is gone is not
-    waited for.
+    If another writer holds the lease, the constructor waits until that writer is next heard of, at most
+    ``lease_seconds`` of its store. A lease that is not renewed for so long is taken over, with the next
+    epoch. A holder on this machine whose process has ended is not waited for.
+
+    Args:
+        root: The root.
+
+    Raises:
+        RootBusy: Another writer has the root; the message names it.
     """
 
     def __init__(self, root: ObjectPath) -> None:
@@ -51,12 +56,12 @@ class ObjectLease:
         self._beat = 0
         self._lost = ""
         self._released = threading.Event()
-        known = _held.get(str(root))
-        if known is not None and known.holds():
+        lease = _held.get(str(root))
+        if lease is not None and lease.holds():
             raise _busy(root, f"process {os.getpid()}, this one")
         generation, epoch = self._wait_until_free()
         self.epoch = epoch + 1
-        self._said: dict[str, Any] = {
+        self._claim: dict[str, Any] = {
             "holder": f"process {os.getpid()} on {socket.gethostname()}",
             "machine": _machine(),
             "process": os.getpid(),
@@ -65,10 +70,10 @@ class ObjectLease:
             "seconds": self._seconds,
         }
         begin = time.monotonic()
-        taken = self._object.swap(self._content(), generation)
-        if taken is None:
+        new_generation = self._object.swap(self._content(), generation)
+        if new_generation is None:
             raise _busy(root, _holder(_parsed(self._object.read()[0])))
-        self._generation, self._renewed = taken, begin
+        self._generation, self._renewed = new_generation, begin
         _held[str(root)] = self
         threading.Thread(
             target=_renew,
@@ -78,7 +83,7 @@ class ObjectLease:
         ).start()
 
     def holds(self) -> bool:
-        """Whether the lease is neither released nor known as lost."""
+        """Return whether the lease is neither released nor known as lost."""
         return not (self._released.is_set() or self._lost or os.getpid() != self._owner)
 
     def check(self) -> None:
@@ -86,10 +91,11 @@ class ObjectLease:
         self.seconds_left()
 
     def seconds_left(self) -> float:
-        """Make sure that nobody else may write; the seconds for which that holds.
+        """Make sure that no other process may write; return the seconds for which that holds.
 
-        Raises ``RootBusy`` where the lease was lost, ``StorageFailed`` where it could not be
-        renewed in time.
+        Raises:
+            RootBusy: The lease was lost.
+            StorageFailed: The lease could not be renewed in time.
         """
         if self._released.is_set() or os.getpid() != self._owner:
             raise _busy(
@@ -109,8 +115,9 @@ class ObjectLease:
         return max(0.0, self._left())
 
     def renew(self) -> None:
-        """Say that the holder lives. Raises ``StorageFailed``; a lease that another has taken is
-        noted for ``check``.
+        """Renew the lease. Raises ``StorageFailed``.
+
+        If another writer has taken the lease, this is noted for ``check``.
         """
         with self._lock:
             if not self.holds():
@@ -126,8 +133,9 @@ class ObjectLease:
                 self._generation, self._renewed = generation, begin
 
     def release(self) -> None:
-        """Give the root back; more than once does nothing. Where the store does not answer, the
-        next writer waits until the lease is over.
+        """Give the root back; more than once does nothing.
+
+        If the store does not answer, the next writer waits until the lease has run out.
         """
         if not self.holds():
             self._released.set()
@@ -136,19 +144,23 @@ class ObjectLease:
             self._released.set()
             with contextlib.suppress(StorageFailed):
                 self._object.swap(
-                    layout.group_json({layout.ATTRIBUTE: {**self._said, "released": True}}),
+                    layout.group_json({layout.ATTRIBUTE: {**self._claim, "released": True}}),
                     self._generation,
                 )
 
     def _settle(self) -> bytes | None:
-        """After a renewal that found another content: an earlier one of ours whose reply was lost,
-        or another's lease.
+        """Resolve a renewal that met other content.
+
+        The content is of an earlier renewal whose reply was lost, or of another writer's lease.
+
+        Returns:
+            The generation to renew from; ``None`` if the lease is lost.
         """
         content, generation = self._object.read()
-        found = _parsed(content)
-        if found.get("nonce") == self._said["nonce"]:
+        claim = _parsed(content)
+        if claim.get("nonce") == self._claim["nonce"]:
             return generation
-        self._lost = _holder(found)
+        self._lost = _holder(claim)
         log.error(
             "%s is written by %s by now; nothing more is committed from here",
             self._root,
@@ -160,17 +172,17 @@ class ObjectLease:
         return self._renewed + self._seconds - time.monotonic()
 
     def _content(self) -> bytes:
-        return layout.group_json({layout.ATTRIBUTE: {**self._said, "beat": self._beat}})
+        return layout.group_json({layout.ATTRIBUTE: {**self._claim, "beat": self._beat}})
 
     def _wait_until_free(self) -> tuple[bytes, int]:
-        """The generation to take the lease from, and its epoch."""
+        """Return the generation to take the lease from, and the epoch of the last holder."""
         content, generation = self._object.read()
-        found = _parsed(content)
-        epoch = found.get("epoch", 0)
+        claim = _parsed(content)
+        epoch = claim.get("epoch", 0)
         epoch = epoch if isinstance(epoch, int) and not isinstance(epoch, bool) else 0
-        if not found or found.get("released") is True or _is_dead(found):
+        if not claim or claim.get("released") is True or _is_dead(claim):
             return generation, epoch
-        seconds = found.get("seconds")
+        seconds = claim.get("seconds")
         seconds = (
             min(float(seconds), _LONGEST_SECONDS)
             if isinstance(seconds, int | float) and seconds > 0
@@ -179,7 +191,7 @@ class ObjectLease:
         log.warning(
             "%s is held by %s; waiting up to %g s for a sign of life",
             self._root,
-            _holder(found),
+            _holder(claim),
             seconds,
         )
         begin = time.monotonic()
@@ -189,20 +201,18 @@ class ObjectLease:
             if now != generation:
                 if _parsed(content).get("released") is True:
                     return now, epoch
-                raise _busy(self._root, _holder(found))
+                raise _busy(self._root, _holder(claim))
         return generation, epoch
 
 
 def seconds_left(root: ObjectPath) -> float | None:
-    """Before a commit: what this process's lease on a root says, see ``ObjectLease.seconds_left``;
-    ``None`` where it has none.
-    """
+    """Return the seconds left of this process's lease of a root; ``None`` if it has none."""
     lease = _held.get(str(root))
     return None if lease is None else lease.seconds_left()
 
 
 def _renew(reference: weakref.ref[ObjectLease], released: threading.Event, every: float) -> None:
-    # The thread keeps no lease alive: one that nobody refers to any more runs out.
+    # The weak reference lets a lease without users run out.
     while not released.wait(every):
         lease = reference()
         if lease is None or not lease.holds():
@@ -222,19 +232,20 @@ def _busy(root: ObjectPath, holder: str) -> RootBusy:
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
     try:
-        found = json.loads(content or b"")["attributes"][layout.ATTRIBUTE]
+        claim = json.loads(content or b"")["attributes"][layout.ATTRIBUTE]
     except (ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return claim if isinstance(claim, dict) else {}
 
 
-def _holder(found: dict[str, Any]) -> str:
-    return str(found.get("holder", "another writer"))[:200]
+def _holder(claim: dict[str, Any]) -> str:
+    return str(claim.get("holder", "another writer"))[:200]
 
 
 def _machine() -> str:
-    """What this process shares with those whose numbers mean the same here: host, boot, process
-    namespace. Empty where it cannot be told.
+    """Return an identity within which process numbers mean the same; empty if unknown.
+
+    It consists of the host, the boot and the process namespace.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -245,12 +256,12 @@ def _machine() -> str:
         return ""
 
 
-def _is_dead(found: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone."""
-    number = found.get("process")
+def _is_dead(claim: dict[str, Any]) -> bool:
+    """Return whether the holder was a process of this machine that has ended."""
+    number = claim.get("process")
     if (
-        not found.get("machine")
-        or found["machine"] != _machine()
+        not claim.get("machine")
+        or claim["machine"] != _machine()
         or not isinstance(number, int)
         or number <= 0
     ):

@@ -1,10 +1,8 @@
-"""What a reader reads is not removed under it: a shared lock on each segment's table, for as long
-as
-the segment is open.
+"""Shared locks of readers: a segment that a reader has open is not removed.
 
-The kernel frees the lock when the reader ends, however it ends. It takes no right to write, and
-leaves nothing behind. Where the file system has no locks, the collector's grace period is what
-protects a reader.
+The kernel frees the lock when the reader ends, however it ends. A pin gives no right to write and
+leaves nothing behind. If the file system has no locks, the collector's grace period protects a
+reader.
 """
 
 from __future__ import annotations
@@ -18,8 +16,12 @@ _held: weakref.WeakSet[Pin] = weakref.WeakSet()
 
 
 class Pin:
-    """A shared lock on a file, until this object goes. Takes none, silently, where the file or the
-    means is not there.
+    """A shared lock on a file, for as long as this object lives.
+
+    No lock is taken, without an error, if the file does not exist or cannot be locked.
+
+    Args:
+        path: The table of a segment.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,12 +31,14 @@ class Pin:
                 path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             )
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:  # missing, being removed at this moment, no descriptor left, no locks: whoever reads it will see
+        except OSError:
+            # The file is missing or being removed, no descriptor is left, or there are no locks.
+            # The read that follows reports what matters.
             self.release()
         _held.add(self)
 
     def release(self) -> None:
-        """Let the file go; more than once does nothing."""
+        """Give the lock back; more than once does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -44,8 +48,9 @@ class Pin:
 
 
 def unlink_unless_pinned(path: Path) -> bool:
-    """Remove a file that no reader has pinned; ``False`` where one has. A file that is not there
-    counts as removed.
+    """Remove a file; return ``False`` if a reader has pinned it.
+
+    A file that does not exist counts as removed.
     """
     lock = -1
     try:
@@ -54,7 +59,8 @@ def unlink_unless_pinned(path: Path) -> bool:
     except BlockingIOError:
         os.close(lock)
         return False
-    except OSError:  # not there, or no file that a reader would take for a table, or no locks here
+    except OSError:
+        # The file is missing, is none that a reader opens as a table, or there are no locks.
         pass
     try:
         path.unlink(missing_ok=True)
