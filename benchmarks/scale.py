@@ -19,7 +19,7 @@ from deltacheck.leaf import sharding, tiles
 from deltacheck.leaf.sharding import Held, Holdings
 from deltacheck.leaf.tiles import Box
 from deltacheck.save import joint
-from deltacheck.save.joint import Assigned, Go, Hello, Report, Told
+from deltacheck.save.joint import Agreement, Assignment, Contribution, Report, SaveProposal
 from deltacheck.store import documents, layout
 from deltacheck.store.documents import manifest_content
 from deltacheck.store.manifest import Manifest, SegmentRef
@@ -179,12 +179,12 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         for rank in range(size)
     ]
     clock.lap()
-    messages = [joint.encoded(Told(Holdings.of(parts), None)) for parts in held]
+    messages = [joint.encoded(Contribution(Holdings.of(parts), None)) for parts in held]
     each_held = clock.lap() / size
-    holdings = [joint.decoded(message, Told).holdings for message in messages]
+    holdings = [joint.decoded(message, Contribution).holdings for message in messages]
     plan = sharding.plan(holdings)
     shares = sharding.shares(plan, size)
-    assigned = [joint.encoded(Assigned(share, None)) for share in shares]
+    assigned = [joint.encoded(Assignment(share, None)) for share in shares]
     planning = clock.lap()
     before = {path: sharding.Before(cut.cuts, cut.owners) for path, cut in plan.items()}
     clock.lap()
@@ -194,7 +194,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         second_plan[path].cuts == cut.cuts and (second_plan[path].owners == cut.owners).all()
         for path, cut in plan.items()
     )
-    tiles_by_rank = [joint.decoded(message, Assigned).share.tiles() for message in assigned]
+    tiles_by_rank = [joint.decoded(message, Assignment).share.tiles() for message in assigned]
     each_share = clock.lap() / size
     reports = [_encoded_report(rank, rank_tiles) for rank, rank_tiles in enumerate(tiles_by_rank)]
     clock.lap()
@@ -208,7 +208,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
     checking = clock.lap()
     _resolve(decoded, held[size // 2])
     resolving = clock.lap()
-    steady = [joint.encoded(Hello(0, 0, True, "0" * 32, False)) for _ in range(size)]
+    steady = [joint.encoded(SaveProposal(0, 0, True, "0" * 32, False)) for _ in range(size)]
     return Cost(
         layout=name,
         ranks=size,
@@ -224,7 +224,7 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         resolve=resolving,
         manifest_bytes=len(content),
         bytes_up=sum(map(len, (*messages, *reports, *steady))),
-        bytes_down=sum(map(len, assigned)) + size * len(joint.encoded(Go(0, False, True, True))),
+        bytes_down=sum(map(len, assigned)) + size * len(joint.encoded(Agreement(0, False, True, True))),
         steady_up=sum(map(len, (*reports, *steady))),
         most_tiles=max(
             sum(len(numbers) for _, numbers in rank_tiles.values()) for rank_tiles in tiles_by_rank

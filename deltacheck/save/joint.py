@@ -1,11 +1,10 @@
-"""A save that several ranks do together: each writes its tiles like a save of its own, and rank 0
-commits one step for all.
+"""Carry out a save of several ranks: each writes its tiles, and rank 0 commits one step for all.
 
 At the beginning, on the training thread, the ranks agree on what is saved and who writes which
-tile; that takes one exchange of a few bytes where nothing has changed since the save before. At the
-end, behind the training, each rank reports what is durable of its part, which is also the barrier:
-the step exists only after every rank's report, and every rank learns of it, or of the first
-failure, before its own save is done.
+tile. That takes one exchange of a few bytes if nothing has changed since the last save. At the end,
+behind the training, each rank reports which part of the step it has made durable. That exchange is
+also the barrier: the step exists only after every rank's report, and every rank learns of it, or of
+the first failure, before its own save is done.
 """
 
 from __future__ import annotations
@@ -31,12 +30,22 @@ from deltacheck.save.channel import Ranks, consult
 from deltacheck.store.documents import Written
 from deltacheck.store.manifest import TILES, LeafRecord, Manifest, SegmentRef, Tiles
 
+# Hexadecimal digits of a tile's digest.
 _DIGITS = 32
 
+# The tiles that a rank writes: leaf path -> the leaf's cuts (``None``: it is whole), tile numbers.
+RankTiles = Mapping[str, tuple[Cuts | None, list[int]]]
 
-class Hello(msgspec.Struct, frozen=True):
-    """What a rank says when a save begins. ``known``: it holds what it held at the save before.
-    ``tree``: digest of its tree. ``busy``: it would rather skip this save.
+
+class SaveProposal(msgspec.Struct, frozen=True):
+    """The first message of every rank when a save begins.
+
+    Args:
+        step: The training step.
+        seq: The lowest sequence number that the rank can use.
+        known: The rank holds what it held at the last save.
+        tree: Digest of its tree.
+        busy: It would rather skip this save.
     """
 
     step: int
@@ -46,9 +55,14 @@ class Hello(msgspec.Struct, frozen=True):
     busy: bool
 
 
-class Go(msgspec.Struct, frozen=True):
-    """What rank 0 answers: the number of the checkpoint, which none of them has used, and what the
-    save still needs to be told.
+class Agreement(msgspec.Struct, frozen=True):
+    """The answer of rank 0 to the proposals.
+
+    Args:
+        seq: The number of the checkpoint; no rank has used it.
+        skip: Some rank is busy, and all skip the save.
+        holdings: Rank 0 needs what every rank holds.
+        trees: Rank 0 needs the tree of every rank.
     """
 
     seq: int
@@ -57,9 +71,13 @@ class Go(msgspec.Struct, frozen=True):
     trees: bool
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a rank then tells. ``copies``: digests of leaves of which every rank that has them has
-    all.
+class Contribution(msgspec.Struct, frozen=True):
+    """The second message of a rank, with what rank 0 has asked for.
+
+    Args:
+        holdings: What the rank holds of each leaf.
+        tree: Its tree.
+        copies: Digests of leaves of which every rank that has them has all.
     """
 
     holdings: Holdings | None
@@ -67,16 +85,25 @@ class Told(msgspec.Struct, frozen=True):
     copies: dict[str, str] = {}
 
 
-class Assigned(msgspec.Struct, frozen=True):
-    """What rank 0 makes of that for one rank."""
+class Assignment(msgspec.Struct, frozen=True):
+    """The answer of rank 0 to one rank's contribution.
+
+    Args:
+        share: The tiles that the rank writes.
+        tree: The tree of all ranks, for rank 0 only.
+    """
 
     share: Share | None
     tree: dict[str, Any] | None
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a rank has made durable. ``segments``: those that its tiles need. ``digests``: of its
-    tiles in the order of the plan, 32 digits each.
+    """The message of a rank when its part of a step is durable.
+
+    Args:
+        step: The training step.
+        segments: The segments that its tiles need.
+        digests: Digests of its tiles in the order of the plan, 32 digits each.
     """
 
     step: int
@@ -84,69 +111,94 @@ class Report(msgspec.Struct, frozen=True):
     digests: str
 
 
-known(Hello, Go, Told, Assigned, Report)
+known(SaveProposal, Agreement, Contribution, Assignment, Report)
 
 
-class Begun(NamedTuple):
-    """A save that the ranks have agreed on. ``tiles``: what this rank writes: leaf path -> cuts
-    (``None``: whole), numbers of its tiles. ``tree``: of all ranks. ``seq``: of the checkpoint.
+class AgreedSave(NamedTuple):
+    """A save that the ranks have agreed on.
+
+    Args:
+        seq: The number of the checkpoint.
+        tiles: The tiles that this rank writes.
+        tree: The tree of all ranks.
     """
 
     seq: int
-    tiles: Mapping[str, tuple[Cuts | None, list[int]]]
+    tiles: RankTiles
     tree: Node
 
 
 @dataclass(slots=True)
-class _Known:
-    """What the last exchange of holdings gave. ``plan``: on rank 0 only."""
+class _Exchange:
+    """The result of the last exchange of holdings.
+
+    Args:
+        holdings: What this rank held then.
+        tiles: The tiles that this rank writes.
+        plan: The tiles of all ranks, on rank 0 only.
+    """
 
     holdings: Holdings
-    tiles: Mapping[str, tuple[Cuts | None, list[int]]]
+    tiles: RankTiles
     plan: Plan | None
+
+    def tile_names(self) -> list[str]:
+        """Return the names of this rank's tiles, in the order of the plan."""
+        return [
+            name
+            for path, (cuts, numbers) in self.tiles.items()
+            for name in sharding.names_of(path, cuts, numbers)
+        ]
 
 
 class Attempt:
-    """A save that the ranks have begun: exactly one of its methods tells them how it ended here."""
+    """A save that the ranks have begun. Exactly one of its methods reports its end on this rank."""
 
     def __init__(self, joint: Joint) -> None:
         self._joint = joint
         self._lock = threading.Lock()
-        self._told = False
+        self._is_reported = False
 
     def commit(self, make: Callable[[Manifest], Written], manifest: Manifest) -> Written:
-        """``Joint.commit``."""
-        self._tell()
+        """Report this rank's part, and wait for the step of all, as ``Joint.commit``."""
+        self._claim_report()
         return self._joint.commit(manifest, make)
 
     def abandon(self, error: BaseException) -> None:
-        """This rank's part has failed: no step will exist. Waits for the other ranks; once the end
-        was told does nothing.
+        """Report that this rank's part has failed: no step will exist.
+
+        This waits for the other ranks. It does nothing if the end was reported before.
         """
-        if self._tell():
-            with contextlib.suppress(RankFailed):  # what all ranks are told
+        if self._claim_report():
+            # Every rank gets the error as its own; here it is known already.
+            with contextlib.suppress(RankFailed):
                 consult(self._joint.ranks.end, error, lambda reports: [])
 
-    def _tell(self) -> bool:
+    def _claim_report(self) -> bool:
+        """Return true for the first caller only: a second report would answer another save."""
         with self._lock:
-            first, self._told = not self._told, True
-            return first
+            is_first, self._is_reported = not self._is_reported, True
+            return is_first
 
 
 class Joint:
-    """The saves of one root by several ranks, on one of them. Every rank calls the same methods in
-    the same order.
+    """The saves of one root by several ranks, seen from one of them.
+
+    Every rank must call the same methods in the same order.
+
+    Args:
+        ranks: The channels between the ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._planned: Plan | None = None
-        self._known: _Known | None = None
+        self._plan: Plan | None = None
+        self._exchange: _Exchange | None = None
         self._before: dict[str, Before] = {}
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which commits."""
+        """True on rank 0, which commits."""
         return self.ranks.rank == 0
 
     def begin(
@@ -157,211 +209,244 @@ class Joint:
         skeleton: Node,
         busy: bool,
         copies: Callable[[], dict[str, str]] = dict,
-    ) -> Begun | None:
-        """Agree on a save: ``None`` where one of the ranks is busy, and all skip it.
+    ) -> AgreedSave | None:
+        """Agree on a save.
 
-        ``held``: what this rank holds of each leaf; ``skeleton``: of its tree, whose leaves may be
-        other ones than those of other ranks. ``copies``: digests of leaves that must be the same on
-        every rank that has them, asked for where the ranks plan anew. Raises ``RankFailed`` on
-        every rank, naming the rank and the cause, where they disagree.
+        Args:
+            step: The training step.
+            seq: The lowest sequence number that this rank can use.
+            held: What this rank holds of each leaf.
+            skeleton: The structure of its tree. Other ranks may have other leaves.
+            busy: True: this rank would rather skip the save.
+            copies: Return digests of the leaves that must be equal on every rank that has them.
+                Called only if the ranks plan anew.
+
+        Returns:
+            The save; ``None`` if a rank is busy and all skip it.
+
+        Raises:
+            RankFailed: The ranks disagree. It is raised on every rank, and names a rank and the
+                cause.
         """
         holdings = Holdings.of(held)
-        known = self._known is not None and self._known.holdings == holdings
+        is_known = self._exchange is not None and self._exchange.holdings == holdings
         digest = str(xxhash.xxh3_128_hexdigest(msgspec.json.encode(skeleton)))
-        hello = Hello(step, seq, known, digest, busy)
-        go = decoded(consult(self.ranks.begin, encoded(hello), _agree), Go)
-        if go.skip:
+        proposal = SaveProposal(step, seq, is_known, digest, busy)
+        agreement = decoded(consult(self.ranks.begin, encoded(proposal), _agree), Agreement)
+        if agreement.skip:
             return None
-        merged = skeleton
-        if go.holdings or go.trees:
-            told = Told(holdings, None, copies()) if go.holdings else Told(None, None)
-            told = msgspec.structs.replace(told, tree=skeleton if go.trees else None)
-            answer: Assigned = decoded(
-                consult(self.ranks.begin, encoded(told), self._plan), Assigned
+        tree_of_all = skeleton
+        if agreement.holdings or agreement.trees:
+            contribution = Contribution(
+                holdings if agreement.holdings else None,
+                skeleton if agreement.trees else None,
+                copies() if agreement.holdings else {},
             )
-            if answer.share is not None:
-                self._known = _Known(holdings, answer.share.tiles(), self._planned)
-            merged = answer.tree or skeleton
-        assert self._known is not None
-        return Begun(go.seq, self._known.tiles, merged)
+            assignment = self._contribute(contribution)
+            if assignment.share is not None:
+                self._exchange = _Exchange(holdings, assignment.share.tiles(), self._plan)
+            tree_of_all = assignment.tree or skeleton
+        assert self._exchange is not None
+        return AgreedSave(agreement.seq, self._exchange.tiles, tree_of_all)
 
     def fail(self, error: BaseException) -> None:
-        """Let all ranks know that this one cannot begin; raises ``RankFailed`` as they do."""
+        """Report that this rank cannot begin; raise ``RankFailed``, as the other ranks do."""
         consult(self.ranks.begin, error, _agree)
 
-    def agree(self, said: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What rank 0 makes of what every rank says, on every rank. Plain values. Raises
-        ``RankFailed``.
+    def agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Let rank 0 decide on the values of all ranks, and return its decision on every rank.
+
+        Args:
+            value: This rank's plain value, or an exception if it has failed.
+            decide: Return the decision, from the values in the order of ranks.
+
+        Raises:
+            RankFailed: A rank has failed or is lost.
         """
 
-        def answer(every: list[bytes]) -> Sequence[bytes]:
-            return [encoded(decide([decoded(one, Any) for one in every]))] * len(every)
+        def answer(messages: list[bytes]) -> Sequence[bytes]:
+            decision = decide([decoded(message, Any) for message in messages])
+            return [encoded(decision)] * len(messages)
 
-        return decoded(
-            consult(
-                self.ranks.begin, said if isinstance(said, BaseException) else encoded(said), answer
-            ),
-            Any,
-        )
+        payload = value if isinstance(value, BaseException) else encoded(value)
+        return decoded(consult(self.ranks.begin, payload, answer), Any)
 
     def resume(self, manifest: Manifest, held: Mapping[str, Held] | None) -> list[str]:
-        """Go on from a step that all ranks have restored: later saves keep its cuts where they fit.
-        ``held``: as of the next save, where that is known. Returns what of the step's stored leaves
-        and tiles this rank will write.
+        """Go on from a step that all ranks have restored; later saves keep its cuts if they fit.
+
+        Args:
+            manifest: The manifest of the step.
+            held: What this rank will hold at the next save, if that is known.
+
+        Returns:
+            The stored leaves and tiles of the step that this rank will write.
         """
-        self._known = None
+        self._exchange = None
         self._before = {path: Before(None) for path in manifest.leaves}
-        self._before |= {path: Before(cut.cuts) for path, cut in manifest.tiles.items()}
+        self._before |= {path: Before(tiles.cuts) for path, tiles in manifest.tiles.items()}
         if held is None:
             return []
         holdings = Holdings.of(held)
-        told = Told(holdings, None)
-        answer: Assigned = decoded(consult(self.ranks.begin, encoded(told), self._plan), Assigned)
-        assert answer.share is not None
-        self._known = _Known(holdings, answer.share.tiles(), self._planned)
-        names = [
-            name
-            for path, (cuts, of) in self._known.tiles.items()
-            for name in sharding.names_of(path, cuts, of)
-        ]
-        return [name for name in names if name in manifest.stored]
+        assignment = self._contribute(Contribution(holdings, None))
+        assert assignment.share is not None
+        self._exchange = _Exchange(holdings, assignment.share.tiles(), self._plan)
+        return [name for name in self._exchange.tile_names() if name in manifest.stored]
 
     def commit(self, manifest: Manifest, make: Callable[[Manifest], Written]) -> Written:
-        """Report this rank's part, ``manifest`` (its tiles as leaves), and wait for the step of
-        all.
+        """Report this rank's part, and wait for the step of all ranks.
 
-        ``make(manifest of all)``, on rank 0: makes the step exist. Raises ``RankFailed``
-        where any rank's part is missing: no step exists then.
+        Args:
+            manifest: This rank's part, its tiles as leaves.
+            make: Make the step exist, on rank 0, from the manifest of all ranks.
+
+        Raises:
+            RankFailed: The part of some rank is missing, and no step exists.
         """
-        known = self._known
-        assert known is not None
-        names = [
-            name
-            for path, (cuts, numbers) in known.tiles.items()
-            for name in sharding.names_of(path, cuts, numbers)
-        ]
+        exchange = self._exchange
+        assert exchange is not None
         report = Report(
             manifest.step,
             manifest.segments,
-            "".join(manifest.leaves[name].digest for name in names),
+            "".join(manifest.leaves[name].digest for name in exchange.tile_names()),
         )
 
-        def decide(reports: list[bytes]) -> Sequence[bytes]:
-            assert known.plan is not None
-            made = make(merged(manifest, known.plan, [decoded(one, Report) for one in reports]))
+        def decide(messages: list[bytes]) -> Sequence[bytes]:
+            assert exchange.plan is not None
+            reports = [decoded(message, Report) for message in messages]
+            written = make(merged(manifest, exchange.plan, reports))
+            # The bytes are counted once, in the report of rank 0.
             return [
-                encoded((made.stored_bytes if rank == 0 else 0, made.digest))
-                for rank in range(len(reports))
+                encoded((written.stored_bytes if rank == 0 else 0, written.digest))
+                for rank in range(len(messages))
             ]
 
         return Written(*decoded(consult(self.ranks.end, encoded(report), decide), tuple[int, str]))
 
-    def _plan(self, told: list[bytes]) -> Sequence[bytes]:
-        """On rank 0."""
-        every = [decoded(one, Told) for one in told]
-        holdings = [one.holdings for one in every if one.holdings is not None]
-        trees = [one.tree for one in every if one.tree is not None]
-        shares: Sequence[Share | None] = [None] * len(every)
+    def _contribute(self, contribution: Contribution) -> Assignment:
+        answer = consult(self.ranks.begin, encoded(contribution), self._assign)
+        assignment: Assignment = decoded(answer, Assignment)
+        return assignment
+
+    def _assign(self, messages: list[bytes]) -> Sequence[bytes]:
+        """Plan the save on rank 0, and return every rank's assignment."""
+        contributions = [decoded(message, Contribution) for message in messages]
+        holdings = [c.holdings for c in contributions if c.holdings is not None]
+        trees = [c.tree for c in contributions if c.tree is not None]
+        shares: Sequence[Share | None] = [None] * len(contributions)
         if holdings:
             before = self._before
-            if self._known is not None and self._known.plan is not None:
+            if self._exchange is not None and self._exchange.plan is not None:
                 before = {
-                    path: Before(one.cuts, one.owners) for path, one in self._known.plan.items()
+                    path: Before(planned.cuts, planned.owners)
+                    for path, planned in self._exchange.plan.items()
                 }
-            self._planned = sharding.plan(holdings, before)
-            _check_copies([one.copies for one in every])
-            shares = sharding.shares(self._planned, len(every))
-        one_tree = tree.merged(trees) if trees else None
-        # Only rank 0 writes it.
+            self._plan = sharding.plan(holdings, before)
+            _check_copies([c.copies for c in contributions])
+            shares = sharding.shares(self._plan, len(contributions))
+        tree_of_all = tree.merged(trees) if trees else None
+        # Only rank 0 writes the tree, so the others need not receive it.
         return [
-            encoded(Assigned(share, one_tree if rank == 0 else None))
+            encoded(Assignment(share, tree_of_all if rank == 0 else None))
             for rank, share in enumerate(shares)
         ]
 
 
-def _agree(hellos: list[bytes]) -> Sequence[bytes]:
-    """On rank 0: what a save needs to be told."""
-    every = [decoded(one, Hello) for one in hellos]
-    first = every[0]
-    for rank, one in enumerate(every):
-        if one.step != first.step:
+def _agree(messages: list[bytes]) -> Sequence[bytes]:
+    """Return the agreement on the proposals of all ranks, on rank 0."""
+    proposals = [decoded(message, SaveProposal) for message in messages]
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if proposal.step != first.step:
             raise RankFailed(
-                f"rank {rank} saves step {one.step}, rank 0 step {first.step}: every rank has to"
-                " make the same calls"
+                f"rank {rank} saves step {proposal.step}, rank 0 step {first.step}: every rank has"
+                " to make the same calls"
             )
-    seq = max(one.seq for one in every)
-    go = Go(
-        seq,
-        any(one.busy for one in every),
-        not all(one.known for one in every),
-        any(one.tree != first.tree for one in every),
+    agreement = Agreement(
+        max(proposal.seq for proposal in proposals),
+        any(proposal.busy for proposal in proposals),
+        not all(proposal.known for proposal in proposals),
+        any(proposal.tree != first.tree for proposal in proposals),
     )
-    return [encoded(go)] * len(every)
+    return [encoded(agreement)] * len(proposals)
 
 
-def _check_copies(every: Sequence[Mapping[str, str]]) -> None:
-    known: dict[str, tuple[int, str]] = {}
-    for rank, copies in enumerate(every):
+def _check_copies(copies_by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``RankFailed`` if two ranks have different content for the same leaf."""
+    first_copies: dict[str, tuple[int, str]] = {}
+    for rank, copies in enumerate(copies_by_rank):
         for path, digest in copies.items():
-            first, expected = known.setdefault(path, (rank, digest))
+            first_rank, expected = first_copies.setdefault(path, (rank, digest))
             if digest != expected:
                 raise RankFailed(
-                    f"the copies of leaf {path!r} on rank {first} and on rank {rank} differ:"
+                    f"the copies of leaf {path!r} on rank {first_rank} and on rank {rank} differ:"
                     f" {expected} and {digest}. One of them would be lost; save what each rank has"
                     " for itself under a key of its own, such as f'rank {rank}'"
                 )
 
 
-def merged(mine: Manifest, planned: Plan, reports: Sequence[Report]) -> Manifest:
-    """The manifest of all ranks. ``mine``: rank 0's own, which has the tree of all. Raises
-    ``RankFailed`` where a report is not of this step.
+def merged(manifest: Manifest, plan: Plan, reports: Sequence[Report]) -> Manifest:
+    """Return the manifest of all ranks.
+
+    Args:
+        manifest: The manifest of rank 0, with the tree of all ranks.
+        plan: The tiles of all ranks.
+        reports: The reports in the order of ranks.
+
+    Raises:
+        RankFailed: A report is of another step, or of other tiles than the plan.
     """
     for rank, report in enumerate(reports):
-        if report.step != mine.step:
-            raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {mine.step}")
-    owners = sharding.owners_of(planned)
+        if report.step != manifest.step:
+            raise RankFailed(f"rank {rank} reports step {report.step}, rank 0 step {manifest.step}")
+    owners = sharding.owners_of(plan)
     digests = np.zeros(owners.size, f"S{_DIGITS}")
     order = np.argsort(owners, kind="stable")
     edges = np.searchsorted(owners[order], np.arange(len(reports) + 1))
     for rank, report in enumerate(reports):
-        own = order[edges[rank] : edges[rank + 1]]
-        if len(report.digests) != _DIGITS * own.size:
+        tile_numbers = order[edges[rank] : edges[rank + 1]]
+        if len(report.digests) != _DIGITS * tile_numbers.size:
             raise RankFailed(
                 f"rank {rank} reports {len(report.digests) // _DIGITS} tiles, the plan gives it"
-                f" {own.size}"
+                f" {tile_numbers.size}"
             )
-        digests[own] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
+        digests[tile_numbers] = np.frombuffer(report.digests.encode("ascii"), f"S{_DIGITS}")
     refs = {ref.id: ref for report in reports for ref in report.segments}
-    number = {name: at for at, name in enumerate(sorted(refs))}
-    leaves, cut, at = {}, {}, 0
-    for path, one in planned.items():
-        of = digests[at : at + one.owners.size].tobytes().decode("ascii")
-        at += one.owners.size
-        if one.cuts is None:
-            spec = LeafSpec.of(path, one.shape, one.dtype)
-            leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, of, int(one.owners[0]))
+    segment_numbers = {name: number for number, name in enumerate(sorted(refs))}
+    leaves, tiles, first = {}, {}, 0
+    for path, planned in plan.items():
+        stop = first + planned.owners.size
+        leaf_digests = digests[first:stop].tobytes().decode("ascii")
+        first = stop
+        if planned.cuts is None:
+            spec = LeafSpec.of(path, planned.shape, planned.dtype)
+            owner = int(planned.owners[0])
+            leaves[path] = LeafRecord(spec.dtype, spec.shape, spec.chunk, leaf_digests, owner)
         else:
-            cut[path] = Tiles(one.dtype, one.cuts, of, tuple(one.owners.tolist()))
-    found: Manifest = msgspec.structs.replace(
-        mine,
-        segments=tuple(refs[name] for name in number),
+            tiles[path] = Tiles(
+                planned.dtype, planned.cuts, leaf_digests, tuple(planned.owners.tolist())
+            )
+    manifest_of_all: Manifest = msgspec.structs.replace(
+        manifest,
+        segments=tuple(refs[name] for name in segment_numbers),
         leaves=leaves,
-        tiles=cut,
-        lanes=tuple(tuple(sorted(number[ref.id] for ref in report.segments)) for report in reports),
+        tiles=tiles,
+        lanes=tuple(
+            tuple(sorted(segment_numbers[ref.id] for ref in report.segments)) for report in reports
+        ),
         must_understand=(TILES,),
     )
-    return found
+    return manifest_of_all
 
 
 def encoded(value: object) -> bytes:
-    """A message of this protocol, as the ranks send it."""
+    """Return a message of this protocol, as the ranks send it."""
     return msgspec.msgpack.encode(value)
 
 
 def decoded(content: bytes, kind: Any) -> Any:
-    """What ``encoded`` wrote, checked against ``kind``.
+    """Return the message that ``encoded`` wrote, checked against ``kind``.
 
     Raises:
-        msgspec.DecodeError: it is nothing of this kind.
+        msgspec.DecodeError: The content is no message of this kind.
     """
     return msgspec.msgpack.decode(content, type=kind)

@@ -80,8 +80,8 @@ def test_what_threads_decode_is_known() -> None:
         check=True,
     )
     wanted = (
-        "Assigned Go Hello Manifest Opened Opening Part Profile Report SegmentTable Tag Task Told"
-        " _Header"
+        "Agreement Assignment Contribution Manifest Opened Opening Part Profile Report"
+        " SaveProposal SegmentTable Tag Task _Header"
     )
     assert done.stdout.split() == wanted.split()
 

@@ -18,7 +18,7 @@ from deltacheck.errors import Damaged, NotACheckpointRoot, RankFailed
 from deltacheck.leaf.structs import known
 from deltacheck.leaf.tree import Flat
 from deltacheck.save.group import Group, stored_names
-from deltacheck.save.joint import Begun, Joint
+from deltacheck.save.joint import AgreedSave, Joint
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Together(Group):
         opened: Opened = msgspec.convert(self.joint.agree(message, decide), Opened)
         return opened
 
-    def begin(self, step: int, seq: int, flat: Flat) -> Begun:
+    def begin(self, step: int, seq: int, flat: Flat) -> AgreedSave:
         """Agree on the tiles that each process writes.
 
         Raises:
@@ -96,7 +96,7 @@ class Together(Group):
         return begun
 
 
-def names_of(begun: Begun) -> list[str]:
+def names_of(begun: AgreedSave) -> list[str]:
     """Return the paths that this process's tiles are stored under."""
     return stored_names(begun.tiles)
 
