@@ -1,10 +1,8 @@
-"""Processes that save together: how they tell one another what they have, and what the first of
-them
-decides.
+"""Channels between processes that save together, and the exchange in which rank 0 decides.
 
-Rank 0 decides; every other rank tells it what it needs for that and is told the outcome
-(``consult``). A rank that has failed says so in the same place, so that its failure is everyone's,
-with its cause, as soon as everyone gets there.
+Every other rank sends rank 0 what it needs for a decision and receives the outcome (``consult``). A
+rank that has failed sends its error in the same exchange. Its failure, with the cause, is then
+every rank's failure as soon as all of them get there.
 """
 
 from __future__ import annotations
@@ -15,32 +13,55 @@ from typing import Protocol
 
 from deltacheck.errors import RankFailed
 
+# The first byte of every message.
 _DONE, _FAILED = b"+", b"-"
+_MOST_FAILURES_NAMED = 3
 
 
 class Channel(Protocol):
-    """Carries one conversation at a time between the ranks; all take part in each, in the same
-    order.
+    """A channel between the ranks. It carries one exchange at a time, in the same order everywhere.
 
-    ``gather``: rank 0 gets what each rank has sent, or the error that stands for a rank that is
-    lost; the others get ``None``. ``scatter``: each rank gets what rank 0 gives for it; ranks that
-    are lost are passed over. Both raise ``RankFailed`` where there is no way to go on, of another
-    rank than 0 where rank 0 is lost or silent.
+    Attributes:
+        rank: The number of this process.
+        size: The number of processes.
     """
 
     rank: int
     size: int
 
-    def gather(self, payload: bytes) -> list[bytes | Exception] | None: ...
+    def gather(self, payload: bytes) -> list[bytes | Exception] | None:
+        """Send ``payload`` to rank 0.
 
-    def scatter(self, payloads: Sequence[bytes] | None) -> bytes: ...
+        Returns:
+            On rank 0, the payload of each rank, or the error that stands for a rank that is lost;
+            ``None`` on the others.
+
+        Raises:
+            RankFailed: The exchange cannot go on. On other ranks than 0: rank 0 is lost or silent.
+        """
+        ...
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        """Return the payload that rank 0 gives for this rank.
+
+        Args:
+            payloads: On rank 0, one for each rank; ``None`` on the others. Lost ranks are passed
+                over.
+
+        Raises:
+            RankFailed: As ``gather`` raises it.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of one run. ``begin``: for what they agree on when a save or a restore begins,
-    on
-    the training thread; ``end``: for what follows behind the training.
+    """The processes of one run.
+
+    Args:
+        begin: The channel for agreements when a save or a restore begins, on the training thread.
+        end: The channel for what follows behind the training. Each thread needs a channel of its
+            own, since exchanges must not interleave.
     """
 
     begin: Channel
@@ -48,10 +69,12 @@ class Ranks:
 
     @property
     def rank(self) -> int:
+        """The number of this process."""
         return self.begin.rank
 
     @property
     def size(self) -> int:
+        """The number of processes."""
         return self.begin.size
 
 
@@ -60,44 +83,51 @@ def consult(
     payload: bytes | BaseException,
     decide: Callable[[list[bytes]], Sequence[bytes]],
 ) -> bytes:
-    """Send ``payload`` to rank 0, let it ``decide`` there what to answer each rank, and return this
-    rank's answer.
+    """Send ``payload`` to rank 0, let it decide there, and return this rank's answer.
 
-    ``payload``: an exception where this rank has failed. Raises ``RankFailed``, on every rank that
-    is still there, where one has failed, is lost, or ``decide`` has raised; it names the rank and
-    the cause.
+    Args:
+        channel: The channel.
+        payload: This rank's message; an exception if this rank has failed.
+        decide: Return an answer for each rank, from the messages of all; called on rank 0.
+
+    Raises:
+        RankFailed: A rank has failed or is lost, or ``decide`` has raised. It is raised on every
+            rank that is still there, and names the rank and the cause.
     """
-    sent = _DONE + payload if isinstance(payload, bytes) else _FAILED + _told(payload)
-    got = channel.gather(sent)
+    message = _DONE + payload if isinstance(payload, bytes) else _FAILED + _description(payload)
+    messages = channel.gather(message)
     answers: Sequence[bytes] | None = None
-    raised: Exception | None = None
-    if got is not None:
+    decision_error: Exception | None = None
+    if messages is not None:
         failures = [
-            f"rank {rank}: {text}" for rank, one in enumerate(got) if (text := _failure_in(one))
+            f"rank {rank}: {text}"
+            for rank, content in enumerate(messages)
+            if (text := _failure_in(content))
         ]
         if failures:
-            answers = [_FAILED + "; ".join(failures[:3]).encode()] * len(got)
+            text = "; ".join(failures[:_MOST_FAILURES_NAMED])
+            answers = [_FAILED + text.encode()] * len(messages)
         else:
+            payloads = [content[1:] for content in messages if isinstance(content, bytes)]
             try:
-                answers = [
-                    _DONE + answer
-                    for answer in decide([one[1:] for one in got if isinstance(one, bytes)])
-                ]
+                answers = [_DONE + answer for answer in decide(payloads)]
             except Exception as error:  # noqa: BLE001 - every rank waits for an answer
-                raised, answers = error, [_FAILED + b"rank 0: " + _told(error)] * len(got)
+                decision_error = error
+                answers = [_FAILED + b"rank 0: " + _description(error)] * len(messages)
     answer = channel.scatter(answers)
     if answer[:1] != _DONE:
-        if raised is not None:
-            raise raised
+        if decision_error is not None:
+            raise decision_error
         raise RankFailed(answer[1:].decode(errors="replace"))
     return answer[1:]
 
 
-def _told(error: BaseException) -> bytes:
+def _description(error: BaseException) -> bytes:
     return f"{type(error).__name__}: {error}".encode()
 
 
-def _failure_in(sent: bytes | Exception) -> str:
-    if isinstance(sent, Exception):
-        return str(sent)
-    return "" if sent[:1] == _DONE else sent[1:].decode(errors="replace")
+def _failure_in(message: bytes | Exception) -> str:
+    """Return the failure that a rank has sent or suffered; empty if there is none."""
+    if isinstance(message, Exception):
+        return str(message)
+    return "" if message[:1] == _DONE else message[1:].decode(errors="replace")

@@ -1,10 +1,10 @@
-"""What becomes of saves under way when the process ends: by itself, by an exception, or by a
-signal.
+"""Finish the saves under way when the process ends by itself, by an exception or by a signal.
 
-Whoever saves registers here. At exit each is closed within its own time; a failure that nobody was
-told of is said on stderr, and the exit status becomes ``STATUS``: a scheduler that sees 0 may rely
-on every save. ``finish_on_signal`` does as much for SIGTERM, which ends Python at once otherwise.
-Nothing can be done where the process has no say: SIGKILL, ``os._exit``, a crash of native code.
+Engines and managers register here. At exit each is closed within its own time. A failure that
+nobody has seen is written to stderr, and the exit status becomes ``STATUS``, so that a scheduler
+that sees 0 may rely on every save. ``finish_on_signal`` does the same for SIGTERM, which otherwise
+ends Python at once. Nothing can be done if the process itself has no chance to act: SIGKILL,
+``os._exit``, a crash of native code.
 """
 
 from __future__ import annotations
@@ -22,63 +22,70 @@ from weakref import WeakKeyDictionary
 
 from deltacheck.store.deadline import Deadline
 
-STATUS = 120  # what Python itself gives where its clean-up fails, whatever the status was to be
-# That a signal handler may take longer than its grace period before the watch ends the process
+# Python's own status if its clean-up fails, whatever the status would have been.
+STATUS = 120
+# A signal handler may exceed its grace period by this much before the watch ends the process.
 _SLACK_SECONDS = 1.0
 
 
 class Saves(Protocol):
-    """Who may have saves under way. ``str()`` of it says where; both raise what failed, or
-    ``TimeoutError``.
+    """An object that may have saves under way."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the saves. Raises what failed them, or ``TimeoutError``."""
+        ...
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish the saves and stop. Raises what ``wait`` raises."""
+        ...
+
+
+# The owning process, the place for messages, and the seconds at exit. Weak keys: a registration
+# must not keep an engine alive.
+_open: WeakKeyDictionary[Saves, tuple[int, str, float]] = WeakKeyDictionary()
+# Processes with an exit hook: this one, or those that it was forked from.
+_hooked: set[int] = set()
+
+
+def finish_at_exit(saves: Saves, place: str, seconds: float) -> None:
+    """Close ``saves`` when the process ends, without keeping them alive.
+
+    Args:
+        saves: An engine or a manager.
+        place: Its root, for messages.
+        seconds: The longest time for it.
     """
-
-    def wait(self, timeout: float | None = None) -> None: ...
-
-    def close(self, timeout: float | None = None) -> None: ...
-
-
-_open: WeakKeyDictionary[Saves, tuple[int, str, float]] = (
-    WeakKeyDictionary()
-)  # process, place, seconds
-_hooked: set[int] = set()  # processes whose end we watch, this one or those that it was forked from
-
-
-def finish_at_exit(saves: Saves, where: str, seconds: float) -> None:
-    """Close ``saves`` when the process ends, for at most ``seconds``, without keeping it alive.
-    ``where``: for messages.
-    """
-    _open[saves] = os.getpid(), where, seconds
+    _open[saves] = os.getpid(), place, seconds
     if os.getpid() in _hooked:
         return
     if not _hooked:
         atexit.register(_finish_all)
     _hooked.add(os.getpid())
     if _is_worker():
-        # One that was forked ends by os._exit: of all hooks only these are called.
+        # A forked worker ends by os._exit, which calls no other hooks than these.
         from multiprocessing.util import Finalize
 
         Finalize(None, _finish_all, exitpriority=100)
 
 
 def forget(saves: Saves) -> None:
-    """It was closed: nothing is left to do at exit."""
+    """Do nothing for ``saves`` at exit, because they were closed."""
     _open.pop(saves, None)
 
 
 def fail(message: str) -> None:
-    """Say a failure that nobody else will hear of, and let the process end with ``STATUS``.
-    REQUIRES: the process is ending.
-    """
-    _say(f"{message}. The exit status is {STATUS}")
+    """Report a failure on stderr, and let the ending process end with ``STATUS``."""
+    _write_message(f"{message}. The exit status is {STATUS}")
     if not isinstance(sys.stderr, _FailingStream):
         sys.stderr = _FailingStream(sys.stderr)
 
 
 def end_now(message: str) -> None:
-    """As ``fail``, for a process that would not end by itself because threads of others wait for a
-    storage that hangs.
+    """Report a failure, and end the process at once.
+
+    It would not end by itself if threads of other libraries wait for a storage that hangs.
     """
-    _say(f"{message}. The process ends at once, with status {STATUS}")
+    _write_message(f"{message}. The process ends at once, with status {STATUS}")
     atexit._run_exitfuncs()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -86,36 +93,39 @@ def end_now(message: str) -> None:
 
 
 def _finish_all() -> None:
-    began = Deadline.after(0).at
-    for saves, where, seconds in _own():
+    # All times run from now: they are not added up over several engines.
+    begin = Deadline.after(0).at
+    for saves, place, seconds in _saves_of_process():
         _open.pop(saves, None)
         try:
-            saves.close(Deadline(began + seconds).left)
-        except BaseException as error:  # noqa: BLE001 - also a second Ctrl-C: it ends this wait, and must be told
-            fail(f"{where}: the last save did not become a checkpoint. {_words(error)}")
+            saves.close(Deadline(begin + seconds).left)
+        except BaseException as error:  # noqa: BLE001 - a second Ctrl-C, too, ends this wait only
+            fail(f"{place}: the last save did not become a checkpoint. {_description(error)}")
 
 
-def _own() -> list[tuple[Saves, str, float]]:
-    """Those of this process; a forked child has also its parent's, with which it must do
-    nothing.
+def _saves_of_process() -> list[tuple[Saves, str, float]]:
+    """Return the registrations of this process.
+
+    A forked child also has those of its parent, and must not touch them.
     """
     return [
-        (saves, where, seconds)
-        for saves, (owner, where, seconds) in list(_open.items())
+        (saves, place, seconds)
+        for saves, (owner, place, seconds) in list(_open.items())
         if owner == os.getpid()
     ]
 
 
 def _is_worker() -> bool:
-    """Whether this is a child of ``multiprocessing``."""
+    """Return true in a child of ``multiprocessing``."""
     module = sys.modules.get("multiprocessing.process")
     return module is not None and module.parent_process() is not None
 
 
 class _FailingStream:
-    """Stands for ``sys.stderr`` while the interpreter ends, and fails its last flush: the one
-    documented way for a hook at exit to make the exit status differ from 0 (``sys.exit``: "the exit
-    status is changed to 120") that leaves every other hook its turn.
+    """A stand-in for ``sys.stderr`` that fails its last flush while the interpreter ends.
+
+    This is the one documented way to change the exit status from a hook at exit that lets every
+    other hook run (``sys.exit``: "the exit status is changed to 120").
     """
 
     def __init__(self, stream: Any) -> None:
@@ -127,9 +137,8 @@ class _FailingStream:
     def flush(self) -> None:
         with contextlib.suppress(Exception):
             self._stream.flush()
-        if (
-            sys.is_finalizing() or _is_worker()
-        ):  # workers flush while they still run, and end with status 1 where that fails
+        # A worker flushes while it still runs, and ends with status 1 if that fails.
+        if sys.is_finalizing() or _is_worker():
             raise OSError("a save did not become a checkpoint")
 
 
@@ -137,29 +146,37 @@ class _FailingStream:
 
 
 def finish_on_signal(*signals: int, grace_seconds: float = 25.0) -> Callable[[], None]:
-    """On these signals (by default SIGTERM) finish the saves under way first, then end as the
-    process
-    would have without this.
+    """Finish the saves under way on a signal, then end as the process would have without this.
 
-    The handler waits for every save of this process for at most ``grace_seconds``, says on stderr
-    what it could not finish, and hands on to the handler that was there before; where that was the
-    default, the process dies by the signal itself, so that its parent sees why. Longer: a slow
-    storage gets the save through; shorter: further away from the SIGKILL that follows (Kubernetes
-    and Slurm: 30 s by default). A second signal ends the process at once. No further save is made:
-    where the newest step is worth one, set a flag in a handler of your own and save from the
-    training loop.
+    The handler waits for every save of this process, writes to stderr what it could not finish, and
+    calls the handler that was installed before. If that was the default, the process dies by the
+    signal itself, so that its parent sees the reason. A second signal ends the process at once. No
+    further save is made: if the newest step is worth one, set a flag in a handler of your own and
+    save from the training loop.
 
-    Python calls handlers in the main thread, between two bytecodes. While that is in a long native
-    call, saves go on by themselves, and the process ends when the call does. Returns a function
-    that puts the handlers of before back. Raises ``ValueError`` outside the main thread.
+    Python calls handlers in the main thread, between two bytecodes. While that thread is in a long
+    native call, saves go on by themselves, and the process ends when the call returns.
+
+    Args:
+        *signals: Signal numbers. Default: SIGTERM.
+        grace_seconds: The longest wait for the saves. Longer: a slow storage gets the save through;
+            shorter: further away from the SIGKILL that follows (Kubernetes and Slurm: 30 s by
+            default).
+
+    Returns:
+        A function that puts the earlier handlers back.
+
+    Raises:
+        ValueError: ``grace_seconds`` is not positive, or this is not the main thread.
     """
     return _Finisher(signals or (signal.SIGTERM,), grace_seconds).remove
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let a signal's handler wait until the end of this block: a save that the main thread is in
-    the middle of is finished, too.
+    """Postpone the signal handler of ``finish_on_signal`` to the end of this block.
+
+    A save that the main thread has half begun is then finished, too.
     """
     global _depth
     if threading.current_thread() is not threading.main_thread():
@@ -174,41 +191,39 @@ def undisturbed() -> Iterator[None]:
             _deferred.pop()()
 
 
-_depth = 0  # of blocks that the main thread is in
+_depth = 0  # the number of ``undisturbed`` blocks that the main thread is in
 _deferred: list[Callable[[], None]] = []
 
 
 class _Finisher:
-    """The handler of some signals, and a watch that ends the process where the handler does not
-    come to its end.
-    """
+    """The handler of some signals, and a thread that ends the process if the handler hangs."""
 
     def __init__(self, signals: tuple[int, ...], grace_seconds: float) -> None:
         if not grace_seconds > 0:
             raise ValueError(f"grace_seconds must be more than 0, not {grace_seconds}")
         self._owner = os.getpid()
         self._grace_seconds = grace_seconds
-        self._number = 0  # of the signal that is being handled
+        self._number = 0  # the signal that is being handled
         self._removed = False
         self._deadline = Deadline.after(None)
-        self._arrived, self._done = threading.Event(), threading.Event()
-        self._before: dict[int, Any] = {}
+        self._arrived, self._finished = threading.Event(), threading.Event()
+        self._earlier_handlers: dict[int, Any] = {}
         try:
             for number in signals:
-                self._before[number] = signal.signal(number, self._handle)
+                self._earlier_handlers[number] = signal.signal(number, self._handle)
         except BaseException:
             self.remove()
             raise
-        # Started now: where the interpreter is ending already, none can be.
+        # Started before it is needed: an interpreter that is ending starts no thread.
         threading.Thread(target=self._watch, name="deltacheck-grace", daemon=True).start()
 
     def remove(self) -> None:
-        """Put the handlers of before back, where nobody has taken our place since."""
-        for number, before in self._before.items():
+        """Put the earlier handlers back, unless another one was installed since."""
+        for number, earlier in self._earlier_handlers.items():
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._removed = True
-        self._done.set()
+        self._finished.set()
         self._arrived.set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -224,22 +239,23 @@ class _Finisher:
             self._finish(number, frame)
 
     def _finish(self, number: int, frame: FrameType | None) -> None:
-        for saves, where, _ in _own():
+        for saves, place, _ in _saves_of_process():
             try:
                 saves.wait(self._deadline.left)
-            except Exception as error:  # noqa: BLE001 - the process ends; what is left to do is to say why
-                _say(
-                    f"{where}: ended by {_name(number)} before the last save became a checkpoint."
-                    f" {_words(error)}"
+            except Exception as error:  # noqa: BLE001 - the process ends, and the message says why
+                _write_message(
+                    f"{place}: ended by {_name(number)} before the last save became a checkpoint."
+                    f" {_description(error)}"
                 )
-        before = self._before[number]
-        if before in (signal.SIG_DFL, None):
+        earlier = self._earlier_handlers[number]
+        if earlier in (signal.SIG_DFL, None):
             _die(number)
             return
-        self._number = 0  # the handler of before may let the process live
-        self._done.set()
-        if callable(before):
-            before(number, frame)
+        # The earlier handler may let the process live, so the next signal is a first one again.
+        self._number = 0
+        self._finished.set()
+        if callable(earlier):
+            earlier(number, frame)
 
     def _watch(self) -> None:
         while True:
@@ -248,17 +264,17 @@ class _Finisher:
             if self._removed:
                 return
             number = self._number
-            if not self._done.wait(self._grace_seconds + _SLACK_SECONDS):
-                _say(
+            if not self._finished.wait(self._grace_seconds + _SLACK_SECONDS):
+                _write_message(
                     f"ended by {_name(number)}: the saves under way took longer than"
                     f" {self._grace_seconds:g} s"
                 )
                 os._exit(128 + number)
-            self._done.clear()
+            self._finished.clear()
 
 
 def _die(number: int) -> None:
-    """End by the signal's default action."""
+    """End the process by the signal's default action."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -269,12 +285,12 @@ def _name(number: int) -> str:
     return f"signal {number}"
 
 
-def _words(error: BaseException) -> str:
+def _description(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _say(message: str) -> None:
-    # Not through sys.stderr: the main thread may be writing to it where a signal has interrupted
-    # it.
+def _write_message(message: str) -> None:
+    # Not through sys.stderr: a signal may have interrupted the main thread within a write to it,
+    # and its buffer is not reentrant.
     with contextlib.suppress(OSError):
         os.write(2, f"deltacheck: {message}\n".encode(errors="replace"))

@@ -1,5 +1,7 @@
-"""What a gradient log remembers between saves, whatever the framework: the base, the updates since,
-and what a save makes of them.
+"""Keep a gradient log between saves: its base, the updates since, and what a save makes of them.
+
+The log stores the inputs of the updates instead of the state. A save first repeats the new updates
+on a replica and compares digests. If they differ, it stores the state itself.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ _NONE: Node = {"t": "dict", "k": []}
 
 
 class Replica(Protocol):
-    """The framework's twin of what the updates work on."""
+    """A copy of the memory that updates work on, in the framework's own form."""
 
     def update(self, options: Node, inputs: Mapping[str, Any]) -> None:
-        """Do one update. ``inputs`` stay as they are."""
+        """Repeat one update. ``inputs`` are not changed."""
         ...
 
     def memory(self) -> Flat:
-        """All that the updates work on."""
+        """Return the arrays that the updates work on."""
         ...
 
 
 @dataclass(slots=True)
 class Update:
-    """One update since the base. ``specs``: input name -> its leaf; ``inputs``: copies of them,
-    ``None`` once they are stored.
+    """One update since the base.
+
+    Args:
+        specs: The leaf of each input, by input name.
+        inputs: Copies of the inputs, by name; ``None`` once they are stored.
+        options: The options of the update, such as the learning rate.
     """
 
     specs: dict[str, LeafSpec]
@@ -47,11 +53,18 @@ class Update:
 
 @dataclass(slots=True)
 class Base:
-    """The checkpoint that is replayed from, and the replica that has come from it as far as
-    ``replayed`` says.
+    """The checkpoint that a restore replays from, and the replica that has followed the updates.
 
-    ``name``: of what computes the updates. ``places``: array path in the memory -> leaf path.
-    ``standing``: the saver's, after the last save of this log.
+    Args:
+        seq: The sequence number of the checkpoint.
+        step: Its training step.
+        name: The name of what computes the updates.
+        memory: The structure of the memory.
+        places: The leaf path of each array of the memory, by array path.
+        replica: The copy of the memory, after ``replayed`` updates.
+        standing: ``Saver.standing()`` after the last save of this log.
+        updates: The updates since the checkpoint, oldest first.
+        replayed: The number of updates that the replica has repeated.
     """
 
     seq: int
@@ -66,14 +79,20 @@ class Base:
 
     @property
     def fresh(self) -> list[Update]:
-        """Those that no save has stored."""
+        """The updates that no save has stored."""
         return [update for update in self.updates if update.inputs is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a save stores beside ``rest``. ``reason``: why the state itself is stored; then there is
-    nothing beside it and no ``replay``.
+    """The content of one save.
+
+    Args:
+        rest: The part of the state that is stored directly.
+        sources: Leaves beside it: the inputs of updates, and stored leaves that stay.
+        replay: How a restore computes the other leaves of the state.
+        reason: Why the state itself is stored. If there is a reason, ``rest`` is the whole state,
+            and there are neither sources nor ``replay``.
     """
 
     rest: Flat
@@ -83,12 +102,17 @@ class Plan:
 
     @property
     def note(self) -> str:
+        """The remark for the save report."""
         return "" if self.reason is None else f"the state itself is stored: {self.reason}"
 
 
 class Logbook:
-    """One log. ``digests``: the leaf digest of each array of a memory; ``read(input)``: how a save
-    reads an input, and whether later.
+    """One gradient log.
+
+    Args:
+        limits: When a save stores the state itself.
+        digests: Return the leaf digest of each array of a memory, by array path.
+        read: Return how a save reads an input, and true if that may happen behind the training.
     """
 
     def __init__(
@@ -101,28 +125,32 @@ class Logbook:
         self._digests = digests
         self._read = read
         self._base: Base | None = None
-        self._spoiled: str | None = None
-        self._differed = 0
+        # Why the next save must store the state itself, if an update could not be recorded.
+        self._gap: str | None = None
+        # Saves in a row whose replay differed from the live state.
+        self._mismatches = 0
 
     @property
     def listens(self) -> bool:
-        """Whether an update can still be of use to the next save."""
+        """True if the next save can still use an update."""
         return (
             self._base is not None
-            and self._spoiled is None
+            and self._gap is None
             and len(self._base.fresh) <= self._limits.max_steps_per_save
         )
 
     def record(self, make: Callable[[int], Update]) -> None:
-        """Note an update. ``make(number)`` copies its inputs; where it raises ``UnsupportedLeaf``,
-        the next save stores the state itself.
+        """Record an update.
+
+        Args:
+            make: Return the update with copies of its inputs, from its number. If it raises
+                ``UnsupportedLeaf``, the next save stores the state itself.
         """
         if self._base is None or not self.listens:
             return
         if len(self._base.fresh) == self._limits.max_steps_per_save:
-            for (
-                update
-            ) in self._base.fresh:  # the next save stores the state itself: they serve nobody
+            # One update too many: the next save stores the state itself, and needs no inputs.
+            for update in self._base.fresh:
                 update.inputs = {}
             self._base.updates.append(Update({}, {}))
             return
@@ -132,19 +160,24 @@ class Logbook:
             self.spoil(str(error))
 
     def spoil(self, reason: str) -> None:
-        """The next save stores the state itself."""
-        self._spoiled = reason
+        """Let the next save store the state itself, for this reason."""
+        self._gap = reason
 
     def plan(self, state: Flat, standing: tuple[int, int], memory: Callable[[], Flat]) -> Plan:
-        """Decide what a save of ``state`` stores. ``memory()``: what the updates work on, as it is
-        now.
+        """Decide what a save stores.
+
+        Args:
+            state: The live state.
+            standing: ``Saver.standing()`` before the save.
+            memory: Return the live arrays that the updates work on.
         """
         base = self._base
-        fresh = 0 if base is None else len(base.fresh)
+        fresh_count = 0 if base is None else len(base.fresh)
         has_base = base is not None and base.standing == standing
-        stored = 0 if base is None else len(base.updates) - fresh
+        stored_count = 0 if base is None else len(base.updates) - fresh_count
         reason = replay.why_direct(
-            Situation(has_base, stored, fresh, self._differed, self._spoiled), self._limits
+            Situation(has_base, stored_count, fresh_count, self._mismatches, self._gap),
+            self._limits,
         )
         promised: dict[str, str] = {}
         if reason is None and base is not None:
@@ -159,11 +192,17 @@ class Logbook:
     def saved(
         self, plan: Plan, step: int, standing: tuple[int, int], rebase: Callable[[], Base | None]
     ) -> None:
-        """Learn that a save has begun as planned. ``rebase()`` makes it the base where it stores
-        the state itself; ``None``: it cannot be.
+        """Record that a save has begun as planned.
+
+        Args:
+            plan: The content of the save.
+            step: Its training step.
+            standing: ``Saver.standing()`` after it has begun.
+            rebase: Return the save as a base, if it stores the state itself; ``None`` if it cannot
+                be one.
         """
         if plan.reason is not None:
-            gave_up = self._differed >= replay.GIVE_UP_AFTER
+            gave_up = self._mismatches >= replay.GIVE_UP_AFTER
             log.info("step %d stores the state itself: %s", step, plan.reason)
             if gave_up and self._base is not None:
                 log.warning(
@@ -171,21 +210,25 @@ class Logbook:
                     step,
                     plan.reason,
                 )
-            self._base = None  # its memory first
+            # In two steps: the old replica must be freed before the new one is allocated.
+            self._base = None
             self._base = None if gave_up else rebase()
-            self._spoiled = None
+            self._gap = None
         elif self._base is not None:
             for update in self._base.updates:
                 update.inputs = None
             self._base.standing = standing
 
     def forget(self) -> None:
-        """Let go of everything: the next save stores the state itself."""
+        """Drop the base, so that the next save stores the state itself."""
         self._base = None
 
     def _prove(self, base: Base, state: Flat, live: Flat) -> tuple[dict[str, str], str | None]:
-        """Do the fresh updates on the replica: the digest of each leaf that they write, or why they
-        cannot be replayed.
+        """Repeat the fresh updates on the replica.
+
+        Returns:
+            The digest of each leaf that the updates write, by path, and ``None``; or no digests
+            and the reason why the updates cannot be replayed.
         """
         if places(live, state) != base.places:
             return (
@@ -197,35 +240,36 @@ class Logbook:
                 assert update.inputs is not None  # only what was replayed is stored
                 base.replica.update(update.options, update.inputs)
                 base.replayed += 1
-            found = self._digests(base.replica.memory())
-        except Exception as error:  # noqa: BLE001 - an update that cannot be done twice is no reason to lose the checkpoint
-            self._differed += 1
+            replayed = self._digests(base.replica.memory())
+        except Exception as error:  # noqa: BLE001 - the checkpoint can store the state itself
+            self._mismatches += 1
             return {}, f"{base.name} cannot be replayed: {type(error).__name__}: {error}"
-        wanted = self._digests(live)
-        for path, digest in wanted.items():
-            if found.get(path) != digest:
-                self._differed += 1
+        live_digests = self._digests(live)
+        for path, digest in live_digests.items():
+            if replayed.get(path) != digest:
+                self._mismatches += 1
                 return (
                     {},
                     (
                         f"leaf {base.places[path]!r} has digest {digest}, replaying"
-                        f" {len(base.updates)} updates gives {found.get(path)}: another kernel, or"
+                        f" {len(base.updates)} updates gives {replayed.get(path)}: another kernel, or"
                         " something else than the updates wrote to it"
                     ),
                 )
-        self._differed = 0
-        return {base.places[path]: digest for path, digest in wanted.items()}, None
+        self._mismatches = 0
+        return {base.places[path]: digest for path, digest in live_digests.items()}, None
 
     def _logged(self, base: Base, state: Flat, promised: dict[str, str]) -> Plan:
+        """Return a plan that stores inputs in place of the ``promised`` leaves."""
         sources = {
-            path: _held(LeafSpec.of(path, leaf.shape, leaf.dtype))
+            path: _unchanged(LeafSpec.of(path, leaf.shape, leaf.dtype))
             for path, leaf in state.leaves.items()
             if path in promised
         }
         for update in base.updates:
             for name, spec in update.specs.items():
                 if update.inputs is None:
-                    sources[spec.path] = _held(spec)
+                    sources[spec.path] = _unchanged(spec)
                 else:
                     current, lazy = self._read(update.inputs[name])
                     sources[spec.path] = LeafSource(spec, current, lazy=lazy, whole=True)
@@ -247,24 +291,24 @@ class Logbook:
 
 
 def places(memory: Flat, state: Flat) -> dict[str, str] | None:
-    """Which leaf of the state is which array of the memory, by where they lie; ``None`` where one
-    is in no leaf.
+    """Return which leaf of the state is which array of the memory, by their addresses.
+
+    ``None`` if an array is in no leaf, or two arrays are in one.
     """
-    lies = {
+    path_of = {
         (leaf.identity, leaf.shape, leaf.dtype): path
         for path, leaf in state.leaves.items()
         if leaf.identity is not None
     }
-    all_of_it = {
-        path: lies.get((leaf.identity, leaf.shape, leaf.dtype))
-        for path, leaf in memory.leaves.items()
-    }
-    found = {path: place for path, place in all_of_it.items() if place is not None}
-    return (
-        found if len(found) == len(all_of_it) and len(set(found.values())) == len(found) else None
-    )
+    leaf_paths: dict[str, str] = {}
+    for path, leaf in memory.leaves.items():
+        leaf_path = path_of.get((leaf.identity, leaf.shape, leaf.dtype))
+        if leaf_path is None:
+            return None
+        leaf_paths[path] = leaf_path
+    return leaf_paths if len(set(leaf_paths.values())) == len(leaf_paths) else None
 
 
-def _held(spec: LeafSpec) -> LeafSource:
-    """What is stored of the leaf already stays."""
+def _unchanged(spec: LeafSpec) -> LeafSource:
+    """Return a source that keeps what is already stored of a leaf."""
     return LeafSource(spec, lambda: Coded(spec, None))

@@ -194,7 +194,7 @@ def test_only_the_steps_that_are_asked_for_go_to_the_disk_and_the_newest_at_the_
         assert on_disk(places.memory) == [4, 5]
         assert engine.steps() == [0, 3, 4, 5]
         save(engine, 7)
-        for saves, _, _ in exits._own():  # what a signal does
+        for saves, _, _ in exits._saves_of_process():  # what a signal does
             saves.wait(30)
         assert on_disk(places.disk) == [0, 3, 7]
         save(engine, 8)
