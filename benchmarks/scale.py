@@ -224,7 +224,8 @@ def simulate(name: str, leaves: Mapping[str, Leaf], size: int) -> Cost:
         resolve=resolving,
         manifest_bytes=len(content),
         bytes_up=sum(map(len, (*messages, *reports, *steady))),
-        bytes_down=sum(map(len, assigned)) + size * len(joint.encoded(Agreement(0, False, True, True))),
+        bytes_down=sum(map(len, assigned))
+        + size * len(joint.encoded(Agreement(0, False, True, True))),
         steady_up=sum(map(len, (*reports, *steady))),
         most_tiles=max(
             sum(len(numbers) for _, numbers in rank_tiles.values()) for rank_tiles in tiles_by_rank
