@@ -148,7 +148,7 @@ def s3_server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(s3_server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    """That server as the one that ``s3://`` means."""
+    """Return the server, and make it the one that ``s3://`` addresses name."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server

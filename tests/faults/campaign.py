@@ -49,7 +49,7 @@ class Trial:
         return self.area / "root"
 
     def arguments(self) -> tuple[str, str, str]:
-        """What the tasks in ``trials.py`` take."""
+        """Return the arguments of the tasks in ``trials.py``."""
         return self.scenario, str(self.root), str(self.acknowledgements)
 
     def acknowledged(self) -> set[int]:

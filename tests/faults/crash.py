@@ -27,8 +27,10 @@ MODES = (Mode.KILL, Mode.TORN)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """When to kill: at call ``at`` of the scenario, or after ``seconds`` where ``at`` is ``None``;
-    ``again``: at a call of the recovery, too.
+    """A moment at which a process is killed.
+
+    ``at``: the call of the scenario, or ``None`` to kill after ``seconds``. ``again``: a call of the
+    recovery at which that is killed too.
     """
 
     scenario: str
@@ -43,7 +45,7 @@ class Point:
 
     @classmethod
     def parse(cls, words: str) -> Point:
-        """What ``str`` gives."""
+        """Return the point that ``str`` printed."""
         scenario, how, number, *more = words.split()
         again = int(more[1]) if more else None
         if how == "after":

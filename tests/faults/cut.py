@@ -203,7 +203,7 @@ class Outcome:
 
 
 def _is_wrong(problem: str) -> bool:
-    """Whether a value came back, and was not the right one."""
+    """Return whether a value was returned that is not the right one."""
     what = problem.partition("does not restore: ")[2]
     return what.startswith(("leaf ", "keys ")) or " instead of " in what
 

@@ -45,7 +45,7 @@ _STEPS_BEFORE_A_NEW_IMAGE = 10
 
 
 def why_not(kind: str = "ext4") -> str | None:
-    """Why images cannot be mounted here; ``None`` where they can."""
+    """Return the reason why images cannot be mounted here, or ``None`` if they can."""
     if os.geteuid() != 0:
         return "mounting an image needs root"
     for tool in ("losetup", f"mkfs.{kind}", "mount", "umount", "cp"):
@@ -94,8 +94,9 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
 
 
 def copy(image: Path, to: Path) -> Path:
-    """What has reached the device, at one moment. REQUIRES: nobody else writes to the file
-    system.
+    """Copy the content of the device at one moment.
+
+    Nothing else may write to the file system meanwhile.
     """
     for _ in range(50):
         for target in (to, to.with_suffix(".again")):

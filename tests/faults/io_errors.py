@@ -64,7 +64,7 @@ class Point:
 
     @classmethod
     def parse(cls, words: str) -> Point:
-        """What ``str`` gives."""
+        """Return the point that ``str`` printed."""
         scenario, way, fault, at = words.split()
         return cls(scenario, way, fault, int(at))
 
@@ -86,7 +86,7 @@ def cells(names: Iterable[str]) -> list[tuple[str, str, str]]:
 def calls(
     campaign: Campaign, cells: Iterable[tuple[str, str, str]]
 ) -> dict[tuple[str, str, str], int]:
-    """How many calls each fault may be given to: counted in one trace for each scenario and way."""
+    """Count the calls that each fault may hit, in one trace for each scenario and mode."""
     traces: dict[tuple[str, str], Counter[str]] = {}
     for name, way in dict.fromkeys((name, way) for name, way, _ in cells):
         with campaign.trial(name) as trial:

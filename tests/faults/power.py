@@ -1,6 +1,4 @@
-"""Which files may be on a disk after a power cut: every legal state of a recorded trace, enumerated
-or
-drawn at random.
+"""Enumerate or sample every legal state of a disk after a power cut in a recorded trace.
 
 The model is that of Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014), at its
 weakest, so that it includes what ext4, XFS and btrfs do in any of their modes:
@@ -51,7 +49,7 @@ class Op(NamedTuple):
 
 
 def from_trace(records: Iterable[shim.Op]) -> list[Op]:
-    """What the shim recorded, as far as it changed something."""
+    """Return the recorded calls that changed something."""
     found = []
     for record in records:
         path, other = ("" if name == "." else name for name in (record.path, record.other))
@@ -88,7 +86,7 @@ class Unit:
 
 @dataclass(slots=True)
 class File:
-    """What was done to a file's content. ``synced``: how many of these acts are durable."""
+    """The changes of a file's content. ``synced``: the number of durable ones."""
 
     acts: list[Op] = field(default_factory=list)
     synced: int = 0
@@ -121,8 +119,9 @@ class File:
 
 
 class Disk:
-    """What is on a disk and what only seems to be, while a trace goes on. The base (number 0) is
-    durable.
+    """The durable and the visible content of a disk during a trace.
+
+    The base, number 0, is durable.
     """
 
     def __init__(self) -> None:
@@ -260,7 +259,7 @@ class Disk:
             )
 
     def seen(self) -> Tree:
-        """What the running system sees."""
+        """Return the files as the running system sees them."""
         return self._tree(
             set(self._pending), {n: file.content(len(file.acts)) for n, file in self._files.items()}
         )
@@ -378,9 +377,7 @@ def _disk(trace: Sequence[Op], point: int) -> Disk:
 
 
 def seen_at(trace: Sequence[Op], point: int) -> Tree:
-    """What the running system saw after ``point`` calls: what a process that is started again
-    finds.
-    """
+    """Return the files that a restarted process finds after ``point`` calls."""
     return _disk(trace, point).seen()
 
 

@@ -1,5 +1,4 @@
-"""What is done to a root while faults happen, and how to tell afterwards whether a promise was
-broken.
+"""Scenarios that run while faults happen, and checks whether a promise was broken.
 
 A ``Scenario`` is data: ``prepare(root)`` makes the root as it is before the fault, ``act(root,
 acknowledge)`` is what is killed, or whose calls fail. It calls ``acknowledge(step)`` as soon as the
@@ -140,8 +139,10 @@ class Scenario:
 
 
 def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[str]:
-    """What a fault has broken: acknowledged steps that are gone, listed steps that do not restore
-    to their state. Changes nothing.
+    """Return the promises that a fault broke, and change nothing.
+
+    These are acknowledged steps that are missing, and listed steps that do not restore to their
+    state.
     """
     try:
         listed = scenario.subject.steps(root)
@@ -170,8 +171,9 @@ def violations(scenario: Scenario, root: Path, acknowledged: set[int]) -> list[s
 
 
 def recovery_violations(scenario: Scenario, root: Path) -> list[str]:
-    """What stands in the way of the next writer, and what it and a collection after it have broken
-    or left behind. Changes the root.
+    """Return the obstacles of the next writer, and the damage that it or a collection caused.
+
+    This changes the root.
     """
     before: set[int] = set()
     with contextlib.suppress(Exception):
@@ -664,8 +666,9 @@ def _orbax(name: str, prepared: int, saves: int, keep: int | None = None) -> Sce
 
 
 class OverwritingTorchSave:
-    """What many trainings do: ``torch.save`` over the one file there is. Its steps are lost when it
-    is killed: it must fail.
+    """A common practice: ``torch.save`` over the only file.
+
+    A kill loses its steps, so the harness must report it.
     """
 
     def steps(self, root: Path) -> list[int]:
@@ -823,5 +826,5 @@ def acknowledge_to(path: Path) -> Acknowledge:
 
 
 def acknowledged_in(path: Path) -> set[int]:
-    """What was acknowledged to a file; nothing where there is none."""
+    """Return the steps that a file acknowledges; none if there is no file."""
     return {int(line) for line in path.read_text().split()} if path.exists() else set()

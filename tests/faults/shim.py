@@ -53,7 +53,7 @@ _NO_NUMBER = 0xFFFFFFFF
 
 
 class Mode(enum.IntEnum):
-    """What becomes of call number ``at``. Permanent numbers: shim.c has them too.
+    """The effect on call number ``at``. The numbers are permanent: shim.c has them too.
 
     ``KILL``: SIGKILL before it. ``TORN``: SIGKILL inside it: half of a write's bytes are written;
     anything else is carried out, but never returns. ``FAIL``: it fails; ``FAIL_FROM``: so does
@@ -73,7 +73,7 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of call number ``at`` among the calls of ``kinds`` below the root; ``error``: an
+    """The effect on call number ``at`` among the calls of ``kinds`` below the root; ``error``: an
     ``errno``, where it fails.
     """
 
@@ -93,7 +93,7 @@ class Fault:
 
     @classmethod
     def of_json(cls, told: dict[str, Any]) -> Fault:
-        """What ``as_json`` gave."""
+        """Return the fault that ``as_json`` encoded."""
         return cls(Mode(told["mode"]), told["at"], told["error"], frozenset(told["kinds"]))
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def is_loaded() -> bool:
-    """Whether this process runs under the shim."""
+    """Return whether this process runs under the shim."""
     return hasattr(ctypes.CDLL(None), "shim_arm")
 
 

@@ -58,7 +58,7 @@ class Killed(BaseException):
 
 @dataclass
 class Save:
-    """What the model knows of a checkpoint. ``key``: the same for the forms of one save."""
+    """A checkpoint in the model. ``key``: equal for all forms of one save."""
 
     key: int
     step: int
@@ -165,7 +165,7 @@ class Model(RuleBasedStateMachine):
         return self.saved[max(seq for seq, save in self.saved.items() if save.step == step)]
 
     def expected_after(self, saved: dict[int, Save], retention: Retention) -> dict[int, Save]:
-        """What a retention leaves, told as plainly as possible."""
+        """Return the steps that a retention keeps, computed as plainly as possible."""
         if retention.keeps_all:
             return dict(saved)
         of_step = {save.step: seq for seq, save in sorted(saved.items())}

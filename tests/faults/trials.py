@@ -1,5 +1,6 @@
-"""What the children of a zygote do: act under a fault, recover under another, and look at what is
-left. Arguments are JSON.
+"""Tasks of the children of a zygote: act under a fault, recover under another, inspect the result.
+
+Arguments are JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def prepare(name: str, root: str) -> None:
 
 
 def act(name: str, root: str, acknowledgements: str) -> None:
-    """What is killed."""
+    """Run the part of a scenario that is killed."""
     SCENARIOS[name].act(Path(root), scenarios.acknowledge_to(Path(acknowledgements)))
 
 
 def recover(name: str, root: str, acknowledgements: str) -> None:
-    """What the next process does; it may be killed, too."""
+    """Run the next process, which may be killed too."""
     subject = SCENARIOS[name].subject
     scenarios.acknowledge_to(Path(acknowledgements))(subject.go_on(Path(root)))
     subject.leftovers(Path(root))

@@ -32,9 +32,9 @@ from tests.support.paths import REPOSITORY
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a child ended. ``killed``: by the fault, or after ``kill_after``; ``hung``: it was ended
-    at
-    its deadline.
+    """The end of a child process.
+
+    ``killed``: by the fault, or after ``kill_after``. ``hung``: it was ended at its deadline.
 
     ``value``: what the task returned. ``error``: the traceback of what it raised instead, or how
     else it died; empty where neither. ``count``, ``hits``: the shim's, where the child lived to

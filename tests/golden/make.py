@@ -238,8 +238,9 @@ def write_log(root: Path) -> dict[int, Any]:
 
 
 def described(state: Any) -> dict[str, Any]:
-    """What a state holds: dtype, shape and SHA-256 of the bytes of every array, and the rest as a
-    skeleton.
+    """Return the content of a state.
+
+    This is the dtype, shape and SHA-256 of every array, and the rest as a skeleton.
     """
     flat = tree.flatten(as_numpy(state), describe_numpy)
     arrays = {

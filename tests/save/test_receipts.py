@@ -154,7 +154,7 @@ def test_a_flip_on_the_way_is_told_by_the_next_call(
 def test_without_verify_the_encoders_fault_would_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the digest of the live state is for: everything on disk agrees with itself."""
+    """The digest of the live state is needed: all data on disk agrees with itself."""
     saves: list[int] = []
     in_the_encoder(monkeypatch, saves)
     state = training_state()

@@ -1,5 +1,6 @@
-"""What the lossy presets store and what a restore gives: the laws of docs/explanation/policy.md,
-each broken by one change.
+"""The lossy policies store and restore by the laws of docs/explanation/policy.md.
+
+One change breaks each law.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What the kernels may use of a multiprocessor, and what they use: `python -m
-tests.suites.cuda_budget`, wherever nvcc is.
+"""Compare the resources of the CUDA kernels with their budget.
+
+Run `python -m tests.suites.cuda_budget` on a machine with nvcc.
 
 A kernel over its budget still works, at a fraction of the speed: fewer blocks fit a multiprocessor,
 or registers go to memory.
@@ -28,7 +29,7 @@ MOST_SPILL_BYTES = 80  # stored; on the ways of the widest words
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """What one kernel needs on one architecture."""
+    """The resources that one kernel needs on one architecture."""
 
     kernel: str
     architecture: str
@@ -37,7 +38,7 @@ class Use:
     shared_bytes: int
 
     def excess(self) -> str:
-        """What is over the budget; empty if nothing is."""
+        """Return the resources over the budget; empty if there are none."""
         pairs = (
             ("registers", self.registers, MOST_REGISTERS),
             ("bytes of spills", self.spill_bytes, MOST_SPILL_BYTES),
@@ -60,7 +61,7 @@ def kernel_name(mangled: str) -> str:
 
 
 def uses_in(report: str) -> list[Use]:
-    """What ptxas -v says of each kernel."""
+    """Return the resources of each kernel from the output of ``ptxas -v``."""
     uses = []
     for part in report.split("Compiling entry function ")[1:]:
         mangled, architecture = re.findall(r"'([^']+)'", part)[:2]

@@ -82,7 +82,7 @@ class Subject:
 
 
 def kind_of(path: Path) -> str:
-    """What a file of a root is, in words."""
+    """Return the kind of a file of a root, in words."""
     parts = path.parts[1:] if path.parts[0] == "deltacheck" else path.parts
     if parts[0] == layout.SEGMENTS and len(parts) > 2:
         inside = parts[2:]
@@ -265,7 +265,7 @@ def judge(subject: Subject, door: str, step: int) -> tuple[str, str]:
 
 
 def complain(text: str, error: Exception, subject: Subject, step: int) -> tuple[str, str] | None:
-    """What an error lacks: the step, a file, the way out."""
+    """Return the parts that an error message lacks: the step, a file, the remedy."""
     if isinstance(
         error, errors.UnsupportedFormat
     ):  # a version or feature that a flipped bit has made: the file is all that is known
@@ -470,8 +470,9 @@ def _numpy(root: Path, step: int) -> Any:
 
 
 def _truth(root: Path, steps: list[int]) -> dict[int, Any]:
-    """What the NumPy door gives of an undamaged root, which is held against the live states by
-    another door.
+    """Return an undamaged root as NumPy arrays.
+
+    Another entry point compares them with the live states.
     """
     return {step: _numpy(root, step) for step in steps}
 
@@ -604,7 +605,7 @@ def log_subject(folder: Path) -> Subject:
             return engine.restore(step, optimizer=kept[0])
 
     def by_twin(root: Path, step: int) -> Any:
-        """What ``Engine.restore`` does, without making an engine."""
+        """Restore as ``Engine.restore`` does, without an engine."""
         opened = open_root(root)
         manifest = opened.manifest(step)
         with damage.named(opened, manifest):

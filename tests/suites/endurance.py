@@ -32,7 +32,7 @@ MOST_GROWTH_BYTES_PER_HOUR = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a process held, when no save was under way. ``disk``: bytes of its root."""
+    """The resources of a process while no save was under way. ``disk``: bytes of its root."""
 
     seconds: float
     files: int
@@ -51,7 +51,7 @@ class Found:
 
 
 def grown(counts: list[Count]) -> list[str]:
-    """What grew in the later half of a process's life, beyond what its first half needed."""
+    """Return the resources that grew in the later half of a process, beyond those of its first half."""
     if len(counts) < 8:
         return []
     early, late = counts[: len(counts) // 2], counts[len(counts) // 2 :]

@@ -588,7 +588,7 @@ def _cycles(name: str, title: str, imports: list[Import]) -> Figure:
 
 @dataclass(frozen=True)
 class Layer:
-    """Where the contract places a module.
+    """The place of a module in the contract.
 
     Attributes:
         number: Index of the layer, 0 at the top.
@@ -802,7 +802,7 @@ def percent(count: int, total: int, digits: int = 1) -> str:
 
 @dataclass
 class PublicApi:
-    """What is documented as public.
+    """The names that are documented as public.
 
     Attributes:
         names: The dotted names.

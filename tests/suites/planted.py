@@ -386,8 +386,9 @@ def _compiled(source: str, function: FunctionType) -> CodeType:
 
 
 def plant_by_environment() -> None:
-    """What ``DELTACHECK_PLANT`` names, if anything. Called by ``conftest.py``, and by programs that
-    tests start.
+    """Plant the bug that ``DELTACHECK_PLANT`` names, if any.
+
+    ``conftest.py`` calls this, and so do programs that tests start.
     """
     name = os.environ.get(PLANT)
     if name:

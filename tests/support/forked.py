@@ -31,8 +31,9 @@ def run_all(scenarios: Mapping[str, Callable[[Path], object]], folder: Path) -> 
 
 
 def forked(do: Callable[[], object]) -> Any:
-    """What a function gives in a fork, as JSON has it; ``{"killed": signal}`` or ``{"error":
-    text}`` where it does not come so far.
+    """Run a function in a fork and return its result, as JSON decodes it.
+
+    If the fork does not finish, return ``{"killed": signal}`` or ``{"error": text}``.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -70,7 +70,7 @@ def stages(path: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
 
 
 def at_once(size: int, action: Callable[[int], Any]) -> list[Any]:
-    """What ``action(rank)`` gives or raises on every rank, each on a thread of its own."""
+    """Return the result or exception of ``action(rank)`` for every rank, each run in a thread."""
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:

@@ -73,7 +73,7 @@ class S3:
         self.endpoint = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
     def environment(self) -> dict[str, str]:
-        """What makes this server the one that ``s3://`` means."""
+        """Return the variables that make this server the one that ``s3://`` addresses name."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "test",

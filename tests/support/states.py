@@ -38,7 +38,7 @@ def bits(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> bytes:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Where two trees differ: in type, structure, dtype, shape, or in a single bit."""
+    """Return the places where two trees differ: in type, structure, dtype, shape or one bit."""
     if isinstance(a, torch.Tensor | np.ndarray | np.generic):
         if type(a) is not type(b) and not (
             isinstance(a, torch.nn.Parameter) and isinstance(b, torch.Tensor)
@@ -109,5 +109,5 @@ def nudge(state: dict[str, Any], share: float = 0.02, seed: int = 1) -> None:
 
 
 def kinds(handle: Any) -> dict[str, LeafKind]:
-    """How a save wrote each leaf, once it is committed."""
+    """Return the kind of each leaf in a save, once it is committed."""
     return {leaf.path: leaf.kind for leaf in handle.result(60).leaves}

@@ -122,7 +122,7 @@ def killed_and_resumed(start: Callable[..., Trainer], folder: Path) -> dict[str,
 
 
 def asked_for(folder: Path) -> dict[str, Any]:
-    """What ``train(resume_from_checkpoint=...)`` may say."""
+    """Return the results for each value of ``train(resume_from_checkpoint=...)``."""
     return {
         "whole": forked(lambda: train(folder)),
         "finished": forked(lambda: train(folder)),
@@ -153,7 +153,7 @@ def peft_leaves(folder: Path) -> Any:
 
 
 def partly_frozen(folder: Path) -> Any:
-    """Whether the frozen embedding is read behind the training, save after save."""
+    """Return whether each save reads the frozen embedding in the background."""
     behind: list[bool] = []
     save = Saver.save
 
