@@ -252,10 +252,12 @@ import os, signal, threading, numpy as np
 from deltacheck import _native
 from deltacheck.codec import NativeCodec
 _native.set_threads(3)
-current = np.arange(1 << 16, dtype=np.uint16).astype(np.uint8); bounds = np.arange(0, (1 << 16) + 1, 1 << 10, dtype=np.uint64)
+current = np.arange(1 << 16, dtype=np.uint16).astype(np.uint8)
+bounds = np.arange(0, (1 << 16) + 1, 1 << 10, dtype=np.uint64)
 def encode():
     encoded, _ = NativeCodec().encode(current, np.zeros(1 << 16, np.uint8), bounds, 1)
-    return encoded.rows.tobytes() + b"".join(stream.tobytes() for stream in encoded.streams.values())
+    streams = b"".join(stream.tobytes() for stream in encoded.streams.values())
+    return encoded.rows.tobytes() + streams
 first, stop = encode(), threading.Event()
 def keep_the_pool_busy():
     while not stop.is_set():

@@ -115,7 +115,8 @@ def test_kernels_compile_for_every_architecture_within_their_budget() -> None:
 
 
 def test_budget_is_read_from_what_ptxas_says() -> None:
-    report = """ptxas info    : Compiling entry function '_ZN10deltacheck6device5placeILi2EEEvNS0_3JobE' for 'sm_90'
+    kernel = "_ZN10deltacheck6device5placeILi2EEEvNS0_3JobE"
+    report = f"""ptxas info    : Compiling entry function '{kernel}' for 'sm_90'
 ptxas info    : Function properties for _ZN10deltacheck6device5placeILi2EEEvNS0_3JobE
     16 bytes stack frame, 100 bytes spill stores, 44 bytes spill loads
 ptxas info    : Used 65 registers, used 1 barriers, 16 bytes cumulative stack size, 49153 bytes smem

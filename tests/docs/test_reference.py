@@ -14,8 +14,8 @@ from tests.support.paths import REPOSITORY
 
 pytest.importorskip("griffe")
 
-# One public name with its parameters a line, as release 0.1 has them. Lines may be added; a line that
-# changes or goes breaks programs of users.
+# One public name with its parameters per line, as in release 0.1. Lines may be added. A line that
+# changes or disappears breaks programs of users.
 RELEASED = Path(__file__).with_name("public_names.txt")
 
 

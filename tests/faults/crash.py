@@ -2,7 +2,7 @@
 it
 recovers.
 
-    python -m faults.crash --points 300                    stratified over the scenarios, both ways to be killed
+    python -m tests.faults.crash --points 300   # over all scenarios and both ways to be killed
     python -m faults.crash --exhaustive                    every call of every scenario, both ways
     python -m faults.crash --replay "delta TORN 17"        one of them again, keeping what it leaves
 
@@ -29,8 +29,8 @@ MODES = (Mode.KILL, Mode.TORN)
 class Point:
     """A moment at which a process is killed.
 
-    ``at``: the call of the scenario, or ``None`` to kill after ``seconds``. ``again``: a call of the
-    recovery at which that is killed too.
+    ``at``: the call of the scenario, or ``None`` to kill after ``seconds``. ``again``: a call of
+    the recovery at which that is killed too.
     """
 
     scenario: str

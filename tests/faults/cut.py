@@ -321,8 +321,10 @@ def main() -> int:
                 f" {outcome.states} states, {outcome.saves} saves "
                 f"after: {outcome.lost} lose an acknowledged step, {outcome.unreadable} list an"
                 f" unreadable one, {outcome.wrong} a wrong one, "
-                f"{outcome.stuck} stop the next process; {time.monotonic() - begin:.0f} s"
-                f"{'' if is_expected else '  <- NOT AS PROMISED'}{' (it must)' if is_expected and name in MUST_LOSE else ''}",
+                f"{outcome.stuck} stop the next process; {time.monotonic() - begin:.0f} s"(
+                    "" if is_expected else "  <- NOT AS PROMISED"
+                )
+                + (" (it must)" if is_expected and name in MUST_LOSE else ""),
                 flush=True,
             )
             if outcome.first and (not is_expected or args.only is not None):

@@ -1,8 +1,8 @@
 """S3: any mutating call fails, writes less than it was asked to, or hangs; once, or from there on.
 
-    python -m faults.io_errors --points 150                       stratified over scenarios and faults
-    python -m faults.io_errors --exhaustive                       every call of every scenario, every error, once and from there on
-    python -m faults.io_errors --replay "delta fail ENOSPC 17"    one of them again, keeping what it leaves
+    python -m tests.faults.io_errors --points 150    # over all scenarios and faults
+    python -m tests.faults.io_errors --exhaustive    # every call and error, once and from there on
+    python -m tests.faults.io_errors --replay "delta fail ENOSPC 17"   # repeat one, keep its files
 
 Two ways to meet the fault: ``fail``, a whole life of the library (opening, compacting, collecting)
 that may only raise, after which the same process goes on; and ``train``, a training that goes on

@@ -7,9 +7,9 @@ the scenario, so that any harness can check any root:
 
     scenario = SCENARIOS["delta"]
     scenario.prepare(root)
-    scenario.act(root, acknowledge)                       # <- killed, or traced and replayed up to any point
+    scenario.act(root, acknowledge)                   # killed, or traced and replayed to any point
     problems = violations(scenario, root, acknowledged)   # what the crash itself has broken
-    problems += recovery_violations(scenario, root)       # what the next writer and the collection after it have
+    problems += recovery_violations(scenario, root)   # by the next writer and a collection:
 
 ``root`` need not exist before ``prepare``. The frameworks are imported by ``import_frameworks`` and
 by nothing else at module level, and nothing here touches TensorStore or a JAX backend before one of

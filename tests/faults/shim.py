@@ -39,8 +39,21 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("shim.c")
 KINDS = (
-    "open", "write", "truncate", "sync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir", "allocate", "map", "look", "mark",
-)  # fmt: skip
+    "open",
+    "write",
+    "truncate",
+    "sync",
+    "rename",
+    "link",
+    "symlink",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "allocate",
+    "map",
+    "look",
+    "mark",
+)
 MUTATING = frozenset(KINDS) - {
     "look",
     "mark",
@@ -144,9 +157,23 @@ def read_trace(path: str | os.PathLike[str]) -> list[Op]:
     content, at, ops = Path(path).read_bytes(), 0, []
     while at < len(content):
         (
-            magic, number, kind, error, result, offset, length, inode, other_inode,
-            flags, thread, created, path_bytes, other_bytes, _, data_bytes,
-        ) = _HEADER.unpack_from(content, at)  # fmt: skip
+            magic,
+            number,
+            kind,
+            error,
+            result,
+            offset,
+            length,
+            inode,
+            other_inode,
+            flags,
+            thread,
+            created,
+            path_bytes,
+            other_bytes,
+            _,
+            data_bytes,
+        ) = _HEADER.unpack_from(content, at)
         if magic != _MAGIC:
             raise ValueError(f"{path} is not a trace: no record begins at byte {at}")
         at += _HEADER.size
@@ -158,10 +185,22 @@ def read_trace(path: str | os.PathLike[str]) -> list[Op]:
         at += data_bytes
         ops.append(
             Op(
-                None if number == _NO_NUMBER else number, KINDS[kind], name, other, offset, length, result, error, flags, inode,
-                other_inode, bool(created), thread, data,
+                None if number == _NO_NUMBER else number,
+                KINDS[kind],
+                name,
+                other,
+                offset,
+                length,
+                result,
+                error,
+                flags,
+                inode,
+                other_inode,
+                bool(created),
+                thread,
+                data,
             )
-        )  # fmt: skip
+        )
     return ops
 
 

@@ -560,8 +560,10 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.timeout(7200)
 def test_whatever_happens_every_step_that_is_there_is_the_one_that_was_saved() -> None:
     seed = int(os.environ.get("DELTACHECK_MODEL_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"seed {seed}, {RUNS} runs of {STEPS} steps. Replay: DELTACHECK_MODEL_SEED={seed} DELTACHECK_MODEL_RUNS={RUNS} "
-          f"DELTACHECK_MODEL_STEPS={STEPS} pytest tests/faults/test_model.py")  # fmt: skip
+    print(
+        f"seed {seed}, {RUNS} runs of {STEPS} steps. Replay: DELTACHECK_MODEL_SEED={seed} "
+        f"DELTACHECK_MODEL_RUNS={RUNS} DELTACHECK_MODEL_STEPS={STEPS} pytest tests/faults/test_model.py"
+    )
     settings = hypothesis.settings(
         max_examples=RUNS,
         stateful_step_count=STEPS,

@@ -37,7 +37,7 @@ def test_a_bug_whose_place_has_gone_is_an_error_and_not_a_success() -> None:
     )
     with pytest.raises(
         LookupError,
-        match=r"gone: no function of deltacheck\.leaf\.digest contains 'a text that is nowhere' any more",
+        match=r"no function of deltacheck\.leaf\.digest contains 'a text that is nowhere' any more",
     ):
         planted.plant(gone)
 

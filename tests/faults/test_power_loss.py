@@ -149,7 +149,8 @@ def test_no_power_cut_takes_an_acknowledged_step(
 ) -> None:
     outcome = cut.try_states(cut.ALL[name], traces[name], STATES, seed, place)
     assert not outcome.bad, (
-        f"{outcome.first}\nreplay: python -m tests.faults.cut {name} --seed {seed} --states {STATES}"
+        f"{outcome.first}\nreplay: python -m tests.faults.cut {name} --seed {seed}"
+        f" --states {STATES}"
     )
     assert outcome.states >= 20
 

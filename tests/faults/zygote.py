@@ -3,7 +3,9 @@ about
 10 ms instead of seconds.
 
     with Zygote("torch") as zygote:
-        outcome = zygote.run("tests.faults.trials:act", "delta", str(root), str(acknowledgements), area=area, fault=Fault(Mode.KILL, at=17))
+        fault = Fault(Mode.KILL, at=17)
+        arguments = ("delta", str(root), str(acknowledgements))
+        outcome = zygote.run("tests.faults.trials:act", *arguments, area=area, fault=fault)
 
 A task is ``"module:function"``; its arguments and what it returns are JSON. The child is the only
 process that touches TensorStore or a JAX backend, since neither survives a fork.

@@ -81,7 +81,7 @@ def test_after_compaction_gc_removes_what_no_step_needs_and_training_goes_on(
         np.testing.assert_equal(deltacheck.open(path).restore(), state)
 
 
-def test_a_compaction_that_was_killed_before_it_removed_the_old_form_leaves_nothing_after_one_collection(
+def test_a_killed_compaction_leaves_nothing_after_one_collection(
     run: tuple[Path, dict[int, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the model of power cuts: the older form went, but what only it needed stayed for

@@ -420,7 +420,9 @@ def test_a_disk_that_hangs_stops_neither_saves_nor_the_end_for_ever(
 
 CHILD = """
 import sys, torch
-from deltacheck import MemoryTier; from deltacheck.backends.torch import Engine; from tests.maintain.test_memory_tier import state_at
+from deltacheck import MemoryTier
+from deltacheck.backends.torch import Engine
+from tests.maintain.test_memory_tier import state_at
 engine = Engine(sys.argv[1], memory=MemoryTier(sys.argv[2], persist_every=100))
 for step in range(1000):
     engine.save(step, state_at(step)).wait()

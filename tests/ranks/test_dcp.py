@@ -35,7 +35,7 @@ def test_what_two_ranks_save_comes_back_on_one_and_on_three_and_later_saves_are_
 
 
 @pytest.mark.timeout(600)
-def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next_does_not_stand_on_it(
+def test_a_failed_rank_leaves_the_newest_step_intact_and_no_base_for_the_next(
     tmp_path: Path,
 ) -> None:
     root = str(tmp_path / "root")
@@ -51,7 +51,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_newest_step_whole_and_the_next
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_is_killed_before_the_commit_leaves_no_step_and_the_run_goes_on_from_the_one_before(
+def test_a_rank_killed_before_the_commit_leaves_no_step_and_the_run_resumes(
     tmp_path: Path,
 ) -> None:
     root = str(tmp_path / "root")

@@ -194,7 +194,8 @@ from tests.save.test_compactor import state, train
 from deltacheck import Policy
 from deltacheck.backends.torch import Engine
 torch.set_num_threads(1); torch.manual_seed(0)
-with Engine(sys.argv[1], policy=Policy.exact(max_chain_depth=100), compact_after=3, keep_last=4, grace_seconds=0) as engine:
+options = dict(policy=Policy.exact(max_chain_depth=100), compact_after=3)
+with Engine(sys.argv[1], **options, keep_last=4, grace_seconds=0) as engine:
     if engine.steps():
         live = engine.restore(); first = live["number"] + 1
     else:

@@ -2,7 +2,8 @@
 a
 silent wrong restore.
 
-    python -m tests.suites.damage_trials [--trials 20000] [--seed N] [--repair | --every-bit [--stride N]]
+    python -m tests.suites.damage_trials [--trials 20000] [--seed N]
+        [--repair | --every-bit [--stride N]]
 
 Four small roots, a keyframe and four deltas each, lie in memory: a torch engine's, an Orbax
 manager's, one under a policy (derived leaves, contracts) and one with a gradient log. A trial

@@ -24,9 +24,9 @@ from tests.support.paths import REPOSITORY
 
 SAVES_PER_KILL = 200  # on average
 COUNT_EVERY, RESTORE_EVERY = 10, 50
-MOST_GROWTH_BYTES = (
-    8 << 20
-)  # of resident memory in the later half of the steady part: less cannot be told from what malloc keeps
+# Growth of resident memory in the later half of the steady part. Less cannot be distinguished from
+# memory that malloc keeps.
+MOST_GROWTH_BYTES = 8 << 20
 MOST_GROWTH_BYTES_PER_HOUR = 1 << 20
 
 
@@ -51,7 +51,7 @@ class Found:
 
 
 def grown(counts: list[Count]) -> list[str]:
-    """Return the resources that grew in the later half of a process, beyond those of its first half."""
+    """Return the resources that grew in the later half of a process, beyond its first half."""
     if len(counts) < 8:
         return []
     early, late = counts[: len(counts) // 2], counts[len(counts) // 2 :]

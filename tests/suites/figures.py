@@ -15,8 +15,8 @@ Definitions that several figures share:
 * An import counts wherever it stands, also inside a function ("lazy"), unless it is under
   ``if TYPE_CHECKING``. ``import_module("deltacheck.x")`` counts if the name is a literal.
   Names that are assembled at run time are not seen.
-* A name is *public* if ``tests/docs/public_names.txt`` or an ``__all__`` of a facade lists it. The public methods
-  of a public class are public, inherited ones included.
+* A name is *public* if ``tests/docs/public_names.txt`` or an ``__all__`` of a facade lists it. The
+  public methods of a public class are public, inherited ones included.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Bugs planted on purpose: each must make tests fail that pass without it. This is the test of the
 tests.
 
-    python -m tests.suites.planted                 # all of them: exit status 1 where one is not caught
+    python -m tests.suites.planted                 # all: exit status 1 if one is not caught
     python -m tests.suites.planted lease-ignored   # one
-    DELTACHECK_PLANT=lease-ignored python -m pytest tests/restore/test_refusals.py   # by hand; programs that tests start are told, too
+    # By hand; programs that tests start see the variable too:
+    DELTACHECK_PLANT=lease-ignored python -m pytest tests/restore/test_refusals.py
 
 A bug is a change of one function's source. Where the text to change is no longer there, that is an
 error: the registry must keep up with the code.

@@ -73,9 +73,15 @@ def fit(
         folder, filename="{epoch}", **({"save_top_k": -1, "save_last": True} | (files or {}))
     )
     trainer = pl.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", logger=False, callbacks=[kept], plugins=[DeltaCheckIO(rng=True)],
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[kept],
+        plugins=[DeltaCheckIO(rng=True)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
     trainer.fit(module, ckpt_path=folder / "last.ckpt" if resume else None)
     optimizer = trainer.optimizers[0].state_dict()
     return {
@@ -108,9 +114,11 @@ def content(folder: Path) -> Any:
     found = load(folder / "last.ckpt", map_location="cpu")
     again = DeltaCheckIO().load_checkpoint(folder / "last.ckpt")
     return {
-        "parameters": found["hyper_parameters"], "keys": sorted(found), "own": sorted(again.keys() ^ found.keys()),
+        "parameters": found["hyper_parameters"],
+        "keys": sorted(found),
+        "own": sorted(again.keys() ^ found.keys()),
         "weights": digest(found["state_dict"]) == digest(again["state_dict"]),
-    }  # fmt: skip
+    }
 
 
 def refused(folder: Path) -> Any:

@@ -216,7 +216,8 @@ def _without(entry: bytes, hidden: str) -> bytes:
 
 def _error(start_response: Any, status: str) -> Iterable[bytes]:
     code = {"500": "InternalError", "503": "SlowDown", "429": "TooManyRequests"}[status]
-    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>injected</Message></Error>'.encode()
+    error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
+    body = f'<?xml version="1.0"?>{error}'.encode()
     start_response(
         f"{status} {code}",
         [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))],

@@ -80,9 +80,14 @@ def trainer(
         "learning_rate": 1e-2,
     } | options
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
         **options,
-    )  # fmt: skip
+    )
     return Trainer(
         make(), arguments, train_dataset=Lines(), eval_dataset=Lines(), callbacks=list(callbacks)
     )

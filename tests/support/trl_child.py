@@ -53,9 +53,13 @@ def supervised(folder: Path, *callbacks: TrainerCallback, **trainer: Any) -> Tra
     ]  # of several lengths: batches are padded
     config = SFTConfig(str(folder), **OPTIONS)
     return SFTTrainer(
-        trainer_child.model(), config, train_dataset=Dataset.from_list(texts), processing_class=words(),
-        callbacks=list(callbacks), **trainer,
-    )  # fmt: skip
+        trainer_child.model(),
+        config,
+        train_dataset=Dataset.from_list(texts),
+        processing_class=words(),
+        callbacks=list(callbacks),
+        **trainer,
+    )
 
 
 def preferred(folder: Path, *callbacks: TrainerCallback) -> Trainer:
@@ -69,9 +73,13 @@ def preferred(folder: Path, *callbacks: TrainerCallback) -> Trainer:
     ]
     config = DPOConfig(str(folder), **OPTIONS)
     return DPOTrainer(
-        trainer_child.model(), trainer_child.model(), config, train_dataset=Dataset.from_list(pairs), processing_class=words(),
+        trainer_child.model(),
+        trainer_child.model(),
+        config,
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=words(),
         callbacks=list(callbacks),
-    )  # fmt: skip
+    )
 
 
 def rewarded(folder: Path, *callbacks: TrainerCallback) -> Trainer:
@@ -81,9 +89,13 @@ def rewarded(folder: Path, *callbacks: TrainerCallback) -> Trainer:
     prompts = [{"prompt": counting(first, 3)} for first in range(20)]
     config = GRPOConfig(str(folder), **OPTIONS, num_generations=4, max_completion_length=4)
     return GRPOTrainer(
-        trainer_child.model(), reward, config, train_dataset=Dataset.from_list(prompts), processing_class=words(),
+        trainer_child.model(),
+        reward,
+        config,
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=words(),
         callbacks=list(callbacks),
-    )  # fmt: skip
+    )
 
 
 adapted = partial(
