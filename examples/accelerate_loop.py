@@ -1,9 +1,9 @@
-"""A loop with Hugging Face's Accelerate and delta checkpoints. Stop it, kill it, run it again: it
-goes
-on from the newest checkpoint.
+"""A loop with Hugging Face's Accelerate and delta checkpoints.
 
-python examples/accelerate_loop.py FOLDER --steps 20
-python examples/accelerate_loop.py FOLDER --steps 40    # goes on from step 20
+Stop it or kill it; the next run continues from the newest checkpoint.
+
+    python examples/accelerate_loop.py FOLDER --steps 20
+    python examples/accelerate_loop.py FOLDER --steps 40    # continues from step 20
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 options = arguments.parse_args()
 
-# A sampler whose order follows from the epoch alone, so that a resumed run sees the same.
+# A sampler whose order depends on the epoch alone, so that a resumed run gets the same batches.
 accelerator = Accelerator(
     cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
 )
@@ -35,13 +35,13 @@ loader = torch.utils.data.DataLoader(list(torch.randn(40, 32)), batch_size=8, sh
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 with Engine(options.folder) as engine:
-    step = began = engine.steps()[-1] if engine.steps() else 0
+    step = first_step = engine.steps()[-1] if engine.steps() else 0
     if step:
         load_state(accelerator, engine.restore())
     while step < options.steps:
         loader.set_epoch(step // len(loader))
-        seen = step % len(loader)
-        for batch in accelerator.skip_first_batches(loader, seen) if seen else loader:
+        used = step % len(loader)  # batches of this epoch that were trained on before the restart
+        for batch in accelerator.skip_first_batches(loader, used) if used else loader:
             accelerator.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -50,4 +50,4 @@ with Engine(options.folder) as engine:
                 engine.save(step, state_of(accelerator))
             if step == options.steps:
                 break
-print(f"at step {step}, from step {began}")
+print(f"at step {step}, from step {first_step}")

@@ -1,9 +1,9 @@
-"""Fine-tune with FSDP2 and checkpoint every few steps, on any number of ranks; started again, it
-goes
-on, on as many ranks as you like.
+"""Fine-tuning with FSDP2 on any number of ranks, with a checkpoint every few steps.
 
-torchrun --nproc-per-node 4 examples/fsdp_training.py runs/fsdp
-torchrun --nproc-per-node 2 examples/fsdp_training.py runs/fsdp --steps 20
+The next run continues, on another number of ranks if you like.
+
+    torchrun --nproc-per-node 4 examples/fsdp_training.py runs/fsdp
+    torchrun --nproc-per-node 2 examples/fsdp_training.py runs/fsdp --steps 20
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from deltacheck.backends.torch import Engine
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root")
     parser.add_argument("--steps", type=int, default=10)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -40,7 +42,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    with Engine(given.root, process_group=dist.group.WORLD, keep_last=5) as engine:
+    with Engine(options.root, process_group=dist.group.WORLD, keep_last=5) as engine:
         start = 0
         if engine.steps():
             weights, moments = get_state_dict(model, optimizer)
@@ -52,13 +54,13 @@ def main() -> None:
                 optim_state_dict=state["optimizer"],
             )
             start = state["step"] + 1
-        for step in range(start, given.steps):
+        for step in range(start, options.steps):
             batch = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)).to(device)
             loss = (model(batch) - batch).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step % 2 == 1 or step == given.steps - 1:
+            if step % 2 == 1 or step == options.steps - 1:
                 weights, moments = get_state_dict(model, optimizer)
                 engine.save(
                     step,
@@ -68,7 +70,7 @@ def main() -> None:
         engine.wait()
         if dist.get_rank() == 0:
             print(
-                f"{dist.get_world_size()} ranks, steps {start} to {given.steps - 1}; checkpoints:"
+                f"{dist.get_world_size()} ranks, steps {start} to {options.steps - 1}; checkpoints:"
                 f" {engine.steps()}"
             )
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""TRL's SFTTrainer with a PEFT adapter and delta checkpoints. Run it again, and it goes on. Needs
-trl,
-peft and datasets.
+"""TRL's SFTTrainer with a PEFT adapter and delta checkpoints.
 
-python examples/hf_sft_lora.py FOLDER --steps 20
+The next run continues from the newest checkpoint. It needs trl, peft and datasets.
+
+    python examples/hf_sft_lora.py FOLDER --steps 20
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ arguments.add_argument("folder")
 arguments.add_argument("--steps", type=int, default=20)
 options = arguments.parse_args()
 
-words = [
-    "<pad>",
-    "<eos>",
-    *(str(number) for number in range(30)),
-]  # numbers to count with: nothing is fetched
+# A vocabulary of numbers to count with, so that nothing is downloaded.
+words = ["<pad>", "<eos>", *(str(number) for number in range(30))]
 tokenizer = Tokenizer(
     models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
 )

@@ -1,10 +1,11 @@
-"""Hugging Face's Trainer with delta checkpoints: one callback. Stop it, kill it, run it again: it
-goes
-on from the newest checkpoint.
+"""Hugging Face's Trainer with delta checkpoints: one callback.
 
-python examples/hf_trainer.py FOLDER --steps 20 python examples/hf_trainer.py FOLDER --steps 40
-# goes on from step 20 python examples/hf_trainer.py FOLDER-lora --lora          # the same with a
-PEFT adapter, of which only the adapter is saved
+Stop it or kill it; the next run continues from the newest checkpoint. With a PEFT adapter, only the
+adapter is saved.
+
+    python examples/hf_trainer.py FOLDER --steps 20
+    python examples/hf_trainer.py FOLDER --steps 40    # continues from step 20
+    python examples/hf_trainer.py FOLDER-lora --lora
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ arguments.add_argument("--every", type=int, default=5, help="steps between two c
 arguments.add_argument("--lora", action="store_true")
 options = arguments.parse_args()
 
-torch.manual_seed(0)  # a small model of random weights: nothing is fetched
+torch.manual_seed(0)  # a small model of random weights, so that nothing is downloaded
 sizes = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -53,9 +54,8 @@ trainer = Trainer(
         disable_tqdm=True,
     ),
     train_dataset=[{"input_ids": text, "labels": text} for text in texts],
-    callbacks=[
-        DeltaCheckCallback()
-    ],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
+    # This callback is the only change. The command `deltacheck` shows FOLDER/deltacheck.
+    callbacks=[DeltaCheckCallback()],
 )
 trainer.train()
 print(f"at step {trainer.state.global_step}, from step {trainer._initial_global_step}")

@@ -1,9 +1,9 @@
-"""JAX training with Flax and Optax, with delta checkpoints under Orbax's own CheckpointManager. Run
-it
-again and it goes on.
+"""JAX training with Flax and Optax, with delta checkpoints under Orbax's CheckpointManager.
 
-python examples/jax_training_loop.py FOLDER --steps 100
-python examples/jax_training_loop.py FOLDER --steps 200    # goes on from step 100
+The next run continues from the newest checkpoint.
+
+    python examples/jax_training_loop.py FOLDER --steps 100
+    python examples/jax_training_loop.py FOLDER --steps 200    # continues from step 100
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Model(nn.Module):
 
 
 model = Model()
-teacher = jax.random.normal(jax.random.key(1), (32, 8)) / 6  # what there is to learn
+teacher = jax.random.normal(jax.random.key(1), (32, 8)) / 6  # the function to learn
 
 
 @jax.jit
 def train_step(training: TrainState, key: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
-    """One step; the new state, the next key and the loss."""
-    key, drawn = jax.random.split(key)
-    inputs = jax.random.normal(drawn, (64, 32))
+    """Train one step, and return the new state, the next key and the loss."""
+    key, subkey = jax.random.split(key)
+    inputs = jax.random.normal(subkey, (64, 32))
 
     def loss_of(params: optax.Params) -> jax.Array:
         return jnp.mean((training.apply_fn(params, inputs) - jnp.tanh(inputs @ teacher)) ** 2)
@@ -64,21 +64,20 @@ key = jax.random.key(2)
 with manager(
     options.folder.resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=5)
 ) as checkpoints:
-    done = checkpoints.latest_step() or 0
-    if done:
-        # The target tells which types to build; without it the tree comes back as dicts, lists and
+    last_step = checkpoints.latest_step() or 0
+    if last_step:
+        # The target says which types to build. Without it the tree is restored as dicts, lists and
         # arrays.
         restored = checkpoints.restore(
-            done, args=DeltaRestoreArgs({"training": training, "key": key})
+            last_step, args=DeltaRestoreArgs({"training": training, "key": key})
         )
         training, key = restored["training"], restored["key"]
-        print(f"resumed from step {done}")
+        print(f"resumed from step {last_step}")
 
-    for step in range(done + 1, options.steps + 1):
+    for step in range(last_step + 1, options.steps + 1):
         training, key, loss = train_step(training, key)
         if step % options.every == 0 or step == options.steps:
-            checkpoints.save(
-                step, args=DeltaSaveArgs({"training": training, "key": key})
-            )  # goes on in the background
+            # The save continues in the background.
+            checkpoints.save(step, args=DeltaSaveArgs({"training": training, "key": key}))
             print(f"step {step}: loss {loss:.6f}")
 # Leaving the block waits for the last save.

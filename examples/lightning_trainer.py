@@ -1,8 +1,9 @@
-"""Lightning with delta checkpoints: one plugin. Stop it, kill it, run it again: it goes on from the
-newest checkpoint.
+"""Lightning with delta checkpoints: one plugin.
 
-python examples/lightning_trainer.py FOLDER --epochs 2
-python examples/lightning_trainer.py FOLDER --epochs 4    # goes on
+Stop it or kill it; the next run continues from the newest checkpoint.
+
+    python examples/lightning_trainer.py FOLDER --epochs 2
+    python examples/lightning_trainer.py FOLDER --epochs 4    # continues
 """
 
 from __future__ import annotations
@@ -49,10 +50,9 @@ trainer = pl.Trainer(
     logger=False,
     enable_progress_bar=False,
     callbacks=[ModelCheckpoint(options.folder, filename="{epoch}", save_top_k=-1, save_last=True)],
-    plugins=[
-        DeltaCheckIO(rng=True)
-    ],  # <- all that there is to it; look at FOLDER/deltacheck with the command deltacheck
+    # This plugin is the only change. The command `deltacheck` shows FOLDER/deltacheck.
+    plugins=[DeltaCheckIO(rng=True)],
 )
-began = last.exists()
-trainer.fit(Net(), ckpt_path=last if began else None)
-print(f"at epoch {trainer.current_epoch}, {'resumed' if began else 'from the beginning'}")
+resuming = last.exists()
+trainer.fit(Net(), ckpt_path=last if resuming else None)
+print(f"at epoch {trainer.current_epoch}, {'resumed' if resuming else 'from the beginning'}")

@@ -1,7 +1,8 @@
-"""A script that calls torch.save every few steps, with one import changed: each file stands for a
-step, and only what changed is written.
+"""A script that calls torch.save every few steps, with one import changed.
 
-python examples/torch_save.py FOLDER
+Each file stands for a step, and only changes are written.
+
+    python examples/torch_save.py FOLDER
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from pathlib import Path
 
 import torch
 
-from deltacheck.backends.torch import (
-    load,
-    save,  # in the place of torch.save and torch.load
-)
+# In place of torch.save and torch.load
+from deltacheck.backends.torch import load, save
 
 arguments = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,11 +32,9 @@ for step in range(1, 31):
     optimizer.step()
     optimizer.zero_grad()
     if step % 10 == 0:
-        save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            options.folder / f"ckpt_{step}.pt",
-        )
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        save(state, options.folder / f"ckpt_{step}.pt")
 
 model.load_state_dict(load(options.folder / "ckpt_20.pt", map_location="cpu")["model"])
-stored = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
-print(f"{len(list(options.folder.glob('*.pt')))} checkpoints take {stored / 1e6:.2f} MB")
+stored_bytes = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
+print(f"{len(list(options.folder.glob('*.pt')))} checkpoints take {stored_bytes / 1e6:.2f} MB")

@@ -1,8 +1,9 @@
-"""Any PyTorch training, with delta checkpoints. Stop it, kill it, run it again: it goes on from the
-newest checkpoint.
+"""A PyTorch training loop with delta checkpoints.
 
-python examples/torch_training_loop.py FOLDER --steps 100
-python examples/torch_training_loop.py FOLDER --steps 200    # goes on from step 100
+Stop it or kill it; the next run continues from the newest checkpoint.
+
+    python examples/torch_training_loop.py FOLDER --steps 100
+    python examples/torch_training_loop.py FOLDER --steps 200    # continues from step 100
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
-teacher = nn.Linear(32, 8).requires_grad_(False)  # what there is to learn
+teacher = nn.Linear(32, 8).requires_grad_(False)  # the function to learn
 
 
 def train_step() -> float:
@@ -49,8 +50,9 @@ def train_step() -> float:
 
 
 def state() -> dict[str, Any]:
-    """Everything that decides how training goes on. Here the data comes from torch's generator;
-    with a data loader, its place too.
+    """Return everything that decides how training continues.
+
+    Here the data comes from torch's generator. With a data loader, add its position.
     """
     return {
         "model": model.state_dict(),
@@ -61,21 +63,20 @@ def state() -> dict[str, Any]:
 
 
 with Engine(options.folder) as engine:
-    done = 0
+    last_step = 0
     if engine.steps():
         saved = engine.restore()
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scheduler.load_state_dict(saved["scheduler"])
         torch.set_rng_state(saved["rng"])
-        done = engine.steps()[-1]
-        print(f"resumed from step {done}")
+        last_step = engine.steps()[-1]
+        print(f"resumed from step {last_step}")
 
-    for step in range(done + 1, options.steps + 1):
+    for step in range(last_step + 1, options.steps + 1):
         loss = train_step()
         if step % options.every == 0 or step == options.steps:
-            engine.save(
-                step, state(), metrics={"loss": loss}
-            )  # returns at once; training goes on while it is written
+            # Returns at once. Training continues while the checkpoint is written.
+            engine.save(step, state(), metrics={"loss": loss})
             print(f"step {step}: loss {loss:.6f}")
-# Leaving the block waits for the last save and raises what failed it.
+# Leaving the block waits for the last save and raises its error if it failed.

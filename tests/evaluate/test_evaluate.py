@@ -1,6 +1,4 @@
-"""`deltacheck eval`: statistics and judgements on planted numbers, contracts on planted errors, and
-the command from end to end.
-"""
+"""`deltacheck eval`: statistics, judgements and contracts on planted values, and the command."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.leaf.tree import flatten
 from deltacheck.policy import Policy
 
-HERE = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -55,7 +53,7 @@ def test_a_rate_is_bounded_from_below_as_clopper_and_pearson_do() -> None:
 
 
 def _seeds(mean: float, sd: float, count: int) -> dict[int, list[float]]:
-    """Differences of so many seeds with exactly this mean and standard deviation."""
+    """Return differences of some seeds with exactly this mean and standard deviation."""
     dice = random.Random(1)
     raw = np.array([dice.gauss(0, 1) for _ in range(count)])
     scaled = mean + sd * (raw - raw.mean()) / raw.std(ddof=1)
@@ -68,10 +66,10 @@ UNKILLED = [
 
 
 def test_a_planted_regression_is_called_one() -> None:
-    found = stats.equivalence(_seeds(0.003, 0.0005, 6), UNKILLED)
-    assert found.margin == pytest.approx(0.001)
-    assert found.verdict == "outside"
-    assert found.low > found.margin
+    result = stats.equivalence(_seeds(0.003, 0.0005, 6), UNKILLED)
+    assert result.margin == pytest.approx(0.001)
+    assert result.verdict == "outside"
+    assert result.low > result.margin
 
 
 def test_a_model_that_is_better_by_more_than_noise_is_not_the_same_either() -> None:
@@ -79,14 +77,14 @@ def test_a_model_that_is_better_by_more_than_noise_is_not_the_same_either() -> N
 
 
 def test_small_differences_of_many_seeds_are_within_the_noise() -> None:
-    found = stats.equivalence(_seeds(0.0001, 0.0004, 8), UNKILLED)
-    assert found.verdict == "within"
-    assert -found.margin < found.low < 0.0001 < found.high < found.margin
+    result = stats.equivalence(_seeds(0.0001, 0.0004, 8), UNKILLED)
+    assert result.verdict == "within"
+    assert -result.margin < result.low < 0.0001 < result.high < result.margin
 
 
 def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
-    found = stats.equivalence(_seeds(0.0002, 0.001, 3), UNKILLED)
-    assert (found.low, found.high) == pytest.approx(
+    result = stats.equivalence(_seeds(0.0002, 0.001, 3), UNKILLED)
+    assert (result.low, result.high) == pytest.approx(
         (0.0002 - 2.92 * 0.001 / 3**0.5, 0.0002 + 2.92 * 0.001 / 3**0.5), rel=1e-4
     )
 
@@ -101,15 +99,15 @@ def test_the_interval_is_that_of_two_one_sided_tests_at_5_percent() -> None:
         ({}, UNKILLED),
     ],
 )
-def test_too_few_seeds_are_said_to_be_too_few(
+def test_too_few_seeds_have_a_verdict_of_their_own(
     differences: dict[int, list[float]], unkilled: Sequence[float]
 ) -> None:
     assert stats.equivalence(differences, unkilled).verdict == "too few"
 
 
-def test_how_many_seeds_would_tell_is_what_the_power_needs() -> None:
-    found = stats.equivalence(_seeds(0.0, 0.002, 4), UNKILLED)
-    assert found.needed == math.ceil(10.8 * (0.002 / found.margin) ** 2) == 44
+def test_the_needed_number_of_seeds_follows_from_the_power() -> None:
+    result = stats.equivalence(_seeds(0.0, 0.002, 4), UNKILLED)
+    assert result.needed == math.ceil(10.8 * (0.002 / result.margin) ** 2) == 44
 
 
 def test_the_kills_of_one_seed_are_one_observation() -> None:
@@ -124,13 +122,13 @@ def test_only_equal_bits_are_equal_and_nan_is_never_within() -> None:
     assert stats.equivalence({1: [0.0], 2: [math.nan]}, UNKILLED).verdict == "outside"
 
 
-def test_a_loss_curve_tells_its_first_gap_and_its_spikes() -> None:
+def test_a_loss_curve_has_a_first_gap_and_spikes() -> None:
     unkilled = {step: 2.0 for step in range(1, 9)}
     others = [{step: 2.0 + 0.01 * seed for step in unkilled} for seed in range(5)]
     resumed = {step: 2.0 for step in range(3, 9)} | {5: 2.001, 7: 3.0}
-    found = stats.curve(resumed, unkilled, others)
-    assert (found.steps, found.equal, found.first_gap, found.spikes) == (6, 4, 5, 1)
-    assert found.largest_gap == 1.0
+    curve = stats.curve(resumed, unkilled, others)
+    assert (curve.steps, curve.equal, curve.first_gap, curve.spikes) == (6, 4, 5, 1)
+    assert curve.largest_gap == 1.0
     assert stats.curve({3: math.nan}, {3: math.nan}, others).first_gap is None
     assert stats.curve({3: math.nan}, {3: 2.0}, others).spikes == 1
 
@@ -138,12 +136,12 @@ def test_a_loss_curve_tells_its_first_gap_and_its_spikes() -> None:
 # --- contracts ------------------------------------------------------------------------------------
 
 
-def _taken(tree: Any, run_rate: float | None = None) -> Snapshot:
+def _snapshot(tree: Any, run_rate: float | None = None) -> Snapshot:
     return snapshot.take(flatten(tree, describe_numpy), numpy_bytes, run_rate)
 
 
 def _adam(master: float = 1.0, first: float = 1e-3, second: float = 1e-6, lr: float = 1e-5) -> Any:
-    """A state whose parameter is known to be Adam's; the values are of all elements."""
+    """Return a state whose parameter is known to be Adam's; each value is that of all elements."""
 
     def full(value: float) -> Any:
         return np.full((8, 8), value, np.float32)
@@ -164,12 +162,12 @@ def _problems(
     earlier: Any = None,
     **more: Any,
 ) -> dict[str, str]:
-    then = _taken(live if earlier is None else earlier)
-    found = contract.check(
-        _taken(live, **more), _taken(restored, **more), promises or {}, 100, lambda step: then
+    then = _snapshot(live if earlier is None else earlier)
+    checks = contract.check(
+        _snapshot(live, **more), _snapshot(restored, **more), promises or {}, 100, lambda step: then
     )
-    assert len({leaf.path for leaf in found}) == len(found)
-    return {leaf.path: leaf.problem for leaf in found if leaf.problem}
+    assert len({leaf.path for leaf in checks}) == len(checks)
+    return {leaf.path: leaf.problem for leaf in checks if leaf.problem}
 
 
 def test_every_bit_and_every_python_value_is_compared() -> None:
@@ -179,15 +177,15 @@ def test_every_bit_and_every_python_value_is_compared() -> None:
     other["optimizer"]["state"][0]["exp_avg"][:] = -other["optimizer"]["state"][0]["exp_avg"]
     other["step"] = 8
     other["optimizer"]["param_groups"][0]["lr"] = 1e-5 + 1e-21
-    found = _problems(_adam(), other)
-    assert sorted(found) == [
+    problems = _problems(_adam(), other)
+    assert sorted(problems) == [
         "model/w",
         "optimizer/param_groups/0/lr",
         "optimizer/state/0/exp_avg",
         "step",
     ]
-    assert "1 of 64 elements differ in bits, first element 19: was 1.0" in found["model/w"]
-    assert "64 of 64" in found["optimizer/state/0/exp_avg"]
+    assert "1 of 64 elements differ in bits, first element 19: was 1.0" in problems["model/w"]
+    assert "64 of 64" in problems["optimizer/state/0/exp_avg"]
 
 
 def test_zero_and_minus_zero_differ_and_equal_nans_do_not() -> None:
@@ -201,14 +199,14 @@ def test_zero_and_minus_zero_differ_and_equal_nans_do_not() -> None:
 def test_leaves_that_are_missing_added_or_of_another_kind_are_named() -> None:
     one = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32), "n": 1, "t": True}
     other = {"a": np.zeros(3, np.float64), "c": np.zeros(3, np.float32), "n": 1.0, "u": True}
-    found = _problems(one, other)
-    assert found["a"] == "was float32[3], came back as float64[3]"
-    assert found["b"] == found["t"] == "did not come back"
-    assert found["c"] == found["u"] == "was not there when the step was saved"
-    assert "int 1" in found["n"]
+    problems = _problems(one, other)
+    assert problems["a"] == "was float32[3], came back as float64[3]"
+    assert problems["b"] == problems["t"] == "did not come back"
+    assert problems["c"] == problems["u"] == "was not there when the step was saved"
+    assert "int 1" in problems["n"]
 
 
-def test_leaves_that_are_tied_are_compared_wherever_they_lie() -> None:
+def test_tied_leaves_are_compared_at_every_path() -> None:
     shared = np.arange(3, dtype=np.float32)
     live = {"embed": shared, "head": shared}
     assert _problems(live, {"embed": shared.copy(), "head": shared.copy()}) == {}
@@ -221,13 +219,11 @@ def test_a_bounded_master_is_measured_in_its_own_learning_rates(
 ) -> None:
     path = "optimizer/state/0/master"
     promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}  # it says of itself that it holds
-    found = _problems(_adam(), _adam(master=1.0 + error_lr * 1e-5), promise)
-    assert (path not in found) == holds
+    problems = _problems(_adam(), _adam(master=1.0 + error_lr * 1e-5), promise)
+    assert (path not in problems) == holds
 
 
-def test_a_learning_rate_that_nobody_tells_is_a_problem_and_one_that_the_run_tells_is_taken() -> (
-    None
-):
+def test_a_missing_learning_rate_is_a_problem_and_that_of_the_run_is_used() -> None:
     path = "optimizer/state/0/master"
     promise = {path: Promise(Bounded(32.0, "lr"), 1.0)}
 
@@ -295,7 +291,7 @@ def test_a_reused_first_moment_must_have_the_values_of_its_earlier_step() -> Non
     assert "not there at step 60" in _problems(live, _adam(first=1e-3), promise, {"other": 1})[path]
 
 
-def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Path) -> None:
+def test_a_snapshot_survives_the_disk(tmp_path: Path) -> None:
     shared = np.arange(6, dtype=np.float32).reshape(2, 3)
     tree = {
         "a": shared,
@@ -305,12 +301,12 @@ def test_a_snapshot_that_was_written_down_is_the_one_that_was_taken(tmp_path: Pa
         "x": math.inf,
     }
     snapshot.write(flatten(tree, describe_numpy), numpy_bytes, 0.5, tmp_path / "live.npz")
-    found, taken = snapshot.read(tmp_path / "live.npz"), _taken(tree, run_rate=0.5)
-    assert snapshot.digests(found) == snapshot.digests(taken)
-    assert (found.specs, found.values, found.ties, found.run_rate) == (
-        taken.specs,
-        taken.values,
-        taken.ties,
+    reread, live = snapshot.read(tmp_path / "live.npz"), _snapshot(tree, run_rate=0.5)
+    assert snapshot.digests(reread) == snapshot.digests(live)
+    assert (reread.specs, reread.values, reread.ties, reread.run_rate) == (
+        live.specs,
+        live.values,
+        live.ties,
         0.5,
     )
     assert [path.name for path in tmp_path.iterdir()] == ["live.npz"]
@@ -334,24 +330,30 @@ def _recovery(seed: int, **changes: Any) -> Recovery:
 def _evidence(*recoveries: Recovery, **changes: Any) -> Evidence:
     saves = tuple(Saved(step, 100, 50, 110, 0.2, 0.3, 0.4) for step in (2, 4, 6))
     unkilled = tuple(_ending(seed) for seed in range(1, 7))
-    found = recoveries or (_recovery(1), _recovery(2))
+    all_recoveries = recoveries or (_recovery(1), _recovery(2))
     return replace(
-        Evidence(PLAN, "torch", "peer", unkilled, _ending(1), _ending(1), saves, (), found),
+        Evidence(
+            PLAN, "torch", "peer", unkilled, _ending(1), _ending(1), saves, (), all_recoveries
+        ),
         **changes,
     )
 
 
-def test_what_comes_back_bit_for_bit_holds() -> None:
-    found = judge(_evidence())
-    assert found.holds
-    assert (found.correctness.held, found.correctness.trials, found.correctness.equal_endings) == (
+def test_a_recovery_bit_for_bit_holds() -> None:
+    judgement = judge(_evidence())
+    assert judgement.holds
+    assert (
+        judgement.correctness.held,
+        judgement.correctness.trials,
+        judgement.correctness.equal_endings,
+    ) == (
         2,
         2,
         2,
     )
-    assert found.quality.final.verdict == "equal"
-    assert found.size.later.median == 50 / 110
-    assert found.latency.blocking.median == 0.5
+    assert judgement.quality.final.verdict == "equal"
+    assert judgement.size.later.median == 50 / 110
+    assert judgement.latency.blocking.median == 0.5
 
 
 @pytest.mark.parametrize(
@@ -375,22 +377,20 @@ def test_what_comes_back_bit_for_bit_holds() -> None:
         ),
     ],
 )
-def test_whatever_does_not_hold_of_one_recovery_is_the_reason(
-    changes: dict[str, Any], reason: str
-) -> None:
-    found = judge(_evidence(_recovery(1), _recovery(2, **changes)))
-    assert not found.holds
-    assert found.correctness.held == 1
-    assert any(reason in why for why in found.reasons), found.reasons
+def test_the_failure_of_a_recovery_is_the_reason(changes: dict[str, Any], reason: str) -> None:
+    judgement = judge(_evidence(_recovery(1), _recovery(2, **changes)))
+    assert not judgement.holds
+    assert judgement.correctness.held == 1
+    assert any(reason in why for why in judgement.reasons), judgement.reasons
 
 
 def test_a_run_that_does_not_repeat_itself_is_not_compared_in_bits_after_its_restore() -> None:
     apart = _recovery(1, ending=_ending(1, first=5, shift=1e-6))
     assert not judge(_evidence(apart)).holds
-    found = judge(_evidence(apart, repeat=_ending(1, shift=2e-6)))
-    assert found.holds
-    assert not found.correctness.deterministic
-    assert found.correctness.repeat_gap == pytest.approx(2e-6)
+    judgement = judge(_evidence(apart, repeat=_ending(1, shift=2e-6)))
+    assert judgement.holds
+    assert not judgement.correctness.deterministic
+    assert judgement.correctness.repeat_gap == pytest.approx(2e-6)
     failed = replace(apart, failed=(LeafCheck("a", "exact", "differs"),))
     assert not judge(
         _evidence(failed, repeat=_ending(1, shift=2e-6))
@@ -398,19 +398,19 @@ def test_a_run_that_does_not_repeat_itself_is_not_compared_in_bits_after_its_res
 
 
 def test_saves_that_change_the_training_are_found() -> None:
-    found = judge(_evidence(saving=_ending(1, shift=1e-9)))
-    assert not found.holds
-    assert "saving changes the training" in found.reasons[0]
+    judgement = judge(_evidence(saving=_ending(1, shift=1e-9)))
+    assert not judgement.holds
+    assert "saving changes the training" in judgement.reasons[0]
 
 
 def _lossy(shift: float, seeds: int) -> Evidence:
     inexact = (LeafCheck("m", "bounded", measured=1.0, limit=2.0),)
     shifts = [shift + 1e-7 * seed for seed in range(seeds)]
-    found = [
+    recoveries = [
         _recovery(seed, inexact=inexact, ending=_ending(seed, first=5, shift=by))
         for seed, by in enumerate(shifts, start=1)
     ]
-    return _evidence(*found, plan=replace(PLAN, policy="model_exact"))
+    return _evidence(*recoveries, plan=replace(PLAN, policy="model_exact"))
 
 
 def test_a_lossy_policy_must_show_that_the_model_is_as_good() -> None:
@@ -421,10 +421,10 @@ def test_a_lossy_policy_must_show_that_the_model_is_as_good() -> None:
     assert "resumed runs end elsewhere: the final loss differs by +0.01" in worse.reasons[0]
 
 
-def test_a_lossy_policy_that_too_few_seeds_judge_does_not_hold_and_says_why() -> None:
-    found = judge(_lossy(1e-6, seeds=1))
-    assert not found.holds
-    assert "not enough seeds to tell" in found.reasons[0]
+def test_a_lossy_policy_with_too_few_seeds_does_not_hold_and_says_why() -> None:
+    judgement = judge(_lossy(1e-6, seeds=1))
+    assert not judgement.holds
+    assert "not enough seeds to tell" in judgement.reasons[0]
     assert judge(
         replace(_lossy(1e-6, seeds=1), plan=PLAN)
     ).holds  # what promises every bit is judged by bits
@@ -432,24 +432,24 @@ def test_a_lossy_policy_that_too_few_seeds_judge_does_not_hold_and_says_why() ->
 
 def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> None:
     plan = replace(PLAN, steps=101, every=5, kills=4, seeds=3)
-    found = kills(plan)
-    assert found == kills(plan)
-    assert len(found) == 12
-    steps = [kill.saving_step for kill in found[:4]]
+    planned_kills = kills(plan)
+    assert planned_kills == kills(plan)
+    assert len(planned_kills) == 12
+    steps = [kill.saving_step for kill in planned_kills[:4]]
     assert steps == sorted(set(steps))
     assert all(
         plan.checkpoints()[0] < kill.saving_step < plan.steps and 0 <= kill.share < 1
-        for kill in found
+        for kill in planned_kills
     )
-    assert {kill.mid_save for kill in found} == {True, False}
+    assert {kill.mid_save for kill in planned_kills} == {True, False}
     assert {kill.saving_step for kill in kills(plan, inexact=[80, 85, 90])} <= {
         85,
         90,
     }  # the save before is inexact, too
-    assert kills(plan, inexact=[85]) == found  # one alone leaves nothing to kill between
+    assert kills(plan, inexact=[85]) == planned_kills  # one alone leaves nothing to kill between
 
 
-# --- what a user gives ----------------------------------------------------------------------------
+# --- the user's workload ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_kills_are_spread_over_the_saves_and_the_same_for_the_same_seeds() -> No
         ("json:__name__", "has no function"),
     ],
 )
-def test_a_factory_that_is_not_there_is_refused_by_name(named: str, says: str) -> None:
+def test_a_missing_factory_is_refused_by_name(named: str, says: str) -> None:
     with pytest.raises(workload.NoWorkload, match=says):
         workload.load_factory(named)
 
@@ -487,7 +487,7 @@ def test_a_file_is_run_and_a_run_that_lacks_a_method_is_refused(
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if framework == "torch" else "orbax.checkpoint")
-    door: Any = importlib.import_module(
+    backend: Any = importlib.import_module(
         f"deltacheck.backends.{'torch' if framework == 'torch' else 'orbax'}.files.evaluation"
     )
     values = np.arange(4096, dtype=np.float32)
@@ -500,11 +500,11 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
 
         state = {"w": jnp.asarray(values), "step": 3}
     assert (
-        door.peer_save(state, tmp_path / "peer")
+        backend.peer_save(state, tmp_path / "peer")
         == (tmp_path / "peer").stat().st_size
         > values.nbytes
     )
-    saver = door.Saver(tmp_path / "root", Policy.exact())
+    saver = backend.Saver(tmp_path / "root", Policy.exact())
     assert saver.finish() is None
     saver.save(3, state, {"loss": 1.0})
     step, blocking, durable, stored = saver.finish()
@@ -512,15 +512,15 @@ def test_each_framework_saves_restores_and_has_a_peer(framework: str, tmp_path: 
     assert 0 < blocking < 60
     assert 0 < durable < 60
     assert stored > 1000
-    found, restored = saver.restore(state)
+    restored_step, restored = saver.restore(state)
     saver.close()
-    assert found == 3
-    one, other = (
-        snapshot.digests(snapshot.take(door.flat(tree), door.bytes_of))
+    assert restored_step == 3
+    expected, actual = (
+        snapshot.digests(snapshot.take(backend.flat(tree), backend.bytes_of))
         for tree in (state, restored)
     )
-    assert one == other
-    assert set(one) == {"w", "step"}
+    assert expected == actual
+    assert set(expected) == {"w", "step"}
 
 
 # --- from end to end ------------------------------------------------------------------------------
@@ -532,12 +532,12 @@ SMALL = ["--steps", "12", "--every", "3", "--kills", "1", "--noise-seeds", "2"]
 def single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(SUPPORT)
 
 
 @pytest.mark.usefixtures("single_threaded")
 @pytest.mark.timeout(300)
-def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(
+def test_a_sound_run_holds_and_all_measurements_are_in_the_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
@@ -554,20 +554,20 @@ def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(
         str(tmp_path / "kept"),
     ]
     code = main(words)
-    said = capsys.readouterr()
-    assert code == 0, said.out + said.err
-    found = json.loads(said.out)
-    assert found["holds"]
-    assert found["reasons"] == []
-    assert found["machine"]["versions"]["torch"]
-    assert found["plan"]["killed_seeds"] == [1]
-    assert [save["step"] for save in found["saves"]] == [3, 6, 9]
-    assert {group["name"] for group in found["size"]["groups"]} == {
+    printed = capsys.readouterr()
+    assert code == 0, printed.out + printed.err
+    document = json.loads(printed.out)
+    assert document["holds"]
+    assert document["reasons"] == []
+    assert document["machine"]["versions"]["torch"]
+    assert document["plan"]["killed_seeds"] == [1]
+    assert [save["step"] for save in document["saves"]] == [3, 6, 9]
+    assert {group["name"] for group in document["size"]["groups"]} == {
         "weights",
         "momentum",
         "generator",
     }
-    (recovery,) = found["recoveries"]
+    (recovery,) = document["recoveries"]
     assert recovery["leaves"] == 4
     assert recovery["failed"] == recovery["not_put_back"] == []
     assert recovery["restored_step"] >= recovery["acknowledged_step"]
@@ -575,8 +575,8 @@ def test_a_sound_run_holds_and_all_that_was_measured_is_in_the_json(
     assert set(recovery["ending"]["losses"]) == {
         str(step) for step in range(recovery["restored_step"] + 1, 13)
     }
-    assert found["recovery"]["equal_endings"] == found["recovery"]["trials"] == 1
-    assert found["quality"]["final"]["verdict"] == "equal"
+    assert document["recovery"]["equal_endings"] == document["recovery"]["trials"] == 1
+    assert document["quality"]["final"]["verdict"] == "equal"
     assert (tmp_path / "kept" / "log.txt").read_text().count(
         "whatever a run prints"
     ) == 6  # 4 unkilled runs, a killed one, a resumed one
@@ -591,25 +591,25 @@ def test_a_wrong_restore_and_a_forgotten_leaf_end_with_1_and_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = main(["eval", "eval_workload.py:planted", *SMALL, "--seeds", "1"])
-    said = capsys.readouterr().out
-    assert code == 1, said
-    assert "DOES NOT HOLD: seed 1, kill 1: step" in said
-    assert "leaf 'weights' (exact): 1 of 1024 elements differ in bits, first element 101" in said
+    printed = capsys.readouterr().out
+    assert code == 1, printed
+    assert "DOES NOT HOLD: seed 1, kill 1: step" in printed
+    assert "leaf 'weights' (exact): 1 of 1024 elements differ in bits, first element 101" in printed
     assert (
         "DOES NOT HOLD: seed 1, kill 1: the workload's load() does not put back what was restored:"
-        " momentum" in said
+        " momentum" in printed
     )
-    assert "0 of 1 recoveries are correct" in said
-    assert "holds (" not in said
+    assert "0 of 1 recoveries are correct" in printed
+    assert "holds (" not in printed
 
 
 @pytest.mark.usefixtures("single_threaded")
-def test_an_evaluation_that_cannot_begin_says_why_in_its_own_words(tmp_path: Path) -> None:
+def test_an_evaluation_that_cannot_begin_reports_the_reason_alone(tmp_path: Path) -> None:
     with pytest.raises(EvaluationFailed, match=r"^json has no function 'absent'$"):
         evaluate(replace(PLAN, factory="json:absent"), tmp_path)
 
 
-def test_misuse_is_told_before_anything_is_run(
+def test_misuse_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").touch()
