@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from deltacheck.evaluate.records import Evidence
-from deltacheck.report.figures import Drawing, size
+from deltacheck.report.drawing import Drawing, format_size
 
 # Blue and vermilion of Okabe and Ito's palette, which colour-blind readers can distinguish; greys
 _OURS, _WRONG, _PEER, _UNKILLED = "#0072B2", "#D55E00", "#8C8C8C", "#BBBBBB"
@@ -43,9 +43,9 @@ def _bytes(evidence: Evidence) -> Drawing:
     rows = tuple(
         (
             str(s.step),
-            size(s.raw_bytes),
-            size(s.stored_bytes),
-            size(s.peer_bytes),
+            format_size(s.raw_bytes),
+            format_size(s.stored_bytes),
+            format_size(s.peer_bytes),
             f"{s.stored_bytes / s.peer_bytes:.2%}",
         )
         for s in evidence.saves

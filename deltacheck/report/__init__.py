@@ -1,3 +1,4 @@
-"""What a root holds, drawn: bytes, changes, drift, contracts and the cost of a restore, as one page
-and as images.
+"""Reports of the content of a root, as figures, tables and one page.
+
+The values of leaves are not read: everything comes from manifests, tables, indexes and file sizes.
 """

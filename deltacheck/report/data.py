@@ -1,6 +1,4 @@
-"""What a root holds, as frozen records: read from manifests, tables, indexes and file sizes; no
-leaf's values are read.
-"""
+"""Collect the data of a report: what the steps of a root hold, changed, and cost."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import open_root
 from deltacheck.store.segment import Segment, stream_sizes
 
-PROFILE = "profile.json"  # looked for in the root
+PROFILE = "profile.json"  # the default profile, in the root
+# Encodings that the bytes of a step are counted by.
 METHODS = (
     "keyframe",
     "sparse",
@@ -35,19 +34,24 @@ METHODS = (
     "planes",
     "raw",
     "tables",
-)  # what a byte of a step belongs to
-MOST_GROUPS = 40  # rows of the heat map; more: finer, and too many to read
+)
+# Rows of the heat map. Larger: finer, but harder to read.
+MOST_GROUPS = 40
 MOST_CLASSES = 12  # leaf classes of the contracts
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leaves of one class that one step holds under one kind of contract. ``limit``, ``measured``:
-    of
-    the leaf that is nearest to its limit.
+    """The leaves of one class that a step holds under one kind of contract.
 
-    ``norm``: of ``deltacheck.leaf.contracts.NORMS``, for reused leaves ``octaves``. ``age_steps``: of
-    the oldest reused leaf.
+    Attributes:
+        of: Name of the leaf class.
+        contract: ``bounded`` or ``reused``.
+        norm: One of ``deltacheck.leaf.contracts.NORMS``; ``octaves`` or ``steps`` for reused leaves.
+        leaves: Number of leaves.
+        limit: Limit of the leaf that is nearest to its limit.
+        measured: Measured error of that leaf.
+        age_steps: Age of the oldest reused leaf in training steps.
     """
 
     of: str
@@ -60,7 +64,7 @@ class Held:
 
     @property
     def used(self) -> float:
-        """Measured error / limit."""
+        """The measured error divided by the limit."""
         return self.measured / self.limit if self.limit else float(self.measured > 0)
 
 
@@ -68,12 +72,28 @@ class Held:
 class StepRecord:
     """One committed checkpoint.
 
-    ``written``: bytes of all files that its save added, by ``METHODS``. ``recorded_bytes``: the
-    same as its manifest has it, and the manifest. ``changed``: group -> changed words / words of
-    what was not written whole, ``None`` where all of it was. ``exact_bytes``, ``bounded_bytes``,
-    ``reused_bytes``: of the state, by contract. ``depth``: most deltas on a leaf; ``mean_depth``:
-    the mean over bytes. ``read_bytes``: of all files that a restore of the whole step reads. Where
-    its segments are not whole, ``problem`` says why, and what they would tell is 0 or empty.
+    If its segments are not whole, ``problem`` says why, and the fields that need them are 0 or
+    empty.
+
+    Attributes:
+        step: Training step.
+        seq: Sequence number.
+        time: Time of the save in seconds since the epoch.
+        stage: Stage of the policy.
+        raw_bytes: Size of the state in memory.
+        leaves: Number of leaves.
+        recorded_bytes: Size of its files according to the manifest.
+        written: Encoding (``METHODS``) -> bytes of the files that the save added.
+        changed: Group -> changed words / words of the leaves that were not written whole. ``None``
+            if all were.
+        held: The contracts that are not exact.
+        exact_bytes: Size of the exact leaves in memory.
+        bounded_bytes: Size of the bounded leaves in memory.
+        reused_bytes: Size of the reused leaves in memory.
+        depth: Largest number of deltas on a leaf.
+        mean_depth: Mean number of deltas, weighted by bytes.
+        read_bytes: Size of all files that a restore of the step reads.
+        problem: Description of the damage.
     """
 
     step: int
@@ -101,12 +121,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class LeafTotal:
-    """What the saves of one leaf came to since it is stored as it is now. ``key_bytes``: as stored,
-    of
-    its newest keyframe.
+    """Sums over the saves of one leaf, since its layout last changed.
 
-    ``saves``: those that found it unchanged or wrote a delta; ``delta_bytes``, ``density``: their
-    sums.
+    Attributes:
+        raw_bytes: Size in memory.
+        word_bytes: Size of a word.
+        key_bytes: Stored size of its newest keyframe.
+        saves: Number of saves that found it unchanged or wrote a delta.
+        delta_bytes: Sum of their stored sizes.
+        density: Sum of their densities.
     """
 
     raw_bytes: int
@@ -119,11 +142,18 @@ class LeafTotal:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A root. ``groups``: of the heat map, name -> leaf paths. ``problems``: what could not be
-    read.
+    """The data of a root.
 
-    ``total_bytes``: of all manifests and of the segments that they name; a root may hold others,
-    which ``deltacheck gc`` removes. ``leaves``: what is stored of the newest step's.
+    Attributes:
+        root: Path of the root.
+        total_bytes: Size of all manifests, and of the segments that they name. The root may hold
+            other segments, which ``deltacheck gc`` removes.
+        writers: The processes that wrote the steps.
+        steps: The checkpoints, oldest first.
+        groups: Rows of the heat map, name -> leaf paths.
+        leaves: Leaf path -> sums over its saves, for the leaves of the newest step.
+        profile: Profile of the run.
+        problems: What could not be read.
     """
 
     root: str
@@ -141,21 +171,35 @@ def collect(
     item: str | None = None,
     profile: str | os.PathLike[str] | None = None,
 ) -> Record:
-    """Read what a report shows. ``profile``: by default ``profile.json`` of the root, where it is
-    there.
+    """Collect the data of a report.
 
-    Raises what ``open_root`` raises; ``OSError``, ``Damaged`` and ``UnsupportedFormat`` for a
-    profile. Steps that are damaged are kept, with the problem.
+    Damaged steps are included, with their problem.
+
+    Args:
+        path: Path of a root. Object stores are not supported, because they do not list file sizes.
+        item: Item of the steps of a ``CheckpointManager``.
+        profile: Profile of the run. Default: ``profile.json`` of the root, if it exists.
+
+    Returns:
+        The data.
+
+    Raises:
+        NotACheckpointRoot: If there is no root at ``path``.
+        OSError: If the profile cannot be read.
+        Damaged: If the root or the profile is damaged.
+        UnsupportedFormat: If the profile has an unknown version.
     """
     root_path = place.local(
         path, "what reads the sizes of files (report, plan)"
     )  # no listing of an object store has them
     root = open_root(root_path, item)
-    found = Path(profile) if profile is not None else root_path / PROFILE
-    read = Profile.read(found) if profile is not None or found.is_file() else None
+    profile_path = Path(profile) if profile is not None else root_path / PROFILE
+    known_profile = (
+        Profile.read(profile_path) if profile is not None or profile_path.is_file() else None
+    )
     problems: list[str] = []
     committed = history.committed(root, problems)
-    manifests = [one.manifest for one in committed]
+    manifests = [checkpoint.manifest for checkpoint in committed]
     sizes = {
         path: record.spec(path).raw_bytes
         for manifest in manifests
@@ -177,20 +221,27 @@ def collect(
         steps.append(record)
     writers = tuple(dict.fromkeys(manifest.writer for manifest in manifests))
     refs = {ref.id: ref.stored_bytes for manifest in manifests for ref in manifest.segments}
-    stored = sum(refs.values()) + sum(one.manifest_bytes for one in committed)
+    stored = sum(refs.values()) + sum(checkpoint.manifest_bytes for checkpoint in committed)
     totals = {path: total for path, total in segments.totals.items() if path in present}
     return Record(
-        str(root.path), stored, writers, tuple(steps), grouped, totals, read, tuple(problems)
+        str(root.path),
+        stored,
+        writers,
+        tuple(steps),
+        grouped,
+        totals,
+        known_profile,
+        tuple(problems),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the files of a segment hold. ``by_leaf``: bytes of a leaf's values in it; of an array
-    that
-    leaves share, its part by length.
+    """The sizes of the files of a segment.
 
-    ``by_method``: whole bytes, their sum is that of all files.
+    Attributes:
+        by_method: Encoding -> bytes. The sum is the size of all files.
+        by_leaf: Leaf path -> bytes of its values. Arrays that leaves share are divided by length.
     """
 
     by_method: Mapping[str, int]
@@ -198,10 +249,13 @@ class Cost:
 
 
 def cost_of(segment: Segment) -> Cost:
-    """Measure a segment's files.
+    """Measure the files of a segment.
 
-    Bytes of the streams that sparse and bitmap chunks share are divided by their length before
-    compression. Raises ``OSError``, and ``Damaged`` for an index that cannot be read.
+    Streams that sparse and bitmap chunks share are divided by length before compression.
+
+    Raises:
+        OSError: If a file cannot be read.
+        Damaged: If an index cannot be read.
     """
     files = _file_sizes(place.local(segment.path, "a report"))
     by_method = dict.fromkeys(METHODS, 0)
@@ -241,7 +295,7 @@ def cost_of(segment: Segment) -> Cost:
 
 
 def _divide(whole: int, weights: Sequence[float]) -> dict[int, int]:
-    """Whole bytes by weight; the last one gets what rounding leaves."""
+    """Divide whole bytes by weight. The last share gets the remainder of the rounding."""
     found = {number: weight for number, weight in enumerate(weights) if weight}
     shares = {
         number: round(whole * weight / sum(found.values())) for number, weight in found.items()
@@ -251,8 +305,9 @@ def _divide(whole: int, weights: Sequence[float]) -> dict[int, int]:
 
 
 def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
-    """Bytes of each array's files without its metadata, by the array's place in the segment; under
-    ``()`` of all files.
+    """Return the size of each array's files without its metadata.
+
+    The keys are paths of arrays in the segment. ``()`` stands for all files.
     """
     sizes: dict[tuple[str, ...], int] = {(): 0}
     for folder, _, names in os.walk(path):
@@ -267,7 +322,7 @@ def _file_sizes(path: Path) -> dict[tuple[str, ...], int]:
 
 
 class _Segments:
-    """What segments cost, measured once each, and the totals of leaves over all saves."""
+    """The costs of segments, each measured once, and the sums of leaves over all saves."""
 
     def __init__(self) -> None:
         self._costs: dict[str, Cost] = {}
@@ -283,8 +338,8 @@ class _Segments:
         return self.cost(segment).by_leaf.get(name, 0.0)
 
     def read_bytes(self, states: Mapping[str, LeafState]) -> float:
-        """Of the values of leaves, as a restore reads them."""
-        parts = [one for state in states.values() for one in state.parts.items()]
+        """Return the bytes of values that a restore of these leaves reads."""
+        parts = [item for state in states.values() for item in state.parts.items()]
         return sum(self._of(segment, name) for name, part in parts for segment, _ in part.chain)
 
     def count(self, path: str, state: LeafState, density: float | None) -> None:
@@ -382,7 +437,7 @@ def _changed(
 
 
 def _read_bytes(step: Step, segments: _Segments) -> int:
-    """Of the chains of all leaves, and of the tables of all segments."""
+    """Return the size of the chains of all leaves, and of the tables of all segments."""
     tables = sum(segments.cost(segment).by_method["tables"] for segment in step.segments)
     assert step.states is not None
     return tables + round(segments.read_bytes(step.states))
@@ -391,7 +446,7 @@ def _read_bytes(step: Step, segments: _Segments) -> int:
 def _held(
     manifest: Manifest, classes: Mapping[str, Sequence[str]]
 ) -> tuple[tuple[Held, ...], dict[str, int]]:
-    """The contracts of a step by leaf class, and the bytes of its state by contract."""
+    """Return the contracts of a step by leaf class, and the bytes of its state by contract."""
     by_contract = {"exact": manifest.raw_bytes, "bounded": 0, "reused": 0}
     specs = manifest.specs
     for path, promise in manifest.contracts.items():

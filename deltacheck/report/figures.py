@@ -1,8 +1,6 @@
-"""The five figures of a report: records -> drawings, each with the table that says the same in
-numbers.
+"""The five figures of a report.
 
-Matplotlib draws them: one library gives vector graphics for the page and images, without a browser
-and without a script in the page.
+Each function draws one figure from a ``Record``, with a table of the same numbers.
 """
 
 from __future__ import annotations
@@ -11,108 +9,69 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from deltacheck.policy.events import Event
 from deltacheck.profile.record import LeafProfile, Profile
 from deltacheck.report.data import METHODS, Held, Record, StepRecord
-
-MOST_COLUMNS = 80  # of a figure: of more checkpoints, neighbours are drawn together
-_WIDTH = 10.0  # inches
-
-# Okabe and Ito's colours, which the colour-blind tell apart.
-_BLUE, _ORANGE, _GREEN, _YELLOW, _SKY, _RED, _PINK = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#F0E442",
-    "#56B4E9",
-    "#D55E00",
-    "#CC79A7",
+from deltacheck.report.drawing import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Drawing,
+    Row,
+    Tip,
+    add_legend,
+    draw_reference,
+    format_size,
+    make_figure,
+    set_bytes_axis,
+    shorten,
+    show_message,
 )
-_GREY, _INK, _FAINT = "#8C8C8C", "#222222", "#D9D9D9"
-_METHOD_COLOURS = dict(
-    zip(METHODS, (_BLUE, _ORANGE, _YELLOW, _GREEN, _SKY, _RED, _GREY), strict=True)
-)
+
+# If there are more checkpoints, neighbours share a column.
+MOST_COLUMNS = 80
+
+_METHOD_COLOURS = dict(zip(METHODS, (BLUE, ORANGE, YELLOW, GREEN, SKY, RED, GREY), strict=True))
 _METHOD_WORDS = {"keyframe": "whole leaves (keyframes)", "tables": "tables and metadata"}
-_CONTRACT_COLOURS = {"exact": _BLUE, "bounded": _ORANGE, "reused": _PINK}
-_STAGE_COLOURS = {"warm": _ORANGE, "stable": _GREEN, "degraded": _RED}
-_CYCLE = (_BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _GREY, "#000000")
+_CONTRACT_COLOURS = {"exact": BLUE, "bounded": ORANGE, "reused": PINK}
+_STAGE_COLOURS = {"warm": ORANGE, "stable": GREEN, "degraded": RED}
+_CYCLE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, GREY, "#000000")
 _STYLES = ("-", "--", ":", "-.")
-_LEAST_CHANGE = 1e-4  # the lightest colour of the heat map
+_LEAST_CHANGE = 1e-4  # share of words; the lightest colour of the heat map
 _NO_STEP = "The root has no committed step"
-_MOST_USED = 3.0  # of a limit: what is above is drawn here
-
-Row: TypeAlias = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tip:
-    """What the page says of a place in a figure: a box in the coordinates of ``axes``, and
-    words.
-    """
-
-    axes: Axes
-    box: tuple[float, float, float, float]  # left, bottom, right, top
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """One figure. ``name``: of its file. ``columns``, ``rows``: its table, every step in it; the
-    first ``words`` columns are no numbers.
-    """
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-    tips: tuple[Tip, ...]
-    columns: Row
-    rows: tuple[Row, ...]
-    words: int = 1
+# Measured error / limit; larger values are drawn here.
+_MOST_USED = 3.0
 
 
 def draw(record: Record) -> tuple[Drawing, ...]:
-    """All figures, in the order in which they are shown; also those that have nothing to show,
-    which say so.
-    """
-    with matplotlib.rc_context(
-        {"text.parse_math": False, "font.family": "DejaVu Sans"}
-    ):  # a $ in a leaf path is a $
-        return tuple(make(record) for make in (written, changes, drift, contracts, restore_cost))
-
-
-def size(count: float) -> str:
-    """A number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            return (
-                f"{count:.0f} B"
-                if unit == "B"
-                else f"{count:.3g} {unit}"
-                if count < 999.5
-                else f"{count:.0f} {unit}"
-            )
-        count /= 1024
-    return f"{count:.4g} PiB"
+    """Draw all figures, in the order of the page. Figures without data say so."""
+    # A $ in the path of a leaf must not begin a formula.
+    with matplotlib.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):
+        figures = (written_bytes, changes, drift, contracts, restore_cost)
+        return tuple(figure(record) for figure in figures)
 
 
 # --- the figures ----------------------------------------------------------------------------------
 
 
-def written(record: Record) -> Drawing:
-    """Bytes of each step, by method."""
-    figure, (axes,) = _figure(3.6)
+def written_bytes(record: Record) -> Drawing:
+    """Draw the bytes of each step, by encoding."""
+    figure, (axes,) = make_figure(3.6)
     columns = _columns(record.steps)
     tips = []
     bottom = np.zeros(len(columns))
@@ -133,23 +92,25 @@ def written(record: Record) -> Drawing:
         )
         bottom += heights
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
-    for at, steps in enumerate(columns):
+    for column, steps in enumerate(columns):
         parts = ", ".join(
-            f"{m} {size(_mean_written(steps, m))}"
+            f"{m} {format_size(_mean_written(steps, m))}"
             for m in METHODS
             if any(s.written[m] for s in steps)
         )
         text = (
-            f"{_title(steps)}: {size(bottom[at])} written, {bottom[at] / max(raw[at], 1):.1%} of"
+            f"{_title(steps)}: {format_size(bottom[column])} written, {bottom[column] / max(raw[column], 1):.1%} of"
             f" the state ({parts})"
         )
-        tips.append(Tip(axes, (at - 0.5, 0, at + 0.5, max(bottom[at], raw[at])), text))
+        tips.append(
+            Tip(axes, (column - 0.5, 0, column + 0.5, max(bottom[column], raw[column])), text)
+        )
     if columns:
-        _reference(axes, raw, "state in memory")
+        draw_reference(axes, raw, "state in memory")
     _step_axis(axes, columns)
-    _bytes_axis(axes, max([*bottom, *raw], default=0))
+    set_bytes_axis(axes, max([*bottom, *raw], default=0))
     axes.set_ylabel("written by the save", fontsize=8)
-    _legend(axes)
+    add_legend(axes)
     rows = tuple(
         (
             str(s.step),
@@ -177,45 +138,47 @@ def written(record: Record) -> Drawing:
 
 
 def changes(record: Record) -> Drawing:
-    """Changed fraction of leaf groups over time."""
+    """Draw the changed fraction of leaf groups over time."""
     names = list(record.groups)
     columns = _columns(record.steps)
-    figure, (axes,) = _figure(max(2.2, 0.9 + 0.2 * len(names)))
+    figure, (axes,) = make_figure(max(2.2, 0.9 + 0.2 * len(names)))
     values = np.full((len(names), len(columns)), np.nan)
     tips = []
     zeros = wholes = False
     for row, name in enumerate(names):
-        for at, steps in enumerate(columns):
+        for column, steps in enumerate(columns):
             present = [step.changed[name] for step in steps if name in step.changed]
-            known = [value for value in present if value is not None]
-            box = (at - 0.5, row - 0.5, at + 0.5, row + 0.5)
-            if known and max(known) > 0:
-                values[row, at] = max(statistics.fmean(known), _LEAST_CHANGE)
-            elif known:
+            densities = [value for value in present if value is not None]
+            box = (column - 0.5, row - 0.5, column + 0.5, row + 0.5)
+            if densities and max(densities) > 0:
+                values[row, column] = max(statistics.fmean(densities), _LEAST_CHANGE)
+            elif densities:
                 axes.add_patch(
-                    Rectangle((at - 0.5, row - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="none")
+                    Rectangle(
+                        (column - 0.5, row - 0.5), 1, 1, facecolor="#F4F4F4", edgecolor="none"
+                    )
                 )
                 zeros = True
             elif present:
                 axes.add_patch(
                     Rectangle(
-                        (at - 0.5, row - 0.5),
+                        (column - 0.5, row - 0.5),
                         1,
                         1,
                         facecolor="white",
-                        edgecolor=_FAINT,
+                        edgecolor=FAINT,
                         hatch="////",
                         linewidth=0,
                     )
                 )
                 wholes = True
             if present:
-                what = (
-                    f"{statistics.fmean(known):.3g} of the words changed"
-                    if known
+                text = (
+                    f"{statistics.fmean(densities):.3g} of the words changed"
+                    if densities
                     else "written whole"
                 )
-                tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {what}"))
+                tips.append(Tip(axes, box, f"{name}, {_title(steps)}: {text}"))
     if names and columns:
         norm = LogNorm(_LEAST_CHANGE, 1)
         image = axes.imshow(
@@ -236,7 +199,7 @@ def changes(record: Record) -> Drawing:
     axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.set_yticks(
         range(len(names)),
-        [_short(f"{name}  ({len(record.groups[name])})") for name in names],
+        [shorten(f"{name}  ({len(record.groups[name])})") for name in names],
         fontsize=7.5,
     )
     axes.tick_params(axis="y", length=0)
@@ -245,7 +208,7 @@ def changes(record: Record) -> Drawing:
     marks = [
         Patch(facecolor="white", edgecolor="#B0B0B0", hatch="////", label="written whole")
     ] * wholes
-    marks += [Patch(facecolor="#F4F4F4", edgecolor=_FAINT, label="nothing changed")] * zeros
+    marks += [Patch(facecolor="#F4F4F4", edgecolor=FAINT, label="nothing changed")] * zeros
     if marks:
         figure.legend(handles=marks, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     rows = tuple(
@@ -260,8 +223,8 @@ def changes(record: Record) -> Drawing:
         "changes",
         "What changed, by leaf group",
         "Of the words of a group that were not written whole, the share whose bits differ from"
-        " those of the checkpoint before. A leaf that is written whole (a keyframe) says nothing of"
-        " what changed. In brackets: leaves of the group." + _together(record.steps),
+        " those of the checkpoint before. A leaf that is written whole (a keyframe) does not show"
+        " what changed. In brackets: number of leaves." + _together(record.steps),
         figure,
         tuple(tips),
         ("leaves", "number", *(str(step.step) for step in record.steps)),
@@ -270,7 +233,7 @@ def changes(record: Record) -> Drawing:
 
 
 def drift(record: Record) -> Drawing:
-    """Drift over training steps with the stable start, and the stage of each checkpoint."""
+    """Draw the drift over training steps, the stable start, and the stage of each checkpoint."""
     profile = record.profile
     units = [
         unit
@@ -278,7 +241,7 @@ def drift(record: Record) -> Drawing:
         if profile is not None and any(_curves(profile, unit))
     ]
     heights = [2.0] * len(units) + [0.45]
-    figure, panels = _figure(sum(heights) + 0.9, heights, sharex=True)
+    figure, panels = make_figure(sum(heights) + 0.9, heights, sharex=True)
     tips: list[Tip] = []
     rows: list[Row] = []
     words = {
@@ -302,8 +265,8 @@ def drift(record: Record) -> Drawing:
                 label=role,
             )
             rows += [
-                (role, words[unit], str(step), *(f"{value:.4g}" for value in of))
-                for step, *of in zip(steps, middle, low, high, strict=True)
+                (role, words[unit], str(step), *(f"{value:.4g}" for value in values))
+                for step, *values in zip(steps, middle, low, high, strict=True)
             ]
         if any(value > 0 for line in axes.lines for value in np.asarray(line.get_ydata())):
             axes.set_yscale("log")
@@ -312,13 +275,13 @@ def drift(record: Record) -> Drawing:
         axes.set_ylabel(f"drift,\n{words[unit]}", fontsize=8)
         _stable_start(axes, profile)
         _events(axes, profile.events)
-        _legend(axes)
+        add_legend(axes)
     _stage_strip(panels[-1], record.steps, tips)
     if not units:
         panels[-1].set_title(
-            "No profile was given: drift is not known", fontsize=9, color=_INK, loc="left"
+            "No profile was given: the drift is unknown", fontsize=9, color=INK, loc="left"
         )
-    panels[-1].set_xlabel("training step", fontsize=9, color=_INK)
+    panels[-1].set_xlabel("training step", fontsize=9, color=INK)
     stages = [("stage", step.stage or "none", str(step.step), "", "", "") for step in record.steps]
     start = (
         ""
@@ -328,7 +291,7 @@ def drift(record: Record) -> Drawing:
     return Drawing(
         "drift",
         "Drift, stable start and stage",
-        "How far sampled elements moved between two observations of the profile: the median over"
+        "The change of sampled elements between two observations of the profile: the median over"
         " the leaves of a role, and their quartiles. The vertical line is the stable start,"
         " triangles are events that re-arm the policy; the strip is the policy's stage at each"
         " checkpoint." + start,
@@ -341,8 +304,8 @@ def drift(record: Record) -> Drawing:
 
 
 def contracts(record: Record) -> Drawing:
-    """What each step promises, and the errors that were measured."""
-    figure, (top, bottom) = _figure(4.6, [1.0, 1.5], sharex=True)
+    """Draw the contracts of each step, and the measured errors."""
+    figure, (top, bottom) = make_figure(4.6, [1.0, 1.5], sharex=True)
     columns = _columns(record.steps)
     below = np.zeros(len(columns))
     tips = []
@@ -351,13 +314,15 @@ def contracts(record: Record) -> Drawing:
         if share.any():
             top.bar(range(len(columns)), share, 0.86, below, color=colour, label=name)
         below += share
-    for at, steps in enumerate(columns):
+    for column, steps in enumerate(columns):
         parts = ", ".join(f"{name} {_mean_share(steps, name):.1%}" for name in _CONTRACT_COLOURS)
-        tips.append(Tip(top, (at - 0.5, 0, at + 0.5, 1), f"{_title(steps)}: {parts} of the bytes"))
+        tips.append(
+            Tip(top, (column - 0.5, 0, column + 0.5, 1), f"{_title(steps)}: {parts} of the bytes")
+        )
     top.set_ylim(0, 1.02)
     top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     top.set_ylabel("state by\ncontract", fontsize=8)
-    _legend(top)
+    add_legend(top)
     kinds = list(
         dict.fromkeys(
             (held.of, held.contract, held.norm) for step in record.steps for held in step.held
@@ -369,7 +334,7 @@ def contracts(record: Record) -> Drawing:
             math.nan if held is None else min(held.used, _MOST_USED) for held in worst
         ]  # a gap where there was no such contract
         colour, style = _CYCLE[number % len(_CYCLE)], _STYLES[number // len(_CYCLE) % 4]
-        label = f"{_short(kind[0], 32)}, {kind[1]} ({kind[2]})"
+        label = f"{shorten(kind[0], 32)}, {kind[1]} ({kind[2]})"
         bottom.plot(
             range(len(columns)),
             heights,
@@ -379,16 +344,21 @@ def contracts(record: Record) -> Drawing:
             markersize=3,
             label=label,
         )
-        for at, held in enumerate(worst):
+        for column, held in enumerate(worst):
             if held is not None:
-                box = (at - 0.5, max(heights[at] - 0.04, 0), at + 0.5, heights[at] + 0.04)
+                box = (
+                    column - 0.5,
+                    max(heights[column] - 0.04, 0),
+                    column + 0.5,
+                    heights[column] + 0.04,
+                )
                 text = (
-                    f"{kind[0]}, {_title(columns[at])}: measured {held.measured:.3g} of"
+                    f"{kind[0]}, {_title(columns[column])}: measured {held.measured:.3g} of"
                     f" {held.limit:.3g} ({held.norm})"
                 )
                 tips.append(Tip(bottom, box, text))
     if kinds:
-        bottom.axhline(1, color=_INK, linestyle="--", linewidth=1)
+        bottom.axhline(1, color=INK, linestyle="--", linewidth=1)
         bottom.set_ylim(
             0,
             max(
@@ -396,9 +366,9 @@ def contracts(record: Record) -> Drawing:
                 *(1.1 * min(held.used, _MOST_USED) for step in record.steps for held in step.held),
             ),
         )
-        _legend(bottom)
+        add_legend(bottom)
     else:
-        _say(bottom, "Every leaf of every step is exact: there is no error to show")
+        show_message(bottom, "Every leaf of every step is exact: there is no error to show")
     bottom.set_ylabel("measured error /\nits limit", fontsize=8)
     _step_axis(bottom, columns)
     rows = []
@@ -445,34 +415,36 @@ def contracts(record: Record) -> Drawing:
 
 
 def restore_cost(record: Record) -> Drawing:
-    """Chain depth, and the bytes that a restore reads."""
-    figure, (top, bottom) = _figure(4.2, [1.0, 1.3], sharex=True)
+    """Draw the chain depth, and the bytes that a restore reads."""
+    figure, (top, bottom) = make_figure(4.2, [1.0, 1.3], sharex=True)
     columns = _columns(record.steps)
     places = range(len(columns))
     deepest = [max(step.depth for step in steps) for steps in columns]
     mean = [_mean(steps, lambda step: step.mean_depth) for steps in columns]
-    top.step(places, deepest, where="mid", color=_RED, label="deepest leaf")
-    top.step(places, mean, where="mid", color=_BLUE, linestyle="--", label="mean over bytes")
+    top.step(places, deepest, where="mid", color=RED, label="deepest leaf")
+    top.step(places, mean, where="mid", color=BLUE, linestyle="--", label="mean over bytes")
     top.set_ylabel("deltas to apply", fontsize=8)
     top.set_ylim(0, max([*deepest, 1]) * 1.15)
     top.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    _legend(top)
+    add_legend(top)
     read = [_mean(steps, lambda step: step.read_bytes) for steps in columns]
     raw = np.array([_mean(steps, lambda step: step.raw_bytes) for steps in columns])
-    bottom.bar(places, read, 0.86, color=_SKY, label="a restore reads")
+    bottom.bar(places, read, 0.86, color=SKY, label="a restore reads")
     tips = []
-    for at, steps in enumerate(columns):
+    for column, steps in enumerate(columns):
         text = (
-            f"{_title(steps)}: a restore reads {size(read[at])}; at most {deepest[at]} deltas,"
-            f" {mean[at]:.1f} in the mean"
+            f"{_title(steps)}: a restore reads {format_size(read[column])}; at most {deepest[column]} deltas,"
+            f" {mean[column]:.1f} in the mean"
         )
-        tips.append(Tip(bottom, (at - 0.5, 0, at + 0.5, max(read[at], raw[at])), text))
-        tips.append(Tip(top, (at - 0.5, 0, at + 0.5, top.get_ylim()[1]), text))
+        tips.append(
+            Tip(bottom, (column - 0.5, 0, column + 0.5, max(read[column], raw[column])), text)
+        )
+        tips.append(Tip(top, (column - 0.5, 0, column + 0.5, top.get_ylim()[1]), text))
     if columns:
-        _reference(bottom, raw, "state in memory")
-    _bytes_axis(bottom, max([*read, *raw], default=0))
+        draw_reference(bottom, raw, "state in memory")
+    set_bytes_axis(bottom, max([*read, *raw], default=0))
     bottom.set_ylabel("files to read", fontsize=8)
-    _legend(bottom)
+    add_legend(bottom)
     _step_axis(bottom, columns)
     rows = tuple(
         (
@@ -501,25 +473,8 @@ def restore_cost(record: Record) -> Drawing:
 # --- parts of figures -----------------------------------------------------------------------------
 
 
-def _figure(
-    height: float, heights: Sequence[float] = (1.0,), sharex: bool = False
-) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
-    found = figure.subplots(
-        len(heights), 1, sharex=sharex, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
-    )
-    panels: list[Axes] = list(found[:, 0])
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#777777")
-        axes.tick_params(colors=_INK, labelsize=8, color="#777777")
-        axes.grid(axis="y", color="#E8E8E8", linewidth=0.7)
-        axes.set_axisbelow(True)
-    return figure, panels
-
-
 def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """The checkpoints, neighbours together where they are more than ``MOST_COLUMNS``."""
+    """Group the checkpoints to at most ``MOST_COLUMNS`` columns."""
     each = max(1, -(-len(steps) // MOST_COLUMNS))
     return [steps[first : first + each] for first in range(0, len(steps), each)]
 
@@ -527,7 +482,7 @@ def _columns(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
 def _together(steps: Sequence[StepRecord]) -> str:
     each = max(1, -(-len(steps) // MOST_COLUMNS))
     return (
-        f" A column stands for {each} checkpoints, by their mean; the table has each of them."
+        f" A column shows the mean of {each} checkpoints; the table lists each of them."
         if each > 1
         else ""
     )
@@ -542,7 +497,7 @@ def _mean_written(steps: Sequence[StepRecord], method: str) -> float:
 
 
 def _mean_share(steps: Sequence[StepRecord], contract: str) -> float:
-    """Of the state's bytes, under a contract."""
+    """Return the mean share of the state's bytes under a contract."""
     return _mean(steps, lambda step: _bytes_under(step, contract) / max(step.raw_bytes, 1))
 
 
@@ -558,61 +513,13 @@ def _step_axis(axes: Axes, columns: Sequence[Sequence[StepRecord]]) -> None:
         range(0, len(columns), every), [str(steps[0].step) for steps in columns[::every]]
     )
     axes.set_xlim(-0.6, max(len(columns), 1) - 0.4)
-    axes.set_xlabel("training step of the checkpoint", fontsize=9, color=_INK)
+    axes.set_xlabel("training step of the checkpoint", fontsize=9, color=INK)
     if not columns:
-        _say(axes, _NO_STEP)
-
-
-def _bytes_axis(axes: Axes, most: float) -> None:
-    unit = 1024 ** max(0, math.floor(math.log(most, 1024))) if most >= 1 else 1
-    axes.set_ylim(0, most * 1.12 if most else 1)
-    ticks = [
-        value * unit
-        for value in MaxNLocator(nbins=5).tick_values(0, most / unit)
-        if value * unit <= most * 1.12
-    ]
-    axes.set_yticks(ticks)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-
-
-def _reference(
-    axes: Axes, values: np.ndarray[tuple[int], np.dtype[np.float64]], label: str
-) -> None:
-    axes.step(
-        [-0.5, *(k + 0.5 for k in range(len(values)))],
-        [values[0], *values],
-        where="pre",
-        color=_INK,
-        linestyle="--",
-        linewidth=1,
-        label=label,
-    )
-
-
-def _legend(axes: Axes) -> None:
-    """Beside the panel, the topmost of a stack first."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(
-            handles[::-1],
-            labels[::-1],
-            frameon=False,
-            fontsize=8,
-            loc="upper left",
-            bbox_to_anchor=(1.0, 1.03),
-        )
-
-
-def _say(axes: Axes, text: str) -> None:
-    axes.text(
-        0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=10, color=_INK
-    )
-    axes.set_yticks([])
-    axes.grid(False)
+        show_message(axes, _NO_STEP)
 
 
 def _curves(profile: Profile, unit: str) -> Iterator[tuple[str, list[LeafProfile]]]:
-    """Leaves with drift in ``unit``, by role."""
+    """Yield the leaves whose drift is in ``unit``, by role."""
     by_role: dict[str, list[LeafProfile]] = {}
     for leaf in profile.leaves.values():
         if leaf.drift_unit == unit and leaf.drift.steps:
@@ -623,14 +530,14 @@ def _curves(profile: Profile, unit: str) -> Iterator[tuple[str, list[LeafProfile
 def _quartiles(
     leaves: Sequence[LeafProfile],
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    at: dict[int, list[float]] = {}
+    values: dict[int, list[float]] = {}
     for leaf in leaves:
         for step, value in zip(leaf.drift.steps, leaf.drift.values, strict=True):
             if math.isfinite(value):
-                at.setdefault(step, []).append(value)
-    steps = sorted(at)
+                values.setdefault(step, []).append(value)
+    steps = sorted(values)
     low, middle, high = (
-        [float(np.quantile(at[step], q)) for step in steps] for q in (0.25, 0.5, 0.75)
+        [float(np.quantile(values[step], q)) for step in steps] for q in (0.25, 0.5, 0.75)
     )
     return steps, middle, low, high
 
@@ -639,7 +546,7 @@ def _stable_start(axes: Axes, profile: Profile) -> None:
     if profile.stable_start is not None:
         axes.axvline(
             profile.stable_start,
-            color=_INK,
+            color=INK,
             linestyle="--",
             linewidth=1.2,
             label=f"stable start, {profile.stable_start}",
@@ -649,12 +556,12 @@ def _stable_start(axes: Axes, profile: Profile) -> None:
 def _events(axes: Axes, events: Sequence[Event]) -> None:
     if events:
         place = axes.get_xaxis_transform()  # x in steps, y in the height of the panel
-        at = [event.step for event in events]
+        positions = [event.step for event in events]
         axes.plot(
-            at,
-            [0.97] * len(at),
+            positions,
+            [0.97] * len(positions),
             "v",
-            color=_RED,
+            color=RED,
             markersize=6,
             transform=place,
             label="event",
@@ -666,11 +573,13 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
     width = (steps[-1].step - steps[0].step) / max(len(steps) - 1, 1) or 1.0 if steps else 1.0
     between = [(a.step + b.step) / 2 for a, b in itertools.pairwise(steps)]
     ends = [steps[0].step - width / 2, *between, steps[-1].step + width / 2] if steps else []
-    at = 0
-    for stage, of in itertools.groupby(steps, key=lambda step: step.stage):
-        after = at + len(list(of))
-        axes.axvspan(ends[at], ends[after], color=_STAGE_COLOURS.get(stage, "#EDEDED"), linewidth=0)
-        at = after
+    start = 0
+    for stage, group in itertools.groupby(steps, key=lambda step: step.stage):
+        end = start + len(list(group))
+        axes.axvspan(
+            ends[start], ends[end], color=_STAGE_COLOURS.get(stage, "#EDEDED"), linewidth=0
+        )
+        start = end
     for step, (left, right) in zip(steps, itertools.pairwise(ends), strict=True):
         tips.append(
             Tip(
@@ -681,7 +590,7 @@ def _stage_strip(axes: Axes, steps: Sequence[StepRecord], tips: list[Tip]) -> No
         )
     if not steps:
         axes.set_xlim(0, 1)
-        _say(axes, _NO_STEP)
+        show_message(axes, _NO_STEP)
         return
     axes.set_ylim(0, 1)
     axes.set_yticks([])
@@ -707,19 +616,7 @@ def _worst(steps: Sequence[StepRecord], kind: tuple[str, str, str]) -> Held | No
     held = [
         held for step in steps for held in step.held if (held.of, held.contract, held.norm) == kind
     ]
-    return max(held, key=lambda one: one.used, default=None)
-
-
-def clean(text: str) -> str:
-    """``text`` with what cannot be shown escaped: a leaf may be called anything."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
-
-
-def _short(name: str, most: int = 44) -> str:
-    name = clean(name)
-    return name if len(name) <= most else f"{name[: most // 2 - 4]}...{name[-most // 2 :]}"
+    return max(held, key=lambda contract: contract.used, default=None)
 
 
 def _fraction(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Many leaves as few named groups: pure functions over leaf paths."""
+"""Group leaf paths under few names. The functions are pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ _TOKEN = re.compile(r"[/.]?[^/.]*")
 
 
 def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
-    """Leaf paths in at most ``most`` groups: name -> paths, in natural order (``layer.2`` before
-    ``layer.10``).
+    """Group leaf paths.
 
-    ``sizes``: path -> bytes. Begins with all leaves as one group and always splits the largest ones
-    by the next component of their paths; a component ends at ``/`` or ``.``. Numbers that are too
-    many for a group each become runs. Where numbered entries hold leaves and nothing else, as in
-    ``optimizer/state/17/exp_avg``, leaves of one name belong together before leaves of one number
-    do.
+    The algorithm begins with one group of all leaves. It repeatedly splits the largest groups by
+    the next component of their paths; a component ends at ``/`` or ``.``. Numbers that are too many
+    for a group each become runs. If numbered entries hold only leaves, as in
+    ``optimizer/state/17/exp_avg``, leaves are grouped by their name before their number.
+
+    Args:
+        sizes: Leaf path -> bytes.
+        most: Largest number of groups. Larger: finer groups.
+
+    Returns:
+        Name -> paths, in natural order (``layer.2`` before ``layer.10``).
     """
     if not sizes:
         return {}
@@ -27,12 +32,10 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
         return sum(sizes[path] for paths in siblings for path in paths)
 
     whole: list[list[str]] = []
-    numbered: list[
-        list[list[str]]
-    ] = []  # groups that have more numbers in them than there is room for
-    todo = [
-        [sorted(sizes, key=natural)]
-    ]  # siblings, and layers of one size, are split together or not at all
+    # Groups with more numbers than free groups.
+    numbered: list[list[list[str]]] = []
+    # Siblings, and layers of one size, are split together or not at all.
+    todo = [[sorted(sizes, key=natural)]]
     while todo:
         most_bytes = max(map(bytes_of, todo))
         largest = [
@@ -67,8 +70,9 @@ def groups(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
 
 
 def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
-    """Leaves that differ in numbers alone together: ``state/*/exp_avg``. Where these are more than
-    ``most``, as ``groups`` has them.
+    """Group leaves whose paths differ in numbers only: ``state/*/exp_avg``.
+
+    If there are more than ``most`` of these classes, ``groups`` is used instead.
     """
     found: dict[str, list[str]] = {}
     for path in sorted(sizes, key=natural):
@@ -85,14 +89,14 @@ def classes(sizes: Mapping[str, int], most: int) -> dict[str, tuple[str, ...]]:
 
 
 def natural(path: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key in which numbers count as numbers."""
+    """Return a sort key that compares numbers by value."""
     return tuple(
         (0, int(t), "") if t.isdecimal() else (1, 0, t) for t in re.split(r"([0-9]+)", path) if t
     )
 
 
 def _tokens(path: str) -> tuple[str, ...]:
-    """Components with the separator before each: joined, they are the path."""
+    """Split a path into components, each with its separator in front."""
     return tuple(token for token in _TOKEN.findall(path) if token)
 
 
@@ -101,58 +105,58 @@ def _is_number(token: str) -> bool:
 
 
 def _keys(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What paths are split by: their tokens, with the number of an entry that holds only leaves put
-    last.
+    """Return the tokens that paths are split by.
+
+    The number of an entry that holds only leaves is moved to the end.
     """
     tokens = {path: _tokens(path) for path in paths}
-    below: dict[
-        tuple[str, ...], set[int]
-    ] = {}  # of each node whose children are numbers: how many tokens come after them
-    for of in tokens.values():
-        for at, token in enumerate(of):
-            below.setdefault(of[:at], set()).add(len(of) - at - 1 if _is_number(token) else -1)
+    # Node -> number of tokens after each child that is a number; -1 for other children.
+    depths: dict[tuple[str, ...], set[int]] = {}
+    for path_tokens in tokens.values():
+        for position, token in enumerate(path_tokens):
+            depth = len(path_tokens) - position - 1 if _is_number(token) else -1
+            depths.setdefault(path_tokens[:position], set()).add(depth)
 
-    def key(of: tuple[str, ...]) -> tuple[str, ...]:
-        if len(of) >= 2 and below[of[:-2]] == {1}:
-            return (*of[:-2], of[-1], of[-2])
-        return of
+    def key(path_tokens: tuple[str, ...]) -> tuple[str, ...]:
+        if len(path_tokens) >= 2 and depths[path_tokens[:-2]] == {1}:
+            return (*path_tokens[:-2], path_tokens[-1], path_tokens[-2])
+        return path_tokens
 
-    return {path: key(of) for path, of in tokens.items()}
+    return {path: key(path_tokens) for path, path_tokens in tokens.items()}
 
 
 def _pieces(paths: Sequence[str], keys: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """The paths by the first component in which they differ."""
+    """Group paths by the first component in which they differ."""
     pieces = {"": list(paths)}
-    for at in range(max(len(keys[path]) for path in paths)):
+    for position in range(max(len(keys[path]) for path in paths)):
         pieces = {}
         for path in paths:
-            pieces.setdefault(keys[path][at] if at < len(keys[path]) else "", []).append(path)
+            token = keys[path][position] if position < len(keys[path]) else ""
+            pieces.setdefault(token, []).append(path)
         if len(pieces) > 1:
             break
     return pieces
 
 
 def _name(paths: Sequence[str]) -> str:
-    """What the paths have in common; runs of numbers as ``3-7``, what differs otherwise as
-    ``*``.
-    """
+    """Return the common name of paths: runs of numbers as ``3-7``, other differences as ``*``."""
     tokens = [_tokens(path) for path in paths]
     shortest = min(map(len, tokens))
-    alike = all(len(of) == shortest for of in tokens)
+    same_length = all(len(path_tokens) == shortest for path_tokens in tokens)
     name: list[str] = []
-    for at in range(shortest):
-        found = {of[at] for of in tokens}
-        if len(found) == 1:
-            name.append(found.pop())
+    for position in range(shortest):
+        variants = {path_tokens[position] for path_tokens in tokens}
+        if len(variants) == 1:
+            name.append(variants.pop())
             continue
-        separator = next(iter(found))[0]
+        separator = next(iter(variants))[0]
         separator = separator if separator in "/." else ""
-        if all(_is_number(token) for token in found):
-            numbers = sorted(int(token.lstrip("/.")) for token in found)
+        if all(_is_number(token) for token in variants):
+            numbers = sorted(int(token.lstrip("/.")) for token in variants)
             run = numbers[-1] - numbers[0] == len(numbers) - 1
             name.append(f"{separator}{numbers[0]}-{numbers[-1]}" if run else f"{separator}*")
         else:
             name.append(f"{separator}*")
-        if not alike:
+        if not same_length:
             return "".join(name)
-    return "".join(name) if alike else "".join(name) + " ..."
+    return "".join(name) if same_length else "".join(name) + " ..."

@@ -1,6 +1,4 @@
-"""What the save of a step did to each leaf, told from its manifest and its segments' tables: no
-leaf is read.
-"""
+"""Find what each save did to each leaf, from manifests and segment tables. No leaf is read."""
 
 from __future__ import annotations
 
@@ -21,8 +19,12 @@ from deltacheck.store.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is stored of a leaf at one step, or of one of its tiles. ``chain``: what a restore
-    reads, the keyframe and then the deltas in order.
+    """A leaf at one step, or one of its tiles, as it is stored.
+
+    Attributes:
+        spec: Spec of the stored array.
+        kind: Whether the step stored a keyframe, a delta or nothing.
+        chain: The entries that a restore reads: the keyframe, then the deltas in order.
     """
 
     spec: LeafSpec
@@ -31,7 +33,7 @@ class Part:
 
     @property
     def depth(self) -> int:
-        """Deltas that a restore applies."""
+        """The number of deltas that a restore applies."""
         return len(self.chain) - 1
 
     @property
@@ -39,8 +41,9 @@ class Part:
         return self.spec.raw_bytes // self.spec.word_bytes
 
     def changed_words(self) -> int | None:
-        """Words that this step's save found changed; ``None`` for a keyframe, which says nothing
-        about that. Reads the index of the delta.
+        """Return the number of words that the save found changed; ``None`` for a keyframe.
+
+        Reads the index of the delta. A keyframe does not show what changed.
         """
         if self.kind is LeafKind.UNCHANGED:
             return 0
@@ -56,8 +59,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LeafState:
-    """One leaf at one step. ``spec``: of what is stored; ``parts``: by the path that each is stored
-    under, the leaf itself or its tiles.
+    """A leaf at one step.
+
+    Attributes:
+        spec: Spec of the stored leaf.
+        parts: Stored path -> part. The leaf itself, or its tiles.
     """
 
     spec: LeafSpec
@@ -65,13 +71,13 @@ class LeafState:
 
     @property
     def kind(self) -> LeafKind:
-        """As all of its parts were stored; ``DELTA``, too, where they were not stored alike."""
+        """The kind of all parts; ``DELTA`` if the parts differ in kind."""
         kinds = {part.kind for part in self.parts.values()}
         return kinds.pop() if len(kinds) == 1 else LeafKind.DELTA
 
     @property
     def depth(self) -> int:
-        """Most deltas that a restore applies to a part."""
+        """The largest number of deltas that a restore applies to a part."""
         return max(part.depth for part in self.parts.values())
 
     @property
@@ -79,8 +85,9 @@ class LeafState:
         return self.spec.raw_bytes // self.spec.word_bytes
 
     def changed_words(self) -> int | None:
-        """Words that this step's save found changed; ``None`` where it has written a part whole.
-        Reads the indexes of the deltas.
+        """Return the number of words that the save found changed.
+
+        ``None`` if it wrote a part whole. Reads the indexes of the deltas.
         """
         counts = [part.changed_words() for part in self.parts.values()]
         return None if None in counts else sum(count for count in counts if count is not None)
@@ -88,10 +95,10 @@ class LeafState:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Leaves of one step taken together.
+    """Sums over leaves of one step.
 
-    ``words``, ``changed_words``: of the leaves that were not written whole; their quotient is the
-    density. ``raw_bytes``: of all of them.
+    ``words`` and ``changed_words`` count the leaves that were not written whole. Their quotient is
+    the density. ``raw_bytes`` is the size of all leaves.
     """
 
     keyframes: int
@@ -103,21 +110,24 @@ class Change:
 
     @property
     def density(self) -> float | None:
-        """Changed words / words, ``None`` where every leaf was written whole."""
+        """Changed words / words, ``None`` if every leaf was written whole."""
         return self.changed_words / self.words if self.words else None
 
 
 def stored_bytes(manifest: Manifest) -> int:
-    """Bytes of the segments that this step's save wrote; 0 where nothing had changed."""
+    """Return the size of the segments that the save of a step wrote; 0 if nothing had changed."""
     return sum(
         ref.stored_bytes for ref in manifest.segments if layout.seq_of(ref.id) == manifest.seq
     )
 
 
 def leaf_states(manifest: Manifest, segments: Sequence[Segment]) -> dict[str, LeafState]:
-    """Every leaf of a step, paths ascending. ``segments``: those of the manifest, in its order.
+    """Return the state of every leaf of a step, in ascending order of the paths.
 
-    Raises ``ChainBroken`` where a leaf has no keyframe.
+    ``segments`` are those of the manifest, in its order.
+
+    Raises:
+        ChainBroken: If a leaf has no keyframe.
     """
     found: dict[str, LeafState] = {}
     every = columns.entries_by_path(segments)
@@ -158,7 +168,7 @@ def _part(
 
 
 def summed(states: Iterable[LeafState]) -> Change:
-    """Leaves taken together. Reads the indexes of their deltas."""
+    """Sum over leaves. Reads the indexes of their deltas."""
     changed = [(state, state.changed_words()) for state in states]
     kinds = [state.kind for state, _ in changed]
     return Change(
@@ -174,7 +184,7 @@ def summed(states: Iterable[LeafState]) -> Change:
 def by_class(
     states: Mapping[str, LeafState], levels: int
 ) -> dict[tuple[str, str], list[LeafState]]:
-    """Leaves grouped by the first ``levels`` components of their path and by their type."""
+    """Group leaves by the first ``levels`` components of their path and by their type."""
     groups: dict[tuple[str, str], list[LeafState]] = {}
     for path, state in states.items():
         prefix = "/".join(path.split("/")[:levels])
@@ -186,7 +196,7 @@ def by_class(
 class Step:
     """One committed checkpoint.
 
-    ``segments``: those of the manifest, in its order. ``states``: its leaves. Where its segments
+    ``segments`` are those of the manifest, in its order, and ``states`` its leaves. If its segments
     are not whole, they are empty and ``None``, and ``problem`` says why.
     """
 
@@ -210,9 +220,10 @@ class Committed(NamedTuple):
     manifest_bytes: int
 
 
-def committed(root: Root, unreadable: list[str]) -> list[Committed]:
-    """The checkpoints of a root, oldest first. What is wrong with manifests that cannot be read is
-    added to ``unreadable``.
+def committed(root: Root, problems: list[str]) -> list[Committed]:
+    """Return the checkpoints of a root, oldest first.
+
+    The errors of manifests that cannot be read are appended to ``problems``.
     """
     found: list[Committed] = []
     for path in root.manifest_paths():
@@ -226,25 +237,25 @@ def committed(root: Root, unreadable: list[str]) -> list[Committed]:
         except FileNotFoundError:
             continue  # deleted by a running training since it was listed
         except DeltacheckError as error:
-            unreadable.append(str(error))
-    return sorted(found, key=lambda one: one.ref.seq)
+            problems.append(str(error))
+    return sorted(found, key=lambda checkpoint: checkpoint.ref.seq)
 
 
-def steps(root: Root, found: Iterable[Committed]) -> Iterator[Step]:
-    """What the save of each checkpoint did. A segment's table is read once for neighbouring steps,
-    which share most of theirs.
+def steps(root: Root, checkpoints: Iterable[Committed]) -> Iterator[Step]:
+    """Yield the leaf states of each checkpoint.
+
+    Neighbouring steps share most of their segments, so tables are kept from one step to the next.
     """
-    known: dict[SegmentRef, Segment] = {}
-    for ref, manifest, manifest_bytes in found:
+    open_segments: dict[SegmentRef, Segment] = {}
+    for step_ref, manifest, manifest_bytes in checkpoints:
         segments: tuple[Segment, ...] = ()
         states, problem = None, None
         try:
-            known = {
-                needed: known.get(needed) or root.store.segment(needed)
-                for needed in manifest.segments
+            open_segments = {
+                ref: open_segments.get(ref) or root.store.segment(ref) for ref in manifest.segments
             }
-            states = leaf_states(manifest, list(known.values()))
-            segments = tuple(known.values())
+            states = leaf_states(manifest, list(open_segments.values()))
+            segments = tuple(open_segments.values())
         except DeltacheckError as error:
             problem = str(error)
-        yield Step(ref, manifest, manifest_bytes, segments, states, problem)
+        yield Step(step_ref, manifest, manifest_bytes, segments, states, problem)

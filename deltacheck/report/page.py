@@ -1,6 +1,4 @@
-"""Figures -> one HTML page that needs nothing else: no network, no script, graphics and tables in
-it.
-"""
+"""Write drawings to one HTML page without network and script, or to images."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from typing import Any
 
 import matplotlib
 
-from deltacheck.report.figures import Drawing, Tip, clean
+from deltacheck.report.drawing import Drawing, Tip
+from deltacheck.report.formatting import escape_unprintable
 
 _DPI = 150  # of images
 _STYLE = """
@@ -41,7 +40,7 @@ thead th { border-bottom: 2px solid #999; background: #fff; position: sticky; to
 """
 _NAMESPACE = re.compile(r'\sxmlns(?::\w+)?="[^"]*"')
 _ID = re.compile(r'\sid="([^"]*)"')
-_USED = re.compile(r"#([\w-]+)")
+_REFERENCE = re.compile(r"#([\w-]+)")
 
 
 def page(
@@ -51,8 +50,17 @@ def page(
     drawings: Sequence[Drawing],
     alert: str = "Not everything could be read:",
 ) -> str:
-    """The page. ``facts``: what its head says, word -> value. ``alert``: what stands above the
-    problems, where there are any.
+    """Return a page.
+
+    Args:
+        title: Title of the page.
+        facts: Facts at its head, name -> value.
+        problems: Problems at its head.
+        drawings: The figures and their tables.
+        alert: Text above the problems.
+
+    Returns:
+        The HTML document.
     """
     links = "".join(f'<a href="#{_text(d.name)}">{_text(d.title)}</a> ' for d in drawings)
     head = "".join(
@@ -81,7 +89,7 @@ def write_page(file: Path, text: str) -> None:
 
 
 def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
-    """Each figure as PNG in ``folder``, which is made where it is not there. Raises ``OSError``."""
+    """Write each figure as a PNG image to a folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{drawing.name}.png" for drawing in drawings]
     for drawing, file in zip(drawings, files, strict=True):
@@ -90,15 +98,15 @@ def write_images(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
 
 
 def _text(text: str) -> str:
-    return escape(clean(text))
+    return escape(escape_unprintable(text))
 
 
-def _save(drawing: Drawing, to: Path | io.StringIO, **how: Any) -> None:
+def _save(drawing: Drawing, target: Path | io.StringIO, **options: Any) -> None:
     with warnings.catch_warnings():
-        # A leaf may be named in a script that the font of the images lacks; the page uses the
-        # reader's fonts.
+        # The path of a leaf may use a script that the font of the images lacks. The page is not
+        # affected, because it uses the reader's fonts.
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
-        drawing.figure.savefig(to, **how)
+        drawing.figure.savefig(target, **options)
 
 
 def _section(drawing: Drawing) -> str:
@@ -111,12 +119,12 @@ def _section(drawing: Drawing) -> str:
 
 
 def _table(drawing: Drawing) -> str:
-    def cells(row: Sequence[str], tag: str, more: str = "") -> str:
-        shown = []
-        for at, cell in enumerate(row):
-            kind = ' class="word"' if at < drawing.words else ""
-            shown.append(f"<{tag}{more}{kind}>{_text(cell)}</{tag}>")
-        return f"<tr>{''.join(shown)}</tr>"
+    def cells(row: Sequence[str], tag: str, attributes: str = "") -> str:
+        elements = []
+        for number, cell in enumerate(row):
+            kind = ' class="word"' if number < drawing.words else ""
+            elements.append(f"<{tag}{attributes}{kind}>{_text(cell)}</{tag}>")
+        return f"<tr>{''.join(elements)}</tr>"
 
     head = cells(drawing.columns, "th", ' scope="col"')
     body = "\n".join(cells(row, "td") for row in drawing.rows)
@@ -128,12 +136,9 @@ def _table(drawing: Drawing) -> str:
 
 
 def _svg(drawing: Drawing) -> str:
-    """The figure as an element of the page: text stays text, tips are shown by the browser
-    itself.
-    """
+    """Return the figure as an SVG element. Text stays text, and the browser shows the tips."""
     content = io.StringIO()
-    # Identifiers must differ between the figures of a page, and be the same whenever the same is
-    # drawn.
+    # Identifiers must differ between the figures of a page. The salt also makes them reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.name}):
         _save(
             drawing,
@@ -150,9 +155,9 @@ def _svg(drawing: Drawing) -> str:
     size = re.search(r'viewBox="([^"]*)"', opening)
     assert size is not None
     width, height = (float(number) for number in size.group(1).split()[2:])
-    used = set(_USED.findall(body))
+    referenced = set(_REFERENCE.findall(body))
     body = _NAMESPACE.sub("", body)
-    body = _ID.sub(lambda found: found.group(0) if found.group(1) in used else "", body)
+    body = _ID.sub(lambda match: match.group(0) if match.group(1) in referenced else "", body)
     tips = "".join(_tip(tip, drawing, width, height) for tip in drawing.tips)
     title = _text(drawing.title)
     return (

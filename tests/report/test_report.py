@@ -33,7 +33,7 @@ from deltacheck.cli import main
 from deltacheck.errors import Damaged
 from deltacheck.leaf.contracts import Bounded, Promise, Reused
 from deltacheck.profile.record import FORMAT, VERSION, Curve, Event, LeafProfile, Profile
-from deltacheck.report import figures, page
+from deltacheck.report import drawing, figures, page
 from deltacheck.report.data import METHODS, Held, Record, StepRecord, _held, collect
 from deltacheck.report.groups import classes, groups
 from deltacheck.store import documents
@@ -603,7 +603,7 @@ def test_every_kind_of_stage_contract_and_size_can_be_drawn(tmp_path: Path) -> N
     ],
 )
 def test_sizes_are_short(count: int, shown: str) -> None:
-    assert figures.size(count) == shown
+    assert drawing.format_size(count) == shown
 
 
 # --- a real browser -------------------------------------------------------------------------------
