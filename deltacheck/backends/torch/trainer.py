@@ -1,10 +1,10 @@
-"""Hugging Face's ``Trainer``, and what is built on it (TRL, PEFT), with
-``callbacks=[DeltaCheckCallback()]`` and nothing else.
+"""Save and resume a Hugging Face ``Trainer``, or a subclass (TRL, PEFT), with one callback.
 
-A callback is told when a checkpoint is due, but neither sees the trainer nor can it write the
-checkpoint in its place. So the first ``DeltaCheckCallback`` puts itself before those methods of the
-class ``Trainer`` that write and read checkpoints. A trainer without the callback goes on as before.
-Nothing is written to ``checkpoint-N`` folders: all that they would hold is a step of one root.
+Pass ``callbacks=[DeltaCheckCallback()]`` and change nothing else. A callback learns when a
+checkpoint is due, but it neither knows the trainer nor can it replace the checkpoint. Therefore the
+first ``DeltaCheckCallback`` wraps the methods of the class ``Trainer`` that write and read
+checkpoints. A trainer without the callback behaves as before. No ``checkpoint-N`` folder is
+written: its content is a step of one root.
 """
 
 from __future__ import annotations
@@ -31,30 +31,36 @@ from deltacheck.store.files import storage
 
 log = logging.getLogger("deltacheck")
 
-_TRIED = "5.23.0"  # the version of transformers that this was tried with
-_STATE_FILE = "trainer_state.json"  # Trainer reads it by itself, and only from a file
+_TESTED_VERSION = "5.23.0"  # of transformers
+_STATE_FILE = "trainer_state.json"  # Trainer reads it only from a file
 
 
 class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
-    """Saves model, optimizer, scheduler, gradient scaler, random states and trainer state behind
-    the
-    training, and resumes from them.
+    """Saves a training in the background, and resumes from its checkpoints.
 
-    ``root``: where to (default: ``deltacheck`` in the trainer's ``output_dir``). ``every``: save
-    after so many steps, beside the times that ``save_strategy`` says; more often: less work lost,
-    more to write. ``resume``: ``trainer.train()`` goes on from the newest step of the root, where
-    there is one; ``False``: only with ``trainer.train(resume_from_checkpoint=True)``, which also
-    takes ``"checkpoint-N"`` for step N. All else: options of ``Engine``; ``keep_last`` is by
-    default the trainer's ``save_total_limit``.
-
-    Of a PEFT model only what is trained is saved, as ``Trainer`` does it. Frozen weights of any
-    other are read behind the training, as ``Engine.guard`` has it; ``capture="eager"`` where a
-    callback writes to them through ``.data``. A failed save is raised at the next one, as
-    ``Engine`` has it. ``trainer.train`` returns when the last save is committed. ``push_to_hub``
-    does not upload checkpoints, since there are no ``checkpoint-N`` folders.
+    A checkpoint has model, optimizer, scheduler, gradient scaler, random states and trainer state.
+    Of a PEFT model only the trained parameters are saved, as ``Trainer`` does. Frozen weights of
+    any other model are read in the background, see ``Engine.guard``; pass ``capture="eager"`` if a
+    callback writes to them through ``.data``. The next save raises the error of a failed one.
+    ``trainer.train`` returns after the last commit. ``push_to_hub`` does not upload checkpoints,
+    because there are no ``checkpoint-N`` folders.
 
     ``trainer.train`` raises ``ValueError`` for trainings of more than one process, FSDP, DeepSpeed,
     a hyperparameter search and ``save_only_model``.
+
+    Args:
+        root: The root; ``None``: ``deltacheck`` in the trainer's ``output_dir``.
+        every: Save every so many steps, in addition to ``save_strategy``. Smaller: less work is
+            lost in a crash; larger: less to write. ``None``: only by ``save_strategy``.
+        resume: ``True``: ``trainer.train()`` continues from the newest step of the root, if there
+            is one. ``False``: only with ``trainer.train(resume_from_checkpoint=True)``, which also
+            takes ``"checkpoint-N"`` for step N.
+        **engine: Options of ``Engine``. The default of ``keep_last`` is the trainer's
+            ``save_total_limit``.
+
+    Raises:
+        ValueError: ``every`` is less than 1.
+        ImportError: This version of transformers lacks a method that is wrapped.
     """
 
     def __init__(
@@ -72,20 +78,26 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         self._resume = resume
         self._options = engine
         self._engine: Engine | None = None  # for as long as train() runs
-        self._resumed: Mapping[str, Any] | None = (
-            None  # until the first step has shown that it is not read again
-        )
+        # Kept until the first step, because the trainer reads it in several methods.
+        self._resumed: Mapping[str, Any] | None = None
         self._resumed_path = ""
         self._saved_step = -1
         _install(Trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As ``Trainer`` calls it."""
+        """Ask for a checkpoint if one is due. ``Trainer`` calls this.
+
+        Args:
+            args: Not used.
+            state: The trainer's state.
+            control: The trainer's control.
+            **kwargs: Not used.
+        """
         self._resumed = None
         if self._every is not None and state.global_step % self._every == 0:
             control.should_save = True
 
-    # In the place of the trainer's methods; ``original`` is that method.
+    # --- replacements of the trainer's methods; ``original`` is the method ------------------------
 
     def _train(
         self,
@@ -104,25 +116,25 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         with Engine(root, **options) as engine, tempfile.TemporaryDirectory() as folder:
             self._engine, self._saved_step = engine, -1
             try:
-                path = self._take_up(engine, resume_from_checkpoint, Path(folder))
+                path = self._resume_from(engine, resume_from_checkpoint, Path(folder))
                 return original(trainer, path, *args, **kwargs)
             finally:
                 self._engine, self._resumed, self._resumed_path = None, None, ""
 
-    def _take_up(self, engine: Engine, wanted: object, folder: Path) -> object:
-        """Restore what is asked for, and give what the trainer is told instead."""
+    def _resume_from(self, engine: Engine, request: object, folder: Path) -> object:
+        """Restore the requested step, and return the argument for the trainer instead."""
         steps = engine.steps()
         named = (
-            re.fullmatch(r"checkpoint-(\d+)", Path(wanted).name)
-            if isinstance(wanted, str | Path)
+            re.fullmatch(r"checkpoint-(\d+)", Path(request).name)
+            if isinstance(request, str | Path)
             else None
         )
-        if named is not None and not Path(str(wanted)).exists() and int(named[1]) in steps:
+        if named is not None and not Path(str(request)).exists() and int(named[1]) in steps:
             saved = engine.restore(int(named[1]))
-        elif steps and (wanted is True or (wanted is None and self._resume)):
+        elif steps and (request is True or (request is None and self._resume)):
             saved = engine.restore()
         else:
-            return wanted
+            return request
         path = folder / f"checkpoint-{saved['step']}"
         path.mkdir()
         (path / _STATE_FILE).write_bytes(saved["trainer_state"].tobytes())
@@ -133,9 +145,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
     def _run_epoch(
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if (
-            trainer.state.global_step >= trainer.state.max_steps
-        ):  # a finished run that is started again: it would do one step more
+        # A finished run that is started again would do one more step.
+        if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return
         original(trainer, *args, **kwargs)
@@ -160,12 +171,12 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
         for exported in [
             c for c in (*trainer.callback_handler.callbacks, trainer.control) if _is_exportable(c)
         ]:
-            kept = state.stateful_callbacks[type(exported).__name__]
-            if isinstance(kept, list):
-                kept.append(exported.state())
+            states = state.stateful_callbacks[type(exported).__name__]
+            if isinstance(states, list):
+                states.append(exported.state())
             else:
                 state.stateful_callbacks[type(exported).__name__] = exported.state()
-        told = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+        trainer_state = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         saved = {
             "step": state.global_step,
             "model": _model_state(trainer.model),
@@ -177,8 +188,8 @@ class DeltaCheckCallback(TrainerCallback):  # type: ignore[misc]
                 else trainer.accelerator.scaler.state_dict()
             ),
             "rng": rng.states(),
-            # Bytes: it grows with the log, and only what is added is written.
-            "trainer_state": np.frombuffer(told.encode(), dtype=np.uint8),
+            # As bytes, because it grows with the log, and then only the new part is written.
+            "trainer_state": np.frombuffer(trainer_state.encode(), dtype=np.uint8),
         }
         engine.guard(trainer.model)
         engine.save(state.global_step, saved, metrics=_last_numbers(state.log_history))
@@ -236,14 +247,14 @@ _METHODS = (
 
 
 def _install(kind: Any) -> None:
-    """Put ``DeltaCheckCallback`` before the methods of ``Trainer``, once."""
+    """Wrap the methods of ``Trainer``, once."""
     if getattr(kind.train, "_deltacheck", False):
         return
     missing = [name for name in _METHODS if not callable(getattr(kind, name, None))]
     if missing:
         raise ImportError(
             f"this version of transformers has no Trainer.{missing[0]}, by which DeltaCheckCallback"
-            f" saves and resumes; {_TRIED} has"
+            f" saves and resumes; {_TESTED_VERSION} has"
         )
     for name in _METHODS:
         ours = getattr(DeltaCheckCallback, name if name.startswith("_") else f"_{name}")
@@ -253,19 +264,19 @@ def _install(kind: Any) -> None:
 def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        found = [c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)]
-        if not found:
+        own = [c for c in trainer.callback_handler.callbacks if isinstance(c, DeltaCheckCallback)]
+        if not own:
             return original(trainer, *args, **kwargs)
-        return ours(found[0], original, trainer, *args, **kwargs)
+        return ours(own[0], original, trainer, *args, **kwargs)
 
     method._deltacheck = True  # type: ignore[attr-defined]
     return method
 
 
 def _refuse(trainer: Any, trial: object) -> None:
-    """Raise ``ValueError`` for what would not be saved whole."""
+    """Raise ``ValueError`` for trainings that would not be saved whole."""
     args = trainer.args
-    for found, what, way_out in (
+    for is_used, feature, remedy in (
         (
             args.world_size > 1,
             f"a training of {args.world_size} processes",
@@ -283,8 +294,8 @@ def _refuse(trainer: Any, trial: object) -> None:
         ),
         (args.save_only_model, "save_only_model=True, since it could not resume", "leave that out"),
     ):
-        if found:
-            raise ValueError(f"DeltaCheckCallback cannot save {what}; {way_out}")
+        if is_used:
+            raise ValueError(f"DeltaCheckCallback cannot save {feature}; {remedy}")
 
 
 def _is_exportable(value: object) -> bool:
@@ -294,34 +305,35 @@ def _is_exportable(value: object) -> bool:
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """A model's state; of a PEFT model without its frozen parameters, which its base model
-    holds.
+    """Return a model's state.
+
+    The frozen parameters of a PEFT model are left out, because its base model has them.
     """
-    whole = model.state_dict()
+    complete = model.state_dict()
     if not hasattr(model, "peft_config"):
-        return whole
+        return complete
     frozen = {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad
     }
-    return {name: value for name, value in whole.items() if name not in frozen}
+    return {name: value for name, value in complete.items() if name not in frozen}
 
 
 def _load_model(model: torch.nn.Module, saved: Mapping[str, Any], step: int) -> None:
     expected = _model_state(model)
     for name in sorted(expected.keys() ^ saved.keys()):
-        there, elsewhere = (
+        holder, other = (
             ("the model", f"step {step}") if name in expected else (f"step {step}", "the model")
         )
         raise TreeMismatch(
-            f"{name!r} of {there} is not in {elsewhere}; the run was begun with another model"
+            f"{name!r} of {holder} is not in {other}; the run was begun with another model"
         )
     model.load_state_dict(saved, strict=len(expected) == len(model.state_dict()))
 
 
 def _last_numbers(history: list[dict[str, Any]]) -> dict[str, float]:
-    """The numbers of the last entry of the log, to be kept with the step."""
+    """Return the numbers of the last entry of the log, to keep with the step."""
     last = history[-1] if history else {}
     return {
         name: float(v)

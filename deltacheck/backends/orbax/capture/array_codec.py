@@ -1,6 +1,4 @@
-"""The codec that a save of JAX trees goes through: large arrays by XLA where they are, the rest in
-host memory.
-"""
+"""Encode JAX trees: large arrays by XLA on their devices, all others in host memory."""
 
 from __future__ import annotations
 
@@ -26,15 +24,15 @@ log = logging.getLogger("deltacheck")
 
 Base: TypeAlias = "jax.Array | U8"
 
-# From here on an array goes through XLA. Each shape is compiled once, which for small leaves costs
-# more than reading them.
+# Arrays of this size and more are encoded by XLA. Each shape is compiled once, which costs more
+# than it saves for small leaves.
 _XLA_FROM_BYTES = grid.PACK_BELOW_BYTES
 _SUB_BYTE = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")
 _NEED_X64 = ("int64", "uint64", "float64", "complex128")
 
 
 class _Part(NamedTuple):
-    """What one device encodes of a leaf: its chunks from ``first_chunk`` on."""
+    """The chunks of a leaf that one device encodes, from ``first_chunk`` on."""
 
     leaf: int
     first_chunk: int
@@ -42,51 +40,53 @@ class _Part(NamedTuple):
 
 
 class LeafCodec:
-    """Takes leaves as they lie in the tree: JAX arrays, typed keys, NumPy arrays. A base is of the
-    same kind as its leaf.
+    """Encodes leaves as they are in the tree: JAX arrays, typed keys, NumPy arrays.
+
+    A base has the same kind as its leaf.
     """
 
     name = "jax"
-    run_bytes: int | None = None  # a part of a jax.Array would be a copy
+    run_bytes: int | None = None  # a slice of a jax.Array is a copy
 
     def __init__(self, xla: FfiCodec | None) -> None:
         self._xla = xla
         self._host: Codec[Any] = default_codec()
 
     def copy(self, current: Any, out: Base | None) -> Base:
-        """A base that holds ``current``; written into ``out`` where that fits."""
+        """Return a base that holds ``current``, in the memory of ``out`` if that fits."""
         if self._xla is None or not self._for_xla(current):
             base: U8 = self._host.copy(
                 leaves.bytes_of(current), out if isinstance(out, np.ndarray) else None
             )
             return base
-        kept = (
+        source = (
             current
             if self.grouped(current, out) and not current.is_fully_replicated
             else _gathered(current)
         )
-        return self._xla.copy(kept, out if isinstance(out, jax.Array) else None)
+        return self._xla.copy(source, out if isinstance(out, jax.Array) else None)
 
     def host(self, base: Base) -> U8:
-        """The base's bytes, without a copy on the processor."""
+        """Return the base's bytes, without a copy on the processor."""
         return leaves.bytes_of(base)
 
     def encode(
         self, current: Any, base: Base | None, bounds: U64, word_bytes: int
     ) -> tuple[Encoded, Base | None]:
-        """As the protocol has it; ``current``: a leaf of the tree."""
+        """Encode a leaf of the tree, as the protocol defines it."""
         if self._xla is None or not self._for_xla(current):
             if isinstance(base, jax.Array):
                 base = leaves.bytes_of(base).copy()
             return self._host.encode(leaves.bytes_of(current), base, bounds, word_bytes)
-        one = _gathered(current)
+        gathered = _gathered(current)
         return self._xla.encode(
-            one, None if base is None else _beside(one, base), bounds, word_bytes
+            gathered, None if base is None else _beside(gathered, base), bounds, word_bytes
         )
 
     def grouped(self, current: Any, base: Base | None) -> bool:
-        """Whether the leaf lies on an accelerator. On the processor a call costs nothing worth
-        sharing, and a group costs memory.
+        """Return ``True`` if the leaf lies on an accelerator.
+
+        On the processor, calls are so cheap that a group would only cost memory.
         """
         return (
             self._xla is not None and isinstance(current, jax.Array) and not _on_processor(current)
@@ -98,8 +98,10 @@ class LeafCodec:
         make_room: Callable[[int], None],
         all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """As the protocol has it. Devices encode the shards that they hold; leaves that are not cut
-        between chunks are gathered one by one, and what XLA cannot take is encoded in host memory.
+        """Encode leaves, as the protocol defines it.
+
+        Devices encode the shards that they hold. A leaf whose shards are not whole chunks is
+        gathered. A leaf that XLA does not support is encoded in host memory.
         """
         parts: list[_Part] = []
         others: list[int] = []
@@ -108,9 +110,8 @@ class LeafCodec:
             parts += own
             if not own:
                 others.append(number)
-        parts.sort(
-            key=lambda part: part.job.current.device.id
-        )  # stable: one device after the other, its leaves in order
+        # A stable sort: the devices one after the other, each with its leaves in order.
+        parts.sort(key=lambda part: part.job.current.device.id)
         yield from self._by_xla(jobs, parts, make_room)
         for number in others:
             current, base, bounds, word_bytes = jobs[number]
@@ -122,8 +123,9 @@ class LeafCodec:
         all_read()
 
     def _parts(self, number: int, job: GroupJob) -> list[_Part]:
-        """A leaf as arrays on single devices, each of whole chunks; empty where it cannot be had so
-        without a copy.
+        """Return a leaf as arrays on single devices, each of whole chunks.
+
+        The result is empty if that needs a copy.
         """
         leaf = job.current
         if not self._for_xla(leaf):
@@ -161,11 +163,11 @@ class LeafCodec:
             yield EncodedGroup(spans, made.encoded, whole, made.digests)
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """In host memory, as the protocol has it."""
+        """Apply in host memory, as the protocol defines it."""
         self._host.apply(encoded, base, bounds, word_bytes)
 
     def _for_xla(self, leaf: Any) -> bool:
-        """Whether the handlers take this leaf, where its devices are."""
+        """Return ``True`` if the handlers support this leaf on its devices."""
         if (
             self._xla is None
             or not isinstance(leaf, jax.Array)
@@ -180,14 +182,16 @@ class LeafCodec:
 
 
 def _gathered(leaf: jax.Array) -> jax.Array:
-    """A leaf as one array on one device."""
+    """Return a leaf as one array on one device."""
     first = leaf.addressable_shards[0]
-    one: jax.Array = first.data if leaf.is_fully_replicated else jax.device_put(leaf, first.device)
-    return one
+    array: jax.Array = (
+        first.data if leaf.is_fully_replicated else jax.device_put(leaf, first.device)
+    )
+    return array
 
 
 def _assembled(like: jax.Array, shards: list[jax.Array]) -> jax.Array:
-    """The base of a leaf from those of its shards; ``like``: the leaf."""
+    """Return the base of a leaf from the bases of its shards. ``like`` is the leaf."""
     if len(shards) == 1:
         return shards[0]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
@@ -198,7 +202,7 @@ def _on_processor(array: jax.Array) -> bool:
 
 
 def _beside(current: jax.Array, base: Base) -> jax.Array:
-    """A base as an array of the current one's shape and dtype, where that lies."""
+    """Return a base with the shape, dtype and devices of the current array."""
     if isinstance(base, jax.Array):
         return base if base.sharding == current.sharding else jax.device_put(base, current.sharding)
     values = base.view(current.dtype).reshape(current.shape)
@@ -209,8 +213,9 @@ def _beside(current: jax.Array, base: Base) -> jax.Array:
 
 @cache
 def leaf_codec() -> LeafCodec:
-    """The codec of this installation; without XLA handlers, which is logged, every leaf is encoded
-    in host memory.
+    """Return the codec of this installation.
+
+    Without XLA handlers every leaf is encoded in host memory, and the log says so.
     """
     try:
         from deltacheck.backends.orbax.capture.ffi import FfiCodec, available

@@ -1,8 +1,7 @@
-"""The codec whose bases are JAX arrays: the comparison runs where the arrays are, and only what
-changed leaves it.
+"""Encode JAX arrays on their devices with XLA custom calls.
 
-The base is donated to every call and updated in place. Nothing is registered with JAX before the
-first call.
+The comparison runs on the device of the array, and only changes leave it. The base is donated to
+every call and updated in place. Nothing is registered with JAX before the first call.
 """
 
 from __future__ import annotations
@@ -31,40 +30,45 @@ from deltacheck.codec.base import (
 from deltacheck.codec.native import NativeCodec
 from deltacheck.errors import DamagedStream
 
-_HEAD = 2 + len(STREAMS)  # rows, 1 if the payload was too small, then the bytes of each stream
+# Number of rows, 1 if the payload was too small, then the bytes of each stream.
+_HEAD = 2 + len(STREAMS)
 _LEAST_PAYLOAD_BYTES = 4096
 _STATISTICS_BYTES = 40  # of a chunk, see xla_ffi/encoder/elements.h
-# XLA may keep several in a byte, while NumPy and the format take a byte for each; and float6, which
-# older FFI headers do not know.
+# XLA may store several of these in a byte, while NumPy and the format use a byte for each. float6
+# is unknown to older FFI headers.
 _PACKED = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
-_shaped: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor without types
+_shaped: Any = jax.ShapeDtypeStruct  # its constructor has no types
 
 
 def available() -> bool:
-    """Whether this build of the extension has XLA handlers."""
+    """Return ``True`` if this build of the extension has XLA handlers."""
     return "cpu" in _registered()
 
 
 class FfiCodec:
-    """Bases are single-device ``jax.Array`` of any shape and dtype, and are consumed by ``encode``,
-    ``encode_group`` and ``decode``.
+    """A codec whose bases are single-device arrays of any shape and dtype.
 
-    Compiles once for each list of shapes, dtypes and bounds in a group. On the CPU neither array is
-    copied, but the output takes address space for as many bytes as the group has until the call
-    returns; on a GPU it takes twice that in device memory. A NumPy view of a base that is still
-    alive makes JAX copy the base instead of donating it. ``window_bytes``: what a group has at
-    most, but for one larger leaf. Larger: fewer calls; smaller: less memory.
+    ``encode``, ``encode_group`` and ``decode`` consume their bases. A program is compiled once for
+    each list of shapes, dtypes and bounds in a group. On the CPU neither array is copied, but until
+    the call returns the output takes address space for as many bytes as the group has. On a GPU it
+    takes twice that in device memory. A NumPy view of a base that still exists makes JAX copy the
+    base instead of donating it.
+
+    Args:
+        window_bytes: The most bytes of a group, unless one leaf is larger. Larger: fewer calls;
+            smaller: less memory.
     """
 
     name = "ffi"
-    run_bytes: int | None = None  # a part of a jax.Array would be a copy
+    run_bytes: int | None = None  # a slice of a jax.Array is a copy
 
     def __init__(self, window_bytes: int = 256 << 20) -> None:
         self.window_bytes = window_bytes
 
     def copy(self, current: jax.Array, out: jax.Array | None) -> jax.Array:
-        """A new array that holds ``current``, in the memory of ``out``, which is consumed, where
-        shape, dtype and device agree.
+        """Return a new array that holds ``current``.
+
+        It uses the memory of ``out``, which is consumed, if shape, dtype and device are equal.
         """
         if (
             out is None
@@ -93,7 +97,7 @@ class FfiCodec:
         return made.encoded, made.bases[0]
 
     def takes(self, device: jax.Device) -> bool:
-        """Whether arrays on this device can be encoded there."""
+        """Return ``True`` if arrays on this device can be encoded there."""
         return _platform(device) in _registered()
 
     def grouped(self, current: Any, base: Any) -> bool:
@@ -105,7 +109,7 @@ class FfiCodec:
         make_room: Callable[[int], None],
         all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """As ``GroupCodec`` has it. Consecutive leaves of one device share a call."""
+        """Encode jobs, as ``GroupCodec`` defines it. Consecutive leaves of one device share a call."""
         first = 0
         while first < len(jobs):
             total = _checked_job(jobs[first])
@@ -127,12 +131,14 @@ class FfiCodec:
             yield made
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """In host memory, as the protocol has it; ``decode`` is the same on the device."""
+        """Apply in host memory, as the protocol defines it. ``decode`` does the same on the device."""
         NativeCodec().apply(encoded, base, bounds, word_bytes)
 
     def decode(self, encoded: Encoded, base: jax.Array, bounds: U64, word_bytes: int) -> jax.Array:
-        """``base`` with the chunks of ``encoded`` applied. Consumes ``base``; raises
-        ``DamagedStream``, after which it is lost.
+        """Return ``base`` with the chunks of ``encoded`` applied. Consumes ``base``.
+
+        Raises:
+            DamagedStream: The streams are not valid. The content of ``base`` is then lost.
         """
         total = _checked_device_array("base", base)
         bounds = memory.checked_bounds(bounds, total, word_bytes)
@@ -148,11 +154,11 @@ class FfiCodec:
         rows, sizes = _padded_rows(encoded, bounds), [_size(encoded, name) for name in STREAMS]
         if platform != "cpu":
             offsets = _checked_offsets(encoded, total, bounds, word_bytes, rows.shape[0])
-            there = jax.device_put(
+            operands = jax.device_put(
                 (rows, _pairs(offsets).reshape(rows.shape[0], -1), _payload(encoded, sizes)),
                 base.device,
             )
-            applied: jax.Array = _apply_there(base, *there, bounds.tobytes(), word_bytes)
+            applied: jax.Array = _apply_on_device(base, *operands, bounds.tobytes(), word_bytes)
             return applied.block_until_ready()
         head = _pairs(np.array([encoded.rows.shape[0], 0, *sizes], np.uint64))
         try:
@@ -160,20 +166,20 @@ class FfiCodec:
                 base, rows, head, _payload(encoded, sizes), _pairs(bounds), word_bytes
             )
             return decoded.block_until_ready()
-        except (
-            jax.errors.JaxRuntimeError,
-            ValueError,
-        ) as error:  # which of them depends on the dispatch
-            _, refused, why = str(error).partition("DATA_LOSS: ")
-            if not refused:
+        # The type of the error depends on the dispatch.
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            _, is_refusal, reason = str(error).partition("DATA_LOSS: ")
+            if not is_refusal:
                 raise
-            raise DamagedStream(why) from error
+            raise DamagedStream(reason) from error
 
 
 class Statistics(NamedTuple):
-    """One entry for each chunk, as ``deltacheck.codec.statistics`` has them: ``changed``,
-    ``nonfinite`` uint32 ``(chunks,)``; the others float64 ``(chunks,)`` where JAX knows 64 bits
-    (``jax_enable_x64``), else rounded to float32, where a sum may overflow to infinity.
+    """Statistics of each chunk, as ``deltacheck.codec.statistics`` returns them.
+
+    ``changed`` and ``nonfinite`` are uint32 ``(chunks,)``. The others are float64 ``(chunks,)`` if
+    JAX has 64 bits (``jax_enable_x64``), else rounded to float32, in which a sum may overflow to
+    infinity.
     """
 
     changed: jax.Array
@@ -184,15 +190,25 @@ class Statistics(NamedTuple):
 
 
 def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -> Statistics:
-    """What changed from ``base`` to ``current``, in one pass over both, where they lie. May be
-    traced:
-    under ``jax.jit``, and on sharded arrays under ``jax.shard_map(..., check_vma=False)``, where
-    each device gives the rows of its own part, and nothing is gathered.
+    """Return statistics of the change from ``base`` to ``current``, in one pass over both.
 
-    ``current``, ``base``: the same shape and dtype, of whole bytes; neither is changed. ``bounds``:
-    uint64 ``(chunks + 1,)``, offsets in words (elements of up to 8 bytes; complex128 has two) of
-    the array that the call sees, ascending from 0; by default one chunk. Raises ``ValueError``
-    where arguments do not fit, ``RuntimeError`` where this build has no XLA handlers.
+    The arrays are read on their devices and not changed. The function may be traced under
+    ``jax.jit``, and on sharded arrays under ``jax.shard_map(..., check_vma=False)``. Each device
+    then returns the rows of its own part, and nothing is gathered.
+
+    Args:
+        current: The array now, with elements of whole bytes.
+        base: The array before, of the same shape and dtype.
+        bounds: Offsets of the chunks in the array that the call sees, uint64 ``(chunks + 1,)``,
+            ascending from 0, in words (elements of up to 8 bytes; complex128 has two words);
+            ``None``: one chunk.
+
+    Returns:
+        One entry for each chunk.
+
+    Raises:
+        ValueError: The arguments do not fit.
+        RuntimeError: This build has no XLA handlers.
     """
     item = _checked_element("current", current)
     if base.shape != current.shape or base.dtype != current.dtype:
@@ -217,7 +233,7 @@ def statistics(current: jax.Array, base: jax.Array, bounds: U64 | None = None) -
 
 
 def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
-    """One call for ``jobs``, which have ``total`` bytes and lie on one device."""
+    """Encode ``jobs``, which have ``total`` bytes on one device, in one call."""
     bounds = tuple(job.bounds.tobytes() for job in jobs)
     word_bytes = tuple(job.word_bytes for job in jobs)
     spans = [GroupSpan(first + number, 0, job.bounds.size - 1) for number, job in enumerate(jobs)]
@@ -233,15 +249,15 @@ def _encoded(first: int, jobs: Sequence[GroupJob], total: int) -> EncodedGroup:
     _require_handlers(platform)
     currents, bases = tuple(job.current for job in jobs), tuple(job.base for job in jobs)
     new_bases, (rows, head, payload, *more) = _encode(currents, bases, bounds, word_bytes, platform)
-    said = np.asarray(head).reshape(-1).view(np.uint64)
-    count, overflow, sizes = int(said[0]), bool(said[1]), said[2:]
+    entries = np.asarray(head).reshape(-1).view(np.uint64)
+    count, overflow, sizes = int(entries[0]), bool(entries[1]), entries[2:]
     if overflow:
         raise RuntimeError(
             f"a payload of {payload.size} bytes did not hold {int(sizes.sum())}; this is a defect,"
             " please report it"
         )
     streams = _streams(_fetched(payload, int(sizes.sum())), sizes)
-    # The device has them as (high, low) pairs of 64 bits; JAX may know 32 only.
+    # The device writes (high, low) pairs of 64 bits; JAX may be limited to 32 bits.
     digests = np.asarray(more[0])[:count].copy().view(np.uint64) if more else None
     bases_by_job = {span.job: base for span, base in zip(spans, new_bases, strict=True)}
     return EncodedGroup(
@@ -257,14 +273,15 @@ def _encode(
     word_bytes: tuple[int, ...],
     platform: str,
 ) -> Any:
-    edges = [np.frombuffer(one, np.uint64) for one in bounds]
-    chunks = sum(one.size - 1 for one in edges)
+    edges = [np.frombuffer(encoded, np.uint64) for encoded in bounds]
+    chunks = sum(leaf_edges.size - 1 for leaf_edges in edges)
     total = sum(prod(base.shape) * base.dtype.itemsize for base in bases)
     results = [
         *(_shaped(base.shape, base.dtype) for base in bases),
         _shaped((chunks, ROW_WIDTH), np.uint32),
         _shaped((_HEAD, 2), np.uint32),
-        _shaped((total,), np.uint8),  # always enough: no chunk is stored in more than its own bytes
+        # Always large enough, because no chunk is stored in more than its own bytes.
+        _shaped((total,), np.uint8),
     ]
     if platform == "CUDA":
         results += [
@@ -280,7 +297,7 @@ def _encode(
         *currents,
         *bases,
         word_bytes=np.array(word_bytes, np.int64),
-        chunks=np.array([one.size - 1 for one in edges], np.int64),
+        chunks=np.array([leaf_edges.size - 1 for leaf_edges in edges], np.int64),
         bounds=np.concatenate(edges).astype(np.int64),
     )
     if platform == "CUDA":
@@ -294,13 +311,13 @@ def _front(payload: jax.Array, size: int) -> jax.Array:
 
 
 def _fetched(payload: jax.Array, used: int) -> U8:
-    """The part of a payload that is in use, in host memory: on the CPU a view, from elsewhere not
-    more than twice of it.
+    """Return the used part of a payload in host memory.
+
+    On the CPU it is a view. From other devices at most twice the used bytes are copied.
     """
     if _platform_of(payload) != "cpu" and used <= payload.size // 2:
-        payload = _front(
-            payload, max(_LEAST_PAYLOAD_BYTES, 1 << (used - 1).bit_length())
-        )  # few programs: powers of two
+        # Powers of two, so that few programs are compiled.
+        payload = _front(payload, max(_LEAST_PAYLOAD_BYTES, 1 << (used - 1).bit_length()))
     return np.asarray(payload)
 
 
@@ -319,7 +336,7 @@ def _apply(
 
 
 @partial(jax.jit, static_argnames=("bounds", "word_bytes"), donate_argnames="base")
-def _apply_there(
+def _apply_on_device(
     base: jax.Array,
     rows: jax.Array,
     offsets: jax.Array,
@@ -328,7 +345,7 @@ def _apply_there(
     word_bytes: int,
 ) -> Any:
     edges = np.frombuffer(bounds, np.int64)
-    # The table of chunks, and a pointer for each stream.
+    # The workspace holds the table of chunks, and a pointer for each stream.
     workspace = (edges.size - 1) * _device().CHUNK_BYTES + 8 * len(STREAMS)
     results = (_shaped(base.shape, base.dtype), _shaped((workspace,), np.uint8))
     call: Any = jax.ffi.ffi_call("deltacheck_apply_cuda", results, input_output_aliases={0: 0})
@@ -344,7 +361,7 @@ def _measured(
         _shaped((chunks, 3), jax.dtypes.canonicalize_dtype(np.float64)),
     ]
     if platform == "CUDA":
-        # The results as the device has them, the table of chunks, and what their words are.
+        # The results in the layout of the device, the table of chunks, and the kinds of their words.
         results.append(
             _shaped((chunks * (_STATISTICS_BYTES + _device().CHUNK_BYTES + 4),), np.uint8)
         )
@@ -354,13 +371,13 @@ def _measured(
 
 @partial(jax.jit, donate_argnames="out")
 def _copy_into(current: jax.Array, out: jax.Array) -> jax.Array:
-    # An update of all of `out`. Returning `current` would copy nothing and leave `out` unused.
+    # Update all of `out`. Returning `current` would copy nothing and leave `out` unused.
     return jax.lax.dynamic_update_slice(out, current, (0,) * current.ndim)
 
 
 @cache
 def _device() -> Any:
-    """The extension's CUDA half; ``None`` where this build has none, or none for this JAX."""
+    """Return the extension's CUDA module; ``None`` if this build has none for this JAX."""
     try:
         from deltacheck import _native_cuda
     except ImportError:
@@ -370,7 +387,7 @@ def _device() -> Any:
 
 @cache
 def _registered() -> frozenset[str]:
-    """The platforms that have handlers, which are registered with JAX by the first call."""
+    """Return the platforms that have handlers. The first call registers them with JAX."""
     from deltacheck import _native
 
     targets = [
@@ -391,13 +408,13 @@ def _require_handlers(platform: str) -> None:
 
 
 def _platform_of(array: jax.Array) -> str:
-    """That of a single-device array."""
+    """Return the platform of a single-device array."""
     [device] = array.devices()
     return _platform(device)
 
 
 def _platform(device: jax.Device) -> str:
-    """As handlers are registered for it."""
+    """Return the platform name under which handlers are registered for a device."""
     return "CUDA" if device.platform in ("gpu", "cuda") else str(device.platform)
 
 
@@ -405,7 +422,11 @@ def _platform(device: jax.Device) -> str:
 
 
 def _checked_job(job: GroupJob) -> int:
-    """The bytes of a job's leaf; ``ValueError`` where it cannot be encoded."""
+    """Return the bytes of a job's leaf, after checking that it can be encoded.
+
+    Raises:
+        ValueError: It cannot.
+    """
     total = _checked_device_array("current", job.current)
     memory.checked_bounds(job.bounds, total, job.word_bytes)
     _checked_device_array("base", job.base)
@@ -418,7 +439,11 @@ def _checked_job(job: GroupJob) -> int:
 
 
 def _checked_device_array(name: str, array: jax.Array) -> int:
-    """Its bytes; ``ValueError`` where it is not one array on one device."""
+    """Return the bytes of an array, after checking that it lies on one device.
+
+    Raises:
+        ValueError: It does not.
+    """
     item = _checked_element(name, array)
     if len(array.sharding.device_set) != 1:
         raise ValueError(
@@ -428,7 +453,11 @@ def _checked_device_array(name: str, array: jax.Array) -> int:
 
 
 def _checked_element(name: str, array: jax.Array) -> int:
-    """The bytes of an element; ``ValueError`` where the extension cannot take it."""
+    """Return the bytes of an element, after checking that the extension supports it.
+
+    Raises:
+        ValueError: It does not.
+    """
     if not isinstance(array, jax.Array) or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         raise ValueError(
             f"{name} must be a jax.Array of plain numbers, not"
@@ -452,8 +481,9 @@ def _size(encoded: Encoded, name: str) -> int:
 
 
 def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
-    """One row a chunk, so that one program is compiled for a leaf; those that are not in use are
-    under unchanged.
+    """Return one row for each chunk, so that one program is compiled for a leaf.
+
+    Unused rows are marked as unchanged.
     """
     rows = np.zeros((bounds.size - 1, ROW_WIDTH), np.uint32)
     rows[: encoded.rows.shape[0]] = encoded.rows
@@ -461,8 +491,9 @@ def _padded_rows(encoded: Encoded, bounds: U64) -> U32:
 
 
 def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
-    """The streams one after the other; of the next power of two in size, so that few programs are
-    compiled.
+    """Return the streams one after the other.
+
+    The size is rounded up to a power of two, so that few programs are compiled.
     """
     total = sum(sizes)
     payload = np.zeros(
@@ -477,8 +508,12 @@ def _payload(encoded: Encoded, sizes: Sequence[int]) -> U8:
 
 
 def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int, rows: int) -> U64:
-    """Where each row's part of every stream begins in the payload, after all checks that a decoder
-    must make.
+    """Return the offset of each row's part of every stream in the payload.
+
+    All checks of a decoder are made first.
+
+    Raises:
+        DamagedStream: The streams are not valid.
     """
     from deltacheck import _native
 
@@ -486,24 +521,27 @@ def _checked_offsets(encoded: Encoded, total: int, bounds: U64, word_bytes: int,
         memory.as_bytes(name, encoded.streams[name]) if name in encoded.streams else None
         for name in STREAMS
     ]
-    refusal, found = _native.check(
+    refusal, checked = _native.check(
         np.ascontiguousarray(encoded.rows, np.uint32), streams, total, bounds, word_bytes
     )
-    if refusal is not None or found is None:
+    if refusal is not None or checked is None:
         raise DamagedStream(refusal or "")
     starts = np.cumsum([0] + [_size(encoded, name) for name in STREAMS[:-1]]).astype(np.uint64)
     offsets = np.zeros((rows, len(STREAMS)), np.uint64)
-    offsets[: encoded.rows.shape[0]] = found.reshape(-1, len(STREAMS)) + starts
+    offsets[: encoded.rows.shape[0]] = checked.reshape(-1, len(STREAMS)) + starts
     return offsets
 
 
 def _pairs(numbers: U64) -> U32:
-    """64-bit numbers for a JAX that may know 32 bits only: ``(n, 2)``, low half first."""
+    """Return 64-bit numbers as ``(n, 2)`` 32-bit words, low half first.
+
+    JAX may be limited to 32 bits.
+    """
     return numbers.astype("<u8").view(np.uint32).reshape(-1, 2)
 
 
 def _streams(payload: NDArray[np.uint8], sizes: U64) -> dict[str, U8]:
-    """Copies, so that the payload, as large as the leaf, can go."""
+    """Return copies of the streams, so that the payload, as large as the leaf, can be freed."""
     ends = np.cumsum(sizes).tolist()
     return {
         name: payload[end - size : end].copy()

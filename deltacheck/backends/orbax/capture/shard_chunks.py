@@ -1,5 +1,6 @@
-"""Which chunks of a leaf lie whole in which of its shards, so that each device encodes its own and
-nothing is gathered.
+"""Find the shards of a leaf that consist of whole chunks.
+
+Each device can encode the chunks of its own shard, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from deltacheck.codec.base import U64
 
 
 class ShardChunks(NamedTuple):
-    """A shard that is a run of the leaf's chunks: ``chunks`` of them from ``first_chunk`` on."""
+    """A shard that is a run of ``chunks`` chunks of the leaf, from ``first_chunk`` on."""
 
     shard: int  # index in addressable_shards
     first_chunk: int
@@ -22,18 +23,20 @@ class ShardChunks(NamedTuple):
 
 
 def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[ShardChunks] | None:
-    """The chunks of every shard, ascending; ``None`` where a shard is no run of whole chunks, or
-    where
-    two hold the same.
+    """Return the chunks of every shard, ascending.
 
-    Chunks are cut from the leaf and not from its shards, so that a chain goes on over a change of
-    sharding. A shard is a run of them where it is contiguous in the leaf's C order and begins and
-    ends between chunks: arrays cut along their first axis, mostly.
+    Chunks are cut from the leaf and not from its shards, so that a chain continues after a change
+    of the sharding. A shard is a run of chunks if it is contiguous in the leaf's C order, and
+    begins and ends between chunks. That holds mostly for arrays that are cut along their first
+    axis.
+
+    Returns:
+        The runs; ``None`` if a shard is not a run of whole chunks, or if two shards hold the same.
     """
     shards = leaf.addressable_shards
     if len(shards) < 2 or any(shard.replica_id != 0 for shard in shards):
         return None
-    found = []
+    runs = []
     for number, shard in enumerate(shards):
         run = _run(leaf.shape, shard.index)
         if run is None:
@@ -42,13 +45,14 @@ def chunks_of_shards(leaf: jax.Array, bounds: U64, word_bytes: int) -> list[Shar
         first, stop = np.searchsorted(bounds, edges).tolist()
         if stop >= bounds.size or not np.array_equal(bounds[[first, stop]], edges):
             return None
-        found.append(ShardChunks(number, first, stop - first))
-    return sorted(found, key=lambda one: one.first_chunk)
+        runs.append(ShardChunks(number, first, stop - first))
+    return sorted(runs, key=lambda run: run.first_chunk)
 
 
 def _run(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[int, int] | None:
-    """The elements, in C order, that a box holds; ``None`` where they are not consecutive or
-    none.
+    """Return the elements of a box, in C order, as a range.
+
+    Return ``None`` if they are not consecutive or if there are none.
     """
     starts, stops = zip(
         *(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)), strict=True

@@ -1,5 +1,6 @@
-"""What `deltacheck eval` needs of JAX: states as bytes, our saves, and the peer that they are
-compared with.
+"""Provide the JAX part of ``deltacheck eval``.
+
+It has states as bytes, the saves of deltacheck, and the peer that they are compared with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PEER = "numpy.savez + fsync"
 
 
 def flat(state: object) -> tree.Flat:
-    """A state taken apart, nothing copied."""
+    """Flatten a state without a copy."""
     return tree.flatten(state, leaves.describe, leaves.expand)
 
 
@@ -32,9 +33,7 @@ bytes_of = leaves.bytes_of
 
 
 def peer_save(state: object, file: Path) -> int:
-    """What the state takes as one plain file, synced to disk: its arrays as bytes, uncompressed.
-    The bytes of the file.
-    """
+    """Save the arrays of a state uncompressed to a new file, sync it, and return its bytes."""
     file.unlink(missing_ok=True)
     arrays = {
         str(number): bytes_of(array) for number, array in enumerate(flat(state).arrays.values())
@@ -47,24 +46,26 @@ def peer_save(state: object, file: Path) -> int:
 
 
 class Saver:
-    """The checkpoints of one run, in a ``CheckpointManager``."""
+    """Saves the checkpoints of one run in a ``CheckpointManager``."""
 
     def __init__(self, root: Path, policy: Policy) -> None:
         self._root = root
         self._manager = manager(root, policy=policy)
-        self._under_way: _Watched | None = None
+        self._running: _Watched | None = None
 
     def save(self, step: int, state: object, metrics: Mapping[str, float]) -> None:
-        """Begin to save. REQUIRES: ``finish`` was called for the save before."""
+        """Begin to save. ``finish`` must have been called for the save before."""
         before, began = bytes_on_disk(self._root), time.perf_counter()
         self._manager.save(step, args=DeltaSaveArgs(state, metrics=metrics))
-        self._under_way = _Watched(self._manager, step, before, began)
+        self._running = _Watched(self._manager, step, before, began)
 
     def finish(self) -> tuple[int, float, float, int] | None:
-        """As in ``deltacheck.backends.torch.files.evaluation``. The manager does not tell when it
-        was durable: a thread that waits for it does.
+        """Wait for the running save and return its figures.
+
+        They are those of ``deltacheck.backends.torch.files.evaluation``. The manager has no record
+        of when a save became durable, so a thread waits for it.
         """
-        watched, self._under_way = self._under_way, None
+        watched, self._running = self._running, None
         if watched is None:
             return None
         began = time.perf_counter()
@@ -76,7 +77,7 @@ class Saver:
         return watched.step, watched.called_seconds + waited, watched.durable_seconds, stored
 
     def restore(self, like: object) -> tuple[int, Any]:
-        """The newest step and its state, in the types of ``like``."""
+        """Return the newest step and its state, in the types of ``like``."""
         step = self._manager.latest_step()
         return step, self._manager.restore(step, args=DeltaRestoreArgs(like))
 
@@ -85,7 +86,7 @@ class Saver:
 
 
 class _Watched(threading.Thread):
-    """A save under way, and how long it takes until it is durable."""
+    """A running save, and the time until it is durable."""
 
     def __init__(self, manager: Any, step: int, bytes_before: int, began: float) -> None:
         super().__init__(name="deltacheck-eval-watch", daemon=True)

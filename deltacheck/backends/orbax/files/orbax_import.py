@@ -1,6 +1,4 @@
-"""Make steps of ours out of those of a plain Orbax ``CheckpointManager``, and a plain Orbax
-checkpoint out of one of ours.
-"""
+"""Import the steps of a plain Orbax ``CheckpointManager``, and export a step to plain Orbax."""
 
 from __future__ import annotations
 
@@ -32,19 +30,26 @@ _EXACT_INTEGERS = range(-(2**63), 2**63)
 def ingest(
     root: str | os.PathLike[str], source: str | os.PathLike[str], item: str | None = None
 ) -> Iterator[tuple[Path, int]]:
-    """Save every step of ``source`` into a manager root, ascending, and give each when it is
-    committed; its arrays are NumPy's.
+    """Save every step of ``source`` into a manager root, ascending; yield each when committed.
 
-    ``item``: which item of each step, needed only where they have several. Raises ``ValueError``
-    before anything is written where ``root`` has one of the steps, ``StepNotFound`` for an item
-    that is not there, ``Damaged`` naming the step that Orbax cannot read.
+    The arrays are NumPy's.
+
+    Args:
+        root: The root to import into.
+        source: The folder of the plain manager.
+        item: The item of each step, needed only if there are several.
+
+    Raises:
+        ValueError: ``root`` has one of the steps. Nothing was written.
+        StepNotFound: There is no such item.
+        Damaged: Orbax cannot read a step; the message names it.
     """
-    found = steps(source)
+    source_steps = steps(source)
     with manager(root, ocp.CheckpointManagerOptions(max_to_keep=None)) as target:
-        taken = sorted({step for step, _ in found} & set(target.all_steps()))
-        if taken:
-            raise ValueError(f"{root} has step {taken[0]} already; import into another root")
-        for step, place in found:
+        existing = sorted({step for step, _ in source_steps} & set(target.all_steps()))
+        if existing:
+            raise ValueError(f"{root} has step {existing[0]} already; import into another root")
+        for step, place in source_steps:
             target.save(
                 step, args=DeltaSaveArgs(_read(place / item_of(step, place, item))), force=True
             )
@@ -54,14 +59,15 @@ def ingest(
 
 
 def _read(path: Path) -> Any:
-    """A tree as Orbax wrote it: arrays as NumPy, in the type that they were written in, and
-    Python's numbers and texts as such.
+    """Return a tree as Orbax has written it.
+
+    Arrays are NumPy's in their own dtype; numbers and texts are Python's.
     """
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            about = checkpointer.metadata(path).item_metadata.tree
+            metadata = checkpointer.metadata(path).item_metadata.tree
             return checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, about))
+                path, args=ocp.args.PyTreeRestore(restore_args=jax.tree.map(_as_numpy, metadata))
             )
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).partition("\n")[0]
@@ -70,9 +76,14 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _as_numpy(about: Any) -> Any:
-    """How to read a leaf. JAX would cast 64-bit numbers where ``jax_enable_x64`` is not set."""
-    plain = isinstance(about, ocp.metadata.value.ScalarMetadata | ocp.metadata.value.StringMetadata)
+def _as_numpy(metadata: Any) -> Any:
+    """Return the options to read a leaf.
+
+    Without ``jax_enable_x64``, JAX would cast 64-bit numbers.
+    """
+    plain = isinstance(
+        metadata, ocp.metadata.value.ScalarMetadata | ocp.metadata.value.StringMetadata
+    )
     return ocp.RestoreArgs() if plain else ocp.RestoreArgs(restore_type=np.ndarray)
 
 
@@ -83,18 +94,26 @@ def write_orbax(
     keys: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a step as the folder that ``ocp.StandardCheckpointer().restore(path)`` reads; it
-    appears
-    whole.
+    """Write a step as a folder that ``ocp.StandardCheckpointer().restore(path)`` reads.
 
-    Without ``keys`` the nested state, with ``keys`` (key -> leaf path) a flat dict of arrays. Holds
-    all of the leaves in memory. Raises ``UnsupportedLeaf`` naming what Orbax does not keep (empty
-    arrays, bytes, integers of more than 64 bits), ``FileExistsError``.
+    The folder appears whole. All leaves are in memory at once.
+
+    Args:
+        path: The folder, which must not exist.
+        root: The root.
+        manifest: The step.
+        keys: Key -> leaf path: write a flat dict of arrays; ``None``: write the nested state.
+        progress: Called with the bytes of each leaf.
+
+    Raises:
+        UnsupportedLeaf: Orbax does not keep a value (empty arrays, bytes, integers of more than 64
+            bits); the message names it.
+        FileExistsError: ``path`` exists.
     """
     owners = tree.array_paths(manifest.tree)
     loaded: dict[str, Loaded] = {}
     for owner, leaf in resolve(
-        root, manifest, {o: o for o in (owners if keys is None else keys).values()}
+        root, manifest, {owner: owner for owner in (owners if keys is None else keys).values()}
     ).items():
         if leaf.spec.raw_bytes == 0:
             raise UnsupportedLeaf(

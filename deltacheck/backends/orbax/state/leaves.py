@@ -1,5 +1,6 @@
-"""JAX arrays as leaves: what they are, their bytes, and arrays from bytes. JAX's containers as the
-core sees them.
+"""Treat JAX arrays as leaves: describe them, read their bytes, and create them from bytes.
+
+JAX's containers are converted to the trees of the core.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from deltacheck.errors import UnsupportedLeaf
 from deltacheck.leaf.dtypes import dtype_named
 from deltacheck.leaf.tree import ArrayLeaf, escape_key
 
-KEY_TAG = "jax.key:"  # permanent; the name of the key's implementation follows
+KEY_TAG = "jax.key:"  # permanent; followed by the name of the key's implementation
 
 
 def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
-    """JAX and NumPy arrays of a tree that is saved; ``None`` for anything else. ``of_all``: arrays
-    of
-    several processes, too.
+    """Describe a JAX or NumPy array of a tree that is saved; return ``None`` for anything else.
 
-    Raises ``UnsupportedLeaf`` for arrays whose content this process does not have.
+    Args:
+        value: Any value of a tree.
+        of_all: Also accept arrays of several processes.
+
+    Raises:
+        UnsupportedLeaf: This process does not have the content of the array.
     """
     if not isinstance(value, jax.Array):
         return describe_numpy(value)
@@ -44,19 +48,20 @@ def describe(value: object, of_all: bool = False) -> ArrayLeaf | None:
             f"its shards lie in several processes ({value.sharding}); only manager() saves such"
             " arrays, in all processes together"
         )
-    # The same array at two places is stored once. It comes back as two: JAX arrays cannot change,
-    # and one buffer cannot be donated twice.
+    # An array that is in the tree twice is stored once. It is restored as two arrays, because one
+    # buffer cannot be donated twice.
     return _described(value, id(value) if value.size else None)
 
 
 def describe_target(value: object) -> ArrayLeaf | None:
-    """Arrays of a restore target: what ``describe`` takes, deleted arrays too, and
-    ``jax.ShapeDtypeStruct``. Never tied.
+    """Describe an array of a restore target; return ``None`` for anything else.
+
+    Accepted are deleted arrays and ``jax.ShapeDtypeStruct`` too. Targets are never tied.
     """
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return _described(value, None)
-    found = describe_numpy(value)
-    return None if found is None else found._replace(identity=None)
+    described = describe_numpy(value)
+    return None if described is None else described._replace(identity=None)
 
 
 def _described(value: jax.Array | jax.ShapeDtypeStruct, identity: int | None) -> ArrayLeaf:
@@ -80,18 +85,18 @@ def _key_data(shape: tuple[int, ...], dtype: Any) -> Any:
 
 @lru_cache(64)
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of typed PRNG keys."""
+    """Return ``True`` if a dtype is that of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_key_tag(tag: str | None) -> bool:
-    """Whether a leaf with this tag was saved from typed PRNG keys."""
+    """Return ``True`` if a leaf with this tag was saved from typed PRNG keys."""
     return tag is not None and tag.startswith(KEY_TAG)
 
 
 @lru_cache(64)
 def _implementation(dtype: Any) -> str:
-    """The registered name of a key dtype's implementation."""
+    """Return the registered name of a key dtype's implementation."""
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         if key_dtype(KEY_TAG + name) == dtype:
             return name
@@ -103,8 +108,10 @@ def _implementation(dtype: Any) -> str:
 
 @lru_cache(64)
 def key_dtype(tag: str | None) -> Any:
-    """The dtype of the typed keys that a tag stands for; ``UnsupportedLeaf`` where JAX has no such
-    implementation.
+    """Return the dtype of the typed keys that a tag stands for.
+
+    Raises:
+        UnsupportedLeaf: JAX has no such implementation.
     """
     implementation = str(tag).removeprefix(KEY_TAG)
     try:
@@ -116,24 +123,23 @@ def key_dtype(tag: str | None) -> Any:
 
 
 def key_of(data: jax.Array, tag: str | None, sharding: Sharding | None) -> jax.Array:
-    """Typed keys from their data."""
+    """Return typed keys from their data."""
     key_dtype(tag)  # raises where JAX does not know it
     key: jax.Array = jax.random.wrap_key_data(data, impl=str(tag).removeprefix(KEY_TAG))
     return key if sharding is None else jax.device_put(key, sharding)
 
 
 def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array that is not there."""
+    """Return shape and dtype as a ``jax.ShapeDtypeStruct``."""
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
 def bytes_of(value: object) -> NDArray[np.uint8]:
-    """The bytes of a leaf, uint8 1-D in C order: a view of the array's own memory where it lies
-    whole
-    on the host, else a copy.
+    """Return the bytes of a leaf, uint8 1-D in C order.
 
-    A sharded array is gathered: chunks are cut from the leaf and not from its shards, so that a
-    chain survives a resharding.
+    The result is a view of the array's own memory if it lies whole on the host, else a copy. A
+    sharded array is gathered: chunks are cut from the leaf and not from its shards, so that a chain
+    continues after a resharding.
     """
     if not isinstance(value, jax.Array):
         assert isinstance(value, np.ndarray | np.generic)  # describe() admits nothing else
@@ -143,10 +149,10 @@ def bytes_of(value: object) -> NDArray[np.uint8]:
 
 
 def view_of(value: object) -> NDArray[np.uint8] | None:
-    """The bytes of a JAX array without a copy, where it lies whole on the processor; else ``None``.
-    As
-    long as the view lives, JAX leaves that memory alone: a donation becomes a copy, and a deletion
-    frees it later (seen in JAX 0.10.2).
+    """Return a view of the bytes of a JAX array that lies whole on the processor, else ``None``.
+
+    As long as the view exists, JAX does not reuse the memory: a donation becomes a copy, and a
+    deletion frees it later (observed in JAX 0.10.2).
     """
     if not isinstance(value, jax.Array) or is_key(value.dtype) or not value.is_fully_replicated:
         return None
@@ -161,8 +167,7 @@ def _whole(value: jax.Array) -> NDArray[Any]:
     shards = value.addressable_shards
     if value.is_fully_replicated:
         return np.asarray(shards[0].data)
-    # Not np.asarray(value): that leaves a copy of the whole leaf on the array for as long as it
-    # lives.
+    # Not np.asarray(value), because it caches a copy of the whole leaf as long as the array exists.
     whole = np.empty(value.shape, value.dtype)
     for shard in shards:
         if shard.replica_id == 0:
@@ -172,8 +177,10 @@ def _whole(value: jax.Array) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Our own calls of JAX are not the training's: neither its mesh nor what it forbids itself
-    (transfers, NaN) is theirs.
+    """Run JAX without the settings of the training.
+
+    The training may set a mesh, and forbid itself transfers or NaN. Neither applies to calls
+    inside.
     """
     nowhere = Mesh(np.empty((), object), ())
     with (
@@ -188,25 +195,29 @@ def own_rules() -> Iterator[None]:
 def on_devices(
     host: Mapping[str, NDArray[Any]], shardings: Mapping[str, Sharding | None]
 ) -> dict[str, jax.Array]:
-    """Host arrays as JAX arrays in buffers of their own, fit to be donated.
+    """Return host arrays as JAX arrays in buffers of their own that can be donated.
 
-    ``shardings``: per key, ``None`` for the default device. Raises ``ValueError`` naming the leaf
-    whose shape a sharding does not fit.
+    Args:
+        host: The arrays, by leaf path.
+        shardings: The sharding for each path; ``None``: the default device.
+
+    Raises:
+        ValueError: A sharding does not fit the shape of a leaf; the message names it.
     """
     placed = {path: _put(path, array, shardings[path]) for path, array in host.items()}
     groups: dict[Any, list[str]] = {}
     for path, array in placed.items():
         groups.setdefault((frozenset(array.devices()), array.committed), []).append(path)
     for (devices, _), paths in groups.items():
-        # On the processor device_put may take the NumPy memory for its own, with may_alias=False
-        # too (seen in JAX 0.10.2). Such a buffer cannot be donated, and it would change with the
-        # memory. The output of a jit owns its buffer.
+        # On the processor, device_put may use the NumPy memory itself, even with may_alias=False
+        # (observed in JAX 0.10.2). Such a buffer cannot be donated, and it would change with the
+        # memory. The output of a jitted function owns its buffer.
         if any(device.platform == "cpu" for device in devices):
-            kept = tuple(shardings[path] for path in paths)
-            copies = jax.jit(_copies, out_shardings=kept)(tuple(placed[path] for path in paths))
+            targets = tuple(shardings[path] for path in paths)
+            copies = jax.jit(_copies, out_shardings=targets)(tuple(placed[path] for path in paths))
             placed |= dict(zip(paths, copies, strict=True))
     for array in placed.values():
-        array.block_until_ready()  # from here on the host memory is the caller's again
+        array.block_until_ready()  # the caller may change the host memory after this
     return {path: placed[path] for path in host}
 
 
@@ -225,8 +236,9 @@ def _copies(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def jax_has(dtype: str) -> bool:
-    """Whether JAX, configured as it is now, can hold this element type: 64-bit types need
-    ``jax_enable_x64``.
+    """Return ``True`` if JAX can hold this element type with its present settings.
+
+    64-bit types need ``jax_enable_x64``.
     """
     try:
         return bool(jax.device_put(np.zeros((), dtype_named(dtype).numpy)).dtype.name == dtype)
@@ -238,9 +250,7 @@ def jax_has(dtype: str) -> bool:
 
 
 def expand(value: object) -> list[tuple[object, object]] | None:
-    """One level of a container that is registered with JAX, as (key, child) pairs; ``None`` for a
-    leaf.
-    """
+    """Return the (key, child) pairs of a container registered with JAX; ``None`` for a leaf."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
     if len(pairs) == 1 and not pairs[0][0]:
         return None
@@ -248,8 +258,9 @@ def expand(value: object) -> list[tuple[object, object]] | None:
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
-    """The same containers with every leaf (``None`` too) replaced by ``change(leaf path, leaf)``.
-    Paths as ``tree.flatten`` gives them.
+    """Return the same containers with each leaf replaced by ``change(leaf path, leaf)``.
+
+    ``None`` is a leaf too. Paths are those of ``tree.flatten``.
     """
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: change("/".join(escape_key(_key(key)) for key in keys), leaf),
@@ -259,7 +270,7 @@ def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
 
 
 def _key(entry: Any) -> object:
-    """The key in one of JAX's key path entries, whichever of the four kinds it is."""
+    """Return the key in an entry of JAX's key paths, which has one of four types."""
     for name in ("key", "idx", "name"):
         if hasattr(entry, name):
             return getattr(entry, name)

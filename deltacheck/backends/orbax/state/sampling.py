@@ -1,6 +1,4 @@
-"""What the profiler needs of JAX: samples of arrays where they lie, and the steps of a plain Orbax
-``CheckpointManager``.
-"""
+"""Sample JAX arrays for the profiler, and read the steps of a plain ``CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -22,10 +20,11 @@ __all__ = ["describe", "expand", "states", "steps", "take"]
 
 
 def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
-    """Sampled elements of arrays, shard by shard: read in place where a shard lies on the host,
-    else one gather for each device.
+    """Return sampled elements of arrays, shard by shard.
+
+    Shards on the host are read in place. For each other device there is one gather.
     """
-    found: dict[str, NDArray[np.generic]] = {}
+    samples: dict[str, NDArray[np.generic]] = {}
     remote: dict[Any, dict[str, tuple[Any, tuple[NDArray[np.int64], ...]]]] = {}
     holes: dict[str, list[NDArray[np.bool_]]] = {}
     with own_rules():
@@ -36,8 +35,8 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                 else array
             )
             elements = plan.elements(path)
-            where = np.unravel_index(elements, data.shape) if data.shape else ()
-            found[path] = np.empty(elements.shape, data.dtype)
+            indices = np.unravel_index(elements, data.shape) if data.shape else ()
+            samples[path] = np.empty(elements.shape, data.dtype)
             for shard in data.addressable_shards if isinstance(data, jax.Array) else ():
                 if shard.replica_id != 0:
                     continue
@@ -45,24 +44,24 @@ def take(arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.ge
                     part.indices(size)[0]
                     for part, size in zip(shard.index, data.shape, strict=True)
                 ]
-                local = tuple(index - low for index, low in zip(where, lows, strict=True))
+                local = tuple(index - low for index, low in zip(indices, lows, strict=True))
                 inside = np.ones(elements.shape, np.bool_)
                 for index, size in zip(local, shard.data.shape, strict=True):
                     inside &= (index >= 0) & (index < size)
                 local = tuple(index[inside] for index in local)
                 if _on_host(shard):
-                    found[path][inside] = np.asarray(shard.data)[local]
+                    samples[path][inside] = np.asarray(shard.data)[local]
                 elif inside.any():
                     name = f"{len(holes.setdefault(path, []))}:{path}"
                     holes[path].append(inside)
                     remote.setdefault(shard.device, {})[name] = (shard.data, local)
             if not isinstance(data, jax.Array):
-                found[path][...] = np.asarray(data)[where]
-        for wanted in remote.values():
-            for name, picked in jax.device_get(_gather()(wanted)).items():
+                samples[path][...] = np.asarray(data)[indices]
+        for requests in remote.values():
+            for name, picked in jax.device_get(_gather()(requests)).items():
                 number, _, path = name.partition(":")
-                found[path][holes[path][int(number)]] = np.asarray(picked).reshape(-1)
-    return found
+                samples[path][holes[path][int(number)]] = np.asarray(picked).reshape(-1)
+    return samples
 
 
 def _on_host(shard: Any) -> bool:
@@ -71,12 +70,12 @@ def _on_host(shard: Any) -> bool:
 
 @cache
 def _gather() -> Any:
-    """Compiled once for each layout of a device's shards."""
-    return jax.jit(lambda wanted: {name: data[local] for name, (data, local) in wanted.items()})
+    """Return the jitted gather, which is compiled once for each layout of a device's shards."""
+    return jax.jit(lambda requests: {name: data[local] for name, (data, local) in requests.items()})
 
 
 def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    """The steps of a plain ``CheckpointManager``: (step, its folder), ascending."""
+    """Return the step and folder of each step of a plain ``CheckpointManager``, ascending."""
     names = [
         (path.name.rpartition("_")[2], path) for path in Path(folder).iterdir() if path.is_dir()
     ]
@@ -84,8 +83,10 @@ def steps(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 
 
 def item_of(step: int, place: Path, item: str | None) -> str:
-    """The item of a step that is meant: the one named, or the only one. Raises ``StepNotFound``,
-    naming what there is.
+    """Return the item of a step: the named one, or the only one.
+
+    Raises:
+        StepNotFound: There is no such item, or there are several. The message names them.
     """
     items = sorted(
         path.name for path in place.iterdir() if path.is_dir() and (path / "_METADATA").exists()
@@ -102,11 +103,17 @@ def item_of(step: int, place: Path, item: str | None) -> str:
 
 
 def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[tuple[int, object]]:
-    """The states of a plain ``CheckpointManager``, step by step, one at a time in memory, as NumPy
-    arrays.
+    """Yield the step and state of each step of a plain ``CheckpointManager``, as NumPy arrays.
 
-    ``item``: which item of each step, needed only where they have several. Raises ``StepNotFound``
-    for an item that is not there, ``Damaged`` naming the step that Orbax cannot read.
+    One state is in memory at a time.
+
+    Args:
+        folder: The folder of the manager.
+        item: The item of each step, needed only if there are several.
+
+    Raises:
+        StepNotFound: There is no such item.
+        Damaged: Orbax cannot read a step; the message names it.
     """
     import orbax.checkpoint as ocp
 
@@ -114,8 +121,10 @@ def states(folder: str | os.PathLike[str], item: str | None = None) -> Iterator[
         chosen = place / item_of(step, place, item)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                about = checkpointer.metadata(chosen).item_metadata.tree
-                as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
+                metadata = checkpointer.metadata(chosen).item_metadata.tree
+                as_numpy = jax.tree.map(
+                    lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata
+                )
                 state = checkpointer.restore(
                     chosen, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
                 )

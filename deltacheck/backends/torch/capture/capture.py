@@ -1,4 +1,4 @@
-"""How a state's tensors are read for a save: when, from where, and where their shadows lie."""
+"""Plan how the tensors of a state are read for a save, and where their shadows lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltacheck.backends.numpy_leaves import specs_of
 from deltacheck.backends.torch.capture import tensor_codec as codec
-from deltacheck.backends.torch.capture import windows as group
+from deltacheck.backends.torch.capture import windows
 from deltacheck.backends.torch.capture.device import Accelerator
 from deltacheck.backends.torch.capture.guard import Guarded, unchanged_check
 from deltacheck.backends.torch.capture.staging import Staging
@@ -24,47 +24,55 @@ log = logging.getLogger("deltacheck")
 
 Data = TypeVar("Data", torch.Tensor, NDArray[np.uint8])
 
-# Of the memory that device shadows and windows need, before they are chosen: training must not run
-# out of it
+# Device shadows are chosen only if so much of the memory that they need is free, because training
+# must not run out of memory.
 _SPARE = 1.1
 
 
 class Capture:
-    """Plans the reading of every leaf. ``shadow``, ``host_cache_bytes``: as ``Engine`` has them.
-    ``in_order``: whether every leaf is read once, in the order of the sources; only then can leaves
-    be copied from a device ahead of their turn.
+    """Plans the reading of every leaf.
+
+    Args:
+        shadow: As in ``Engine``.
+        host_cache_bytes: As in ``Engine``.
+        in_order: Every leaf is read once, in the order of the sources. Only then can leaves be
+            copied from a device ahead of their turn.
     """
 
     def __init__(self, shadow: str, host_cache_bytes: int, in_order: bool) -> None:
         self._in_order = in_order
         self._shadow = shadow
         self._host_cache_bytes = host_cache_bytes
-        self._on_device: dict[Accelerator, bool] = {}  # whether its shadows lie there, decided once
+        self._on_device: dict[Accelerator, bool] = {}  # its shadows lie on it; decided once
 
     def sources(self, flat: Flat, guarded: Guarded) -> dict[str, LeafSource]:
-        """What to save. ``guarded``: what is read after ``save`` has returned.
+        """Return the sources of the leaves of a state.
 
-        Leaves on an accelerator are read on its side stream. What nobody guards is copied there at
+        Leaves on an accelerator are read on its side stream. Unguarded leaves are copied there at
         once, in stream order.
+
+        Args:
+            flat: The state.
+            guarded: The tensors that may be read after ``save`` has returned.
         """
         specs = specs_of(flat)
-        there = {
+        devices = {
             path: device
             for path, value in flat.arrays.items()
             if isinstance(value, torch.Tensor)
             and (device := codec.accelerator_of(value)) is not None
         }
-        for device in set(there.values()):
+        for device in set(devices.values()):
             if device not in self._on_device:
                 self._on_device[device] = self._decide(
-                    device, sum(specs[p].raw_bytes for p, d in there.items() if d is device)
+                    device, sum(specs[p].raw_bytes for p, d in devices.items() if d is device)
                 )
         watched = {path: guarded.watched(flat.arrays[path]) for path in specs}
-        tensors = {path: _held(flat.arrays[path], bool(watched[path])) for path in there}
+        tensors = {path: _held(flat.arrays[path], bool(watched[path])) for path in devices}
         staged = {
-            path: (there[path], tensors[path])
+            path: (devices[path], tensors[path])
             for path in specs
-            if path in there and not self._on_device[there[path]]
+            if path in devices and not self._on_device[devices[path]]
         }
         staged = staged if self._in_order else {}
         staging = Staging(staged, self._host_cache_bytes)
@@ -73,16 +81,16 @@ class Capture:
             value = flat.arrays[path]
             alias, *others = watched[path] or (None,)
             check = None if alias is None else unchanged_check(path, alias, others)
-            if path not in there:
-                # What is read later is viewed now: torch then refuses to free or to move this
-                # memory, whatever becomes of the tensor.
+            if path not in devices:
+                # A leaf that is read later is viewed now, because torch does not free or move
+                # memory that NumPy views, whatever happens to the tensor.
                 current = (
                     partial(leaves.bytes_of, value)
                     if alias is None
                     else partial(_itself, leaves.viewed(alias).numpy())
                 )
                 sources[path] = LeafSource(spec, current, lazy=alias is not None, recheck=check)
-            elif self._on_device[there[path]]:
+            elif self._on_device[devices[path]]:
                 sources[path] = LeafSource(
                     spec, partial(_itself, tensors[path]), lazy=True, recheck=check
                 )
@@ -92,35 +100,37 @@ class Capture:
                 )
             else:
                 sources[path] = LeafSource(
-                    spec, partial(_copied, there[path], tensors[path]), lazy=True, recheck=check
+                    spec, partial(_copied, devices[path], tensors[path]), lazy=True, recheck=check
                 )
-        for device in set(there.values()):
+        for device in set(devices.values()):
             device.begin()
         return sources
 
     def hold(self) -> None:
-        """What the training enqueues from now on waits, on the devices, until they have read what
-        was saved.
-        """
+        """Make later work of the training wait, on the devices, until the state was read."""
         for device in self._on_device:
             device.hold()
 
     def _decide(self, device: Accelerator, state_bytes: int) -> bool:
+        """Return ``True`` if the shadows of a device lie in its own memory."""
         if self._shadow in ("host", "none") or device.native is None:
             return False
-        wanted = int(_SPARE * (state_bytes + group.device_bytes(codec.WINDOW_BYTES)))
-        if self._shadow == "device" or device.free_bytes() >= wanted:
+        required = int(_SPARE * (state_bytes + windows.device_bytes(codec.WINDOW_BYTES)))
+        if self._shadow == "device" or device.free_bytes() >= required:
             return True
         log.warning(
-            "%s: shadows go to host memory, since %.1f GiB of device memory are free and %.1f GiB would be needed. "
-            "Every save copies the whole state to the host; Engine(shadow='device') takes the memory all the same",
-            device.name, device.free_bytes() / 2**30, wanted / 2**30,
-        )  # fmt: skip
+            "%s: shadows go to host memory, since %.1f GiB of device memory are free and %.1f GiB"
+            " would be needed. Every save copies the whole state to the host;"
+            " Engine(shadow='device') takes the memory all the same",
+            device.name,
+            device.free_bytes() / 2**30,
+            required / 2**30,
+        )
         return False
 
 
 def _held(value: object, guarded: bool) -> torch.Tensor:
-    """A device leaf as it is now: itself where it is guarded, else a copy."""
+    """Return a device leaf as it is now: itself if it is guarded, else a copy."""
     assert isinstance(value, torch.Tensor)
     flat = leaves.flat_bytes(value)
     if guarded or flat.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():

@@ -1,10 +1,8 @@
-"""What the engine needs of an accelerator: its memory, a stream beside the training's, events. The
-one
-file that speaks ``torch.cuda``.
+"""Access an accelerator: its memory, a side stream, events.
 
-Everything is enqueued on one *side stream* a device. It waits for the work that the training has
-enqueued before ``begin``, and the training waits for it (on the device, never on the host) in
-``hold``.
+This is the only module that uses ``torch.cuda``. Everything is enqueued on one *side stream* for
+each device. It waits for the work that the training has enqueued before ``begin``. The training
+waits for it in ``hold``, on the device and never on the host.
 """
 
 from __future__ import annotations
@@ -26,39 +24,41 @@ class Accelerator(Protocol):
     """One device."""
 
     name: str
-    # The device encoder, as deltacheck/_native_cuda.pyi describes it; None where there is none
+    # The device encoder, as deltacheck/_native_cuda.pyi describes it; None if there is none.
     native: Any
 
     def begin(self) -> None:
-        """From the training thread: later work on the side stream comes after what the training has
-        enqueued until now.
+        """Order later work on the side stream after the training's work until now.
+
+        Call it on the training thread.
         """
         ...
 
     def hold(self) -> None:
-        """From the training thread: what the training enqueues from now on comes after what the
-        side stream has to read.
+        """Order the training's work from now on after the reads of the side stream.
+
+        Call it on the training thread.
         """
         ...
 
     def aside(self) -> contextlib.AbstractContextManager[int]:
-        """Work of this thread goes to the side stream, whose address is given."""
+        """Send the work of this thread to the side stream, and yield the stream's address."""
         ...
 
     def mark(self) -> Event:
-        """The work enqueued on the side stream so far; ``hold`` waits for it, too."""
+        """Return an event after the work on the side stream so far. ``hold`` waits for it."""
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that torch could still hand out."""
+        """Return the device memory that torch could still allocate."""
         ...
 
     def empty(self, size: int) -> torch.Tensor:
-        """Device memory, uint8."""
+        """Return device memory, uint8."""
         ...
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Host memory, uint8, to and from which copies run by themselves."""
+        """Return pinned host memory, uint8, so that copies run asynchronously."""
         ...
 
 
@@ -102,6 +102,5 @@ class Cuda:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pinned(self, size: int) -> torch.Tensor:
-        return torch.empty(
-            size, dtype=torch.uint8, pin_memory=True
-        )  # torch keeps what is given back for the next
+        # torch caches pinned memory, so that repeated calls are cheap.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Copies of tensors of an accelerator in pinned host memory, made ahead of their use."""
+"""Copy tensors of an accelerator to pinned host memory ahead of their use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deltacheck.codec.base import U8
 
 
 class Staging:
-    """Gives the bytes of tensors in the order of the mapping, and copies as far ahead as ``budget``
-    bytes allow.
+    """Returns the bytes of tensors in order, and copies further tensors ahead.
 
-    ``tensors``: by name; uint8, 1-D, contiguous, each with its device. A larger budget: the devices
-    are read earlier; smaller: less pinned memory. One tensor larger than it is copied all the same,
-    alone.
+    Args:
+        tensors: Name -> device and tensor, uint8, 1-D, contiguous, in the order of their use.
+        budget: The bytes that may be copied ahead. Larger: the devices are read earlier; smaller:
+            less pinned memory. A tensor that is larger than the budget is copied alone.
     """
 
     def __init__(
@@ -28,14 +28,15 @@ class Staging:
         self._ahead: deque[tuple[str, torch.Tensor, Event]] = deque()
 
     def take(self, name: str) -> U8:
-        """The bytes of the next tensor, which must be this one. What the call before gave should be
-        let go of by now.
+        """Return the bytes of the next tensor, which must be ``name``.
+
+        The caller should have dropped the bytes of the call before.
         """
         self._copy_ahead()
-        found, host, copied = self._ahead.popleft()
-        if found != name:
+        next_name, host, copied = self._ahead.popleft()
+        if next_name != name:
             raise RuntimeError(
-                f"{name!r} was asked for when it was the turn of {found!r}; this is a defect,"
+                f"{name!r} was asked for when it was the turn of {next_name!r}; this is a defect,"
                 " please report it"
             )
         copied.synchronize()

@@ -1,6 +1,4 @@
-"""The codec that a save of torch states goes through: tensors on an accelerator where they lie, the
-rest in host memory.
-"""
+"""Encode torch states: tensors on an accelerator in their place, all others in host memory."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ log = logging.getLogger("deltacheck")
 
 Base: TypeAlias = "torch.Tensor | NDArray[np.uint8]"
 
-WINDOW_BYTES = (
-    256 << 20
-)  # of a call of the device encoder; device memory for 4 of them is in use while a save is captured
+# Bytes of a call of the device encoder. A capture uses device memory for 4 of them.
+WINDOW_BYTES = 256 << 20
 
 
 class TorchCodec:
-    """Takes uint8 arrays, 1-D: NumPy arrays, and tensors on an accelerator. A base lies where its
-    leaf does.
+    """Encodes uint8 arrays, 1-D: NumPy arrays, and tensors on an accelerator.
+
+    A base lies on the device of its leaf.
     """
 
     name = "torch"
@@ -40,7 +38,7 @@ class TorchCodec:
         self.run_bytes = self._host.run_bytes
 
     def copy(self, current: Base, out: Base | None) -> Base:
-        """A base that holds ``current``, in the memory of ``out`` where that fits."""
+        """Return a base that holds ``current``, in the memory of ``out`` if that fits."""
         if isinstance(current, np.ndarray):
             base: U8 = self._host.copy(current, out if isinstance(out, np.ndarray) else None)
             return base
@@ -57,7 +55,7 @@ class TorchCodec:
         return out
 
     def host(self, base: Base) -> U8:
-        """The base's bytes: a view, or from an accelerator a copy."""
+        """Return the base's bytes: a view, or a copy from an accelerator."""
         return (
             base
             if isinstance(base, np.ndarray)
@@ -67,17 +65,17 @@ class TorchCodec:
     def encode(
         self, current: Base, base: Base | None, bounds: U64, word_bytes: int
     ) -> tuple[Encoded, Base | None]:
-        """As the protocol has it, in host memory."""
+        """Encode in host memory, as the protocol defines it."""
         return self._host.encode(
             self.host(current), None if base is None else self.host(base), bounds, word_bytes
         )
 
     def apply(self, encoded: Encoded, base: U8, bounds: U64, word_bytes: int) -> None:
-        """In host memory, as the protocol has it."""
+        """Apply in host memory, as the protocol defines it."""
         self._host.apply(encoded, base, bounds, word_bytes)
 
     def grouped(self, current: Base, base: Base) -> bool:
-        """Whether the leaf lies on an accelerator."""
+        """Return ``True`` if the leaf lies on an accelerator."""
         return isinstance(current, torch.Tensor)
 
     def encode_group(
@@ -86,24 +84,25 @@ class TorchCodec:
         make_room: Callable[[int], None],
         all_read: Callable[[], None],
     ) -> Iterator[EncodedGroup]:
-        """As ``GroupCodec`` has it, device by device. A base on the host (of a restored step, say)
-        moves to the device of its leaf.
+        """Encode device by device, as ``GroupCodec`` defines it.
+
+        A base on the host (of a restored step, for example) moves to the device of its leaf.
         """
         by_device: dict[torch.device, list[int]] = {}
         for number, job in enumerate(jobs):
             by_device.setdefault(job.current.device, []).append(number)
-        left = len(by_device)
+        unread = len(by_device)
 
-        def one_less() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
+        def device_read() -> None:
+            nonlocal unread
+            unread -= 1
+            if unread == 0:
                 all_read()
 
         for numbers in by_device.values():
             device = _device(jobs[numbers[0]].current)
             own = [jobs[number]._replace(base=_beside(device, jobs[number])) for number in numbers]
-            for made in windows.encode(device, own, WINDOW_BYTES, make_room, one_less):
+            for made in windows.encode(device, own, WINDOW_BYTES, make_room, device_read):
                 yield made._replace(
                     spans=[span._replace(job=numbers[span.job]) for span in made.spans],
                     bases={numbers[span.job]: own[span.job].base for span in made.spans},
@@ -111,8 +110,9 @@ class TorchCodec:
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
-    """The accelerator that holds a tensor; ``None`` for the host and for kinds that we cannot
-    drive.
+    """Return the accelerator that holds a tensor.
+
+    Return ``None`` for the host and for kinds of devices that are not supported.
     """
     return _cuda(tensor.get_device()) if tensor.device.type == "cuda" else None
 
@@ -129,22 +129,22 @@ def _cuda(index: int) -> Accelerator:
             error,
         )
         return Cuda(device, None)
-    found = Cuda(device, _native_cuda)
-    problem = windows.defect(found)
+    accelerator = Cuda(device, _native_cuda)
+    problem = windows.defect(accelerator)
     if problem:
         log.warning("%s: its tensors are encoded in host memory: %s", device, problem)
-        found.native = None
-    return found
+        accelerator.native = None
+    return accelerator
 
 
 def _device(tensor: torch.Tensor) -> Accelerator:
-    found = accelerator_of(tensor)
-    assert found is not None  # no other tensors reach the codec as tensors
-    return found
+    accelerator = accelerator_of(tensor)
+    assert accelerator is not None  # no other tensors reach the codec as tensors
+    return accelerator
 
 
 def _beside(device: Accelerator, job: GroupJob) -> torch.Tensor:
-    """The base of a job where its leaf lies."""
+    """Return the base of a job on the device of its leaf."""
     if isinstance(job.base, torch.Tensor) and job.base.device == job.current.device:
         return job.base
     host = job.base if isinstance(job.base, np.ndarray) else job.base.cpu().numpy()

@@ -1,5 +1,6 @@
-"""Encode tensors where they lie on an accelerator, in windows: only what changed, and its digests,
-comes to the host.
+"""Encode tensors on an accelerator in windows.
+
+Only changes and their digests are copied to the host.
 """
 
 from __future__ import annotations
@@ -17,25 +18,22 @@ from deltacheck.codec import Encoded, EncodedGroup, GroupJob, GroupSpan, default
 from deltacheck.codec.base import ROW_WIDTH, STREAMS, U8, U64
 from deltacheck.leaf.digest import chunk_digests
 
-# What the extension calls Chunk.
+# The struct Chunk of the extension.
 CHUNK = np.dtype([("current", "<u8"), ("base", "<u8"), ("words", "<u4"), ("word_bytes", "<u4")])
 INTERFACE = 1  # of the extension, see module_cuda.cc
-HEAD_ENTRIES = 2 + len(
-    STREAMS
-)  # rows, 1 if the payload was too small, then the bytes of each stream
-WINDOWS = 2  # under way at a time: one is computed while the other is fetched
+# Number of rows, 1 if the payload was too small, then the bytes of each stream.
+HEAD_ENTRIES = 2 + len(STREAMS)
+WINDOWS = 2  # at a time: one is computed while the other is copied to the host
 _ALIGNED = 256
 
 
 def device_bytes(window_bytes: int) -> int:
-    """Device memory that ``encode`` takes while it runs: a payload and a workspace for each
-    window.
-    """
+    """Return the device memory that ``encode`` uses: payload and workspace for each window."""
     return 2 * WINDOWS * window_bytes
 
 
 class _Window(NamedTuple):
-    """A call that was enqueued; what it needs until it is done is kept alive here."""
+    """An enqueued call, with references to the memory that it uses until it is done."""
 
     spans: list[GroupSpan]
     chunks: int
@@ -52,10 +50,16 @@ def encode(
     make_room: Callable[[int], None],
     all_read: Callable[[], None],
 ) -> Iterator[EncodedGroup]:
-    """As ``GroupCodec.encode_group``. ``current``, ``base``: uint8 tensors, 1-D, contiguous, on
-    ``device``; bases are updated in place.
+    """Encode jobs as ``GroupCodec.encode_group`` does.
 
-    Larger windows: fewer calls; smaller: less device memory (``device_bytes``).
+    Args:
+        device: The accelerator.
+        jobs: ``current`` and ``base`` are uint8 tensors, 1-D, contiguous, on ``device``. Bases are
+            updated in place.
+        window_bytes: Bytes of a call. Larger: fewer calls; smaller: less device memory (see
+            ``device_bytes``).
+        make_room: Called with the bytes of each result before it is copied to the host.
+        all_read: Called after the last call was enqueued.
     """
     windows = deque(_cut(jobs, window_bytes))
     running: deque[_Window] = deque()
@@ -71,7 +75,7 @@ def encode(
 def _cut(
     jobs: Sequence[GroupJob], window_bytes: int
 ) -> Iterator[tuple[list[GroupSpan], NDArray[np.void]]]:
-    """The chunks of all jobs in order, in runs of at most about ``window_bytes``."""
+    """Yield the chunks of all jobs in order, in runs of about ``window_bytes`` or less."""
     spans: list[GroupSpan] = []
     tables: list[NDArray[np.void]] = []
     size = 0
@@ -109,9 +113,8 @@ def _enqueue(device: Accelerator, spans: list[GroupSpan], table: NDArray[np.void
     host_table.numpy()[:] = table.view(np.uint8)
     with device.aside() as stream:
         workspace = device.empty(device.native.workspace_bytes(chunks, total))
-        payload = device.empty(
-            max(1, total)
-        )  # always enough: no chunk is stored in more than its own bytes
+        # Always large enough, because no chunk is stored in more than its own bytes.
+        payload = device.empty(max(1, total))
         results = device.empty(end)
         at = results.data_ptr()
         device.native.encode(
@@ -164,19 +167,17 @@ def _fetch(device: Accelerator, window: _Window, make_room: Callable[[int], None
 
 
 def _places(chunks: int) -> tuple[int, int, int]:
-    """Where rows and digests begin in the results of a call, and where they end."""
+    """Return the offsets of rows and digests in the results of a call, and their end."""
     rows_at = -(-HEAD_ENTRIES * 8 // _ALIGNED) * _ALIGNED
     digests_at = rows_at + -(-chunks * ROW_WIDTH * 4 // _ALIGNED) * _ALIGNED
     return rows_at, digests_at, digests_at + chunks * 16
 
 
 def defect(device: Accelerator) -> str:
-    """Why the device encoder cannot be relied on here; empty where a small state came out of it as
-    it
-    should, to the bit.
+    """Return the reason why the device encoder cannot be used; empty if it passes its test.
 
-    A device is asked once in a process, before the first use: a driver, a compiler or a processor
-    that computes wrongly must not be found out by a restore.
+    It is run once for each device in a process, before the first use. A driver, compiler or
+    processor that computes wrong bits would otherwise be noticed only at a restore.
     """
     native = device.native
     if (INTERFACE, CHUNK.itemsize, HEAD_ENTRIES) != (
@@ -195,9 +196,10 @@ def defect(device: Accelerator) -> str:
 
 
 def _wrong_on(device: Accelerator) -> str:
+    """Encode a small state, and return the first difference from the host encoder."""
     random = np.random.default_rng(0)
     host = default_codec()
-    jobs, wanted = [], []
+    jobs, expected = [], []
     for word_bytes in (1, 2, 4, 8):
         words = 40_000 // word_bytes
         bounds = np.array([0, words // 9, words // 3, words], np.uint64)
@@ -213,7 +215,7 @@ def _wrong_on(device: Accelerator) -> str:
         now, base = after.view(np.uint8), before.view(np.uint8)
         encoded, updated = host.encode(now, base.copy(), bounds, word_bytes)
         assert updated is not None
-        wanted.append(
+        expected.append(
             (encoded, updated, chunk_digests(now, bounds, word_bytes, encoded.rows[:, 0].tolist()))
         )
         with device.aside():
@@ -222,7 +224,7 @@ def _wrong_on(device: Accelerator) -> str:
                 for content in (now, base)
             )
         jobs.append(GroupJob(current, shadow, bounds, word_bytes))
-    for number, (job, (encoded, updated, digests)) in enumerate(zip(jobs, wanted, strict=True)):
+    for number, (job, (encoded, updated, digests)) in enumerate(zip(jobs, expected, strict=True)):
         [made] = encode(device, jobs[number : number + 1], 1 << 20, lambda size: None, lambda: None)
         same = made.encoded.streams.keys() == encoded.streams.keys() and np.array_equal(
             made.encoded.rows, encoded.rows
