@@ -1,6 +1,6 @@
-"""Observe training states of any framework for a profile.
+"""The profiler of training runs, for the states of any framework.
 
-Only the frameworks that the states come from are imported.
+It imports only the framework that a state comes from.
 """
 
 from __future__ import annotations
@@ -28,35 +28,41 @@ _ADAPTERS = {
 
 
 class Adapter(Protocol):
-    """Functions for the arrays of one framework."""
+    """The functions of a framework for its arrays and containers."""
 
     def describe(self, value: object) -> ArrayLeaf | None:
-        """Describe an array; return ``None`` for anything else."""
+        """Return the leaf that an array makes, ``None`` if it is none of the framework."""
 
     def expand(self, value: object) -> list[tuple[object, object]] | None:
-        """Return the children of a container of the framework; ``None`` for anything else."""
+        """Return the keys and children of a container of the framework, else ``None``."""
 
     def take(self, arrays: Mapping[str, Any], plan: SamplePlan) -> dict[str, NDArray[np.generic]]:
-        """Return sampled elements of arrays, on the host, in memory of their own."""
+        """Return the sampled elements of all arrays, on the host, in memory of their own."""
         ...
 
 
 class Profiler(Observer):
-    """Observes a training state at intervals, from a few thousand elements of each class of leaves.
+    """A profiler that samples a training state at intervals.
 
-    All other elements stay on their devices. Call ``observe`` after every step with the nested
-    state that a checkpoint would hold: torch tensors, JAX or NumPy arrays. Between the intervals it
-    only records loss and gradient norm. ``profile`` returns the result: the properties that were
-    stable, and from which step on.
+    Call ``observe`` after every step, with the nested state that a checkpoint would hold: torch
+    tensors, JAX or NumPy arrays. Between the intervals it only records loss and gradient norm. A
+    sample has a few thousand elements of each class of leaves; the rest never leaves its device.
+    ``profile`` returns the result, and ``docs/how-to/profile.md`` shows how to use it.
 
     Args:
-        interval_steps: Steps between two observations, best the interval of the checkpoints.
-            Larger: cheaper, but the start of stability is coarser; smaller: finer, but more copies.
-        sample: Blocks of 64 elements for each class of leaves (weights, masters, moments). Larger:
-            less noise; smaller: less to copy.
-        optimizer: The constants of Adam, if the state does not hold them (optax without
-            ``inject_hyperparams``).
-        source: A name for the run, stored in the profile.
+        interval_steps: The number of steps between two samples (default: 10). The interval of the
+            checkpoints is best. Larger: less overhead, but a coarser stable start; smaller: the
+            opposite.
+        sample: The number of blocks of 64 elements for each class of leaves, such as weights,
+            masters and moments (default: 64). Larger: less noise, more to copy; smaller: the
+            opposite.
+        optimizer: The constants of Adam if the state does not hold them, as with optax without
+            ``inject_hyperparams``. ``None`` (default): moments with unknown constants are treated
+            as those of an unknown optimizer and stay exact.
+        source: A name for the run, which is stored in the profile (default: empty).
+
+    Raises:
+        ValueError: If ``interval_steps`` or ``sample`` is below 1.
     """
 
     def _flatten(self, state: object) -> Flat:
@@ -79,7 +85,7 @@ class Profiler(Observer):
 
 
 def flatten(state: object) -> Flat:
-    """Flatten a state of any framework, without a copy."""
+    """Flatten a state of any framework without copying its arrays."""
     return tree.flatten(state, _describe, _expand)
 
 
@@ -105,7 +111,7 @@ def _expand(value: object) -> list[tuple[object, object]] | None:
 
 
 def package_of(value: object) -> str:
-    """Return the framework that the type, or one of its bases, comes from; empty for none."""
+    """Return the framework that defines the type or one of its bases; empty if there is none."""
     packages = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
     return next((package for package in packages if package in _ADAPTERS), "")
 
