@@ -1,3 +1,1 @@
-"""Restore a step: find the chains of its leaves, read and verify them, and compute derived
-leaves.
-"""
+"""Restore a step: find the chains of its leaves, read and verify them, and compute the rest."""

@@ -14,18 +14,24 @@ from deltacheck.leaf.spec import LeafSpec
 from deltacheck.restore.chain import Chain
 from deltacheck.restore.content import byte_extents, chunk_bytes
 
-# Leaves from this size on have memory of their own. Larger: fewer calls; whoever keeps one small
-# leaf keeps its whole block.
+# Leaves of this size and above have their own memory. Larger: fewer calls of the decoder, but a
+# caller that keeps one small leaf keeps the whole block that it lies in.
 _ALONE_BYTES = 1 << 20
 _BLOCK_BYTES = 16 << 20
-# Of reads that are started ahead of the decoder. Larger: more of them overlap; more memory beside
-# the result.
+# Bytes of reads that are started before the decoder needs them. Larger: more reads overlap, but
+# more memory beside the result.
 _AHEAD_BYTES = 32 << 20
 
 
 class Filling(NamedTuple):
-    """Chunks of a stored leaf on their way: from number ``first`` on in a block, ``data`` being
-    their memory there.
+    """Chunks of a stored leaf while they are read into a block.
+
+    Attributes:
+        chain: The leaf.
+        chunks: Numbers of its chunks to read, ascending.
+        block: The block that receives them.
+        first: The number of the first of them in the block.
+        data: Their memory in the block.
     """
 
     chain: Chain
@@ -36,16 +42,19 @@ class Filling(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
+        """Return True if all chunks of the leaf are read."""
         return len(self.chunks) == self.chain.spec.chunk_count
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory that chunks of leaves share, one leaf after the other, so that one call decodes or
-    hashes
-    many small ones.
+    """Memory that several leaves share, so that one call decodes or hashes many small ones.
 
-    ``bounds``: of its chunks, in words. ``expected``: the digests that they must have in the end.
+    Attributes:
+        word_bytes: Bytes of a word, the same for all of its leaves.
+        data: The bytes, one leaf after the other.
+        bounds: The offsets of the chunks in words, ``(chunks + 1,)``.
+        expected: The digests that the chunks must have in the end, ``(chunks, 2)``.
     """
 
     word_bytes: int
@@ -57,21 +66,21 @@ class Block:
 def allocate_blocks(
     chains: Mapping[str, Chain], chunks: Mapping[str, list[int]]
 ) -> list[list[Filling]]:
-    """Memory for the named chunks, block by block. Small leaves of one element size share it, in
-    the order in which they are stored.
+    """Allocate memory for some chunks of leaves, and group small leaves into shared blocks.
+
+    Leaves of a block have the same element size and follow each other as they are stored, so that
+    neighbours on disk are also neighbours in memory.
     """
     groups: list[list[str]] = []
     filling: dict[tuple[int, int], tuple[list[str], int]] = {}
-    for path in sorted(chains, key=lambda path: _place(chains[path])):
+    for path in sorted(chains, key=lambda path: _stored_position(chains[path])):
         chain = chains[path]
         size = chunk_bytes(chain.spec, chunks[path])
         if size >= _ALONE_BYTES:
             groups.append([path])
             continue
-        kind = (
-            chain.spec.element.item_bytes,
-            chain.spec.word_bytes,
-        )  # no other: each leaf then begins at a whole element
+        # Only leaves of one element size share a block: each then begins at a whole element.
+        kind = (chain.spec.element.item_bytes, chain.spec.word_bytes)
         group, filled = filling.get(kind, ([], 0))
         if not group or filled + size > _BLOCK_BYTES:
             group, filled = [], 0
@@ -81,12 +90,13 @@ def allocate_blocks(
     return [_block([(chains[path], chunks[path]) for path in group]) for group in groups]
 
 
-def _place(chain: Chain) -> tuple[int, int]:
-    """Sorts leaves as their newest rows lie; saves write them in much the same order every time."""
+def _stored_position(chain: Chain) -> tuple[int, int]:
+    """Return the part and the row of the newest delta. Saves write leaves in a similar order."""
     return chain.encoded[-1][1].delta[0][:2] if chain.encoded else (-1, 0)
 
 
 def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
+    """Allocate a block for some chunks of leaves."""
     sizes = [_sizes(chain.spec, numbers) for chain, numbers in leaves]
     bounds = np.concatenate(
         [np.zeros(1, np.uint64), np.cumsum(np.concatenate(sizes), dtype=np.uint64)]
@@ -108,17 +118,17 @@ def _block(leaves: Sequence[tuple[Chain, list[int]]]) -> list[Filling]:
 
 
 def _sizes(spec: LeafSpec, chunks: list[int]) -> U64:
-    """Words of some chunks."""
+    """Return the number of words of each chunk."""
     words: U64 = np.diff(spec.bounds())
     return words if len(chunks) == spec.chunk_count else words[chunks]
 
 
 def chosen_bytes(item: Filling, whole: U8) -> U8:
-    """The wanted chunks of a leaf, one after the other, from its whole bytes."""
+    """Return the bytes of the requested chunks, taken from the bytes of the whole leaf."""
     if item.is_whole:
         return whole
-    every = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
-    return np.concatenate([whole[every[chunk][0] : every[chunk][1]] for chunk in item.chunks])
+    extents = byte_extents(item.chain.spec, range(item.chain.spec.chunk_count))
+    return np.concatenate([whole[slice(*extents[chunk])] for chunk in item.chunks])
 
 
 class _Read(Protocol):
@@ -130,17 +140,18 @@ class _Read(Protocol):
 
 
 _ReadT = TypeVar("_ReadT", bound=_Read)
-_Begun = TypeVar("_Begun")
+_Started = TypeVar("_Started")
 
 
 def start_ahead(
-    reads: Sequence[_ReadT], start: Callable[[_ReadT], _Begun]
-) -> Iterator[tuple[_ReadT, _Begun]]:
-    """What to read, each with what ``start`` gave: started ahead, at least one and as many as fit,
-    so
-    that the disk works while the decoder does.
+    reads: Sequence[_ReadT], start: Callable[[_ReadT], _Started]
+) -> Iterator[tuple[_ReadT, _Started]]:
+    """Yield each read with the result of ``start``, and start the following ones in advance.
+
+    The disk then works while the decoder does. At least one read is ahead, and as many more as
+    ``_AHEAD_BYTES`` allows.
     """
-    started: deque[tuple[_ReadT, _Begun, int]] = deque()
+    started: deque[tuple[_ReadT, _Started, int]] = deque()
     held = following = 0
     while following < len(reads) or started:
         while following < len(reads) and (
@@ -150,6 +161,6 @@ def start_ahead(
             started.append((read, start(read), read.size))
             held += read.size
             following += 1
-        read, begun, size = started.popleft()
-        yield read, begun
+        read, handle, size = started.popleft()
+        yield read, handle
         held -= size

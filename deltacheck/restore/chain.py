@@ -26,10 +26,10 @@ from deltacheck.store.manifest import LeafEntry, LeafRecord, Manifest
 from deltacheck.store.root import Root, open_segments
 from deltacheck.store.segment import Segment, entries_by_path
 
-# Of what is held of a step beside its content: per chunk of a leaf digests, bounds and numbers; per
-# digest and row of a segment.
+# Memory that a step takes beside its content: for each chunk of a leaf (digests, bounds, numbers),
+# for each digest and for each index row of a segment.
 _CHUNK_TABLES_BYTES, _DIGEST_BYTES, _INDEX_ROW_BYTES = 96, 16, 64
-_TABLES_BYTES = 64 << 20  # of these are taken whatever the caller's budget is
+_TABLES_BYTES = 64 << 20  # allowed whatever the caller's budget is: small tables never matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,14 @@ class Chain(Leaf):
 
 
 class Held(NamedTuple):
-    """The whole content of a leaf that the caller has already: its bytes, and the digest that it is
-    known to have.
-    """
+    """The whole content of a leaf that the caller already has, and its digest."""
 
     data: U8
     digest: str
 
 
 class _Links(NamedTuple):
-    """What is stored of a leaf, oldest first, as positions among a step's segments."""
+    """The stored entries of a leaf, oldest first, each with the position of its segment."""
 
     spec: LeafSpec
     record: LeafRecord
@@ -127,21 +125,31 @@ def resolve_chains(
     max_bytes: int | None = None,
     held: Mapping[str, Held] | None = None,
 ) -> dict[str, Chain]:
-    """The chain of everything named of ``manifest.stored``, each link checked by the digests that
-    the
-    tables carry.
+    """Find the chains of stored leaves and check each link by the digests of the tables.
 
-    ``max_bytes``: refuse (``BudgetExceeded``), before they are read, digests and indexes larger
-    than this and than ``_TABLES_BYTES``. ``held``: what the caller has of some leaves: where it is
-    what the chain gives at some link, only what comes after that is read. Raises ``ChainBroken`` or
-    ``Damaged`` naming leaf, step and segment.
+    Args:
+        root: The root.
+        manifest: The step.
+        paths: Stored paths, which must be in ``manifest.stored``.
+        max_bytes: Refuse digests and indexes that take more than this and more than 64 MiB, before
+            they are read; ``None``: the memory of the machine.
+        held: Content that the caller already has, by stored path. If a link of a chain has this
+            content, only later links are read.
+
+    Returns:
+        The chains by stored path.
+
+    Raises:
+        ChainBroken: A segment is missing or does not continue a chain; names leaf and step.
+        Damaged: A table is damaged.
+        BudgetExceeded: The tables are too large.
     """
     paths = list(paths)
     segments = open_segments(root, manifest, paths)
     _refuse_large_tables(manifest, paths, segments, max_bytes)
-    every = entries_by_path(segments, set(paths))
+    entries_of = entries_by_path(segments, set(paths))
     links = [
-        _links(path, manifest.stored[path], every.get(path, []), segments, manifest)
+        _links(path, manifest.stored[path], entries_of.get(path, []), segments, manifest)
         for path in paths
     ]
     chains: dict[str, Chain] = {}
@@ -155,19 +163,18 @@ def resolve_chains(
                 leaf=spec.path,
             )
         key, *deltas = [(segments[number], entry) for number, entry in entries]
-        mine = (held or {}).get(spec.path)
-        first = 0 if mine is None else _links_of(entries, mine.digest)
-        if mine is None or not first:
+        held_leaf = (held or {}).get(spec.path)
+        covered_links = 0 if held_leaf is None else _covered_links(entries, held_leaf.digest)
+        if held_leaf is None or not covered_links:
             chains[spec.path] = Chain(spec, key, tuple(deltas), digests)
         else:
-            chains[spec.path] = Chain(spec, key, tuple(deltas[first - 1 :]), digests, mine.data)
+            rest = tuple(deltas[covered_links - 1 :])
+            chains[spec.path] = Chain(spec, key, rest, digests, held_leaf.data)
     return chains
 
 
-def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
-    """How many links of a chain give content with this digest, as many as possible; 0 where none
-    do.
-    """
+def _covered_links(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
+    """Return the largest number of links that give content with this digest; 0 if none do."""
     return max(
         (number for number, (_, entry) in enumerate(entries, 1) if entry.digest == digest),
         default=0,
@@ -177,6 +184,7 @@ def _links_of(entries: Sequence[tuple[int, LeafEntry]], digest: str) -> int:
 def _refuse_large_tables(
     manifest: Manifest, paths: Iterable[str], segments: Sequence[Segment], max_bytes: int | None
 ) -> None:
+    """Raise ``BudgetExceeded`` if the digests and indexes of the leaves take too much memory."""
     chunks = sum(manifest.stored[path].spec(path).chunk_count for path in paths)
     stored = sum(segment.table.digests for segment in segments)
     rows = sum(part.rows for segment in segments for part in segment.table.parts)
@@ -192,31 +200,35 @@ def _refuse_large_tables(
 def _links(
     path: str,
     record: LeafRecord,
-    every: list[tuple[int, LeafEntry]],
+    stored: list[tuple[int, LeafEntry]],
     segments: Sequence[Segment],
     manifest: Manifest,
 ) -> _Links:
-    """``every``: what the segments hold of the leaf, oldest first."""
-    at = f"step {manifest.step}, leaf {path!r}"
-    first = next((at for at in range(len(every) - 1, -1, -1) if every[at][1].is_whole), None)
-    if first is None:
-        raise ChainBroken(f"{at}: none of the step's segments holds its keyframe", leaf=path)
-    entries = every[first:]
-    what = (record.dtype, record.shape, record.chunk)
+    """Return the links of a leaf from its newest keyframe on, and check that they connect.
+
+    Args:
+        stored: All entries of the leaf in the step's segments, oldest first.
+    """
+    location = f"step {manifest.step}, leaf {path!r}"
+    keyframe = next((i for i in range(len(stored) - 1, -1, -1) if stored[i][1].is_whole), None)
+    if keyframe is None:
+        raise ChainBroken(f"{location}: none of the step's segments holds its keyframe", leaf=path)
+    entries = stored[keyframe:]
+    expected = (record.dtype, record.shape, record.chunk)
     before = entries[0][1]
-    fits = (before.dtype, before.shape, before.chunk) == what
+    fits = (before.dtype, before.shape, before.chunk) == expected
     for number, entry in entries[1:]:
         if entry.base != before.digest:
             raise ChainBroken(
-                f"{at}: segment {segments[number].id} is a delta to {entry.base}, but the leaf is"
-                f" {before.digest} there",
+                f"{location}: segment {segments[number].id} is a delta to {entry.base}, but the"
+                f" leaf is {before.digest} there",
                 leaf=path,
             )
-        fits = fits and (entry.dtype, entry.shape, entry.chunk) == what
+        fits = fits and (entry.dtype, entry.shape, entry.chunk) == expected
         before = entry
     if before.digest != record.digest or not fits:
         raise ChainBroken(
-            f"{at}: its segments give digest {before.digest}, the manifest promises"
+            f"{location}: its segments give digest {before.digest}, the manifest promises"
             f" {record.digest}",
             leaf=path,
         )
@@ -224,18 +236,18 @@ def _links(
 
 
 def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> list[U64]:
-    """The digests that the chunks of every leaf must have in the end, as its segments say one after
-    the other.
+    """Return the digests that the chunks of each leaf must have after all of its links.
+
+    All leaves share one array, so that each part of a segment is indexed once, whatever number of
+    leaves it serves.
     """
     counts = np.array([link.spec.chunk_count for link in links], np.int64)
     bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     digests = np.zeros((int(bases[-1]), 2), np.uint64)
-    keys: list[list[tuple[int, int, int]]] = [
-        [] for _ in segments
-    ]  # leaf, row of its first digest, chunks
-    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [
-        {} for _ in segments
-    ]  # by part: leaf, row of its digests, run
+    # For each segment: leaf, row of its first digest, number of chunks.
+    keys: list[list[tuple[int, int, int]]] = [[] for _ in segments]
+    # For each segment and part: leaf, row of its first digest, first row and rows in the part.
+    rows: list[dict[int, list[tuple[int, int, int, int]]]] = [{} for _ in segments]
     encoded_keys: list[list[int]] = [[] for _ in segments]
     for leaf, (spec, _, entries) in enumerate(links):
         for number, entry in entries:
@@ -286,8 +298,11 @@ def _expected_digests(links: Sequence[_Links], segments: Sequence[Segment]) -> l
 
 
 def _ranges(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of ranges that begin at ``first`` and have ``count`` numbers, one range after the
-    other.
+    """Return the numbers of several ranges, one range after the other, as one array.
+
+    Args:
+        first: The first number of each range.
+        count: The length of each range.
     """
     ends = np.cumsum(count)
     numbers: NDArray[np.int64] = np.arange(ends[-1] if ends.size else 0) + np.repeat(

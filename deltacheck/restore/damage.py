@@ -1,5 +1,6 @@
-"""What a damaged restore says: which step, leaf and file are at fault, and which steps still
-restore. And the way to those, if asked for.
+"""Complete the errors of a damaged restore, and fall back to an earlier step.
+
+An error names the step, the leaf and the file at fault, and the steps that do not need them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ log = logging.getLogger("deltacheck")
 
 _T = TypeVar("_T")
 
-_MOST_SEQ = 10**10  # above every sequence number
+_MOST_SEQ = 10**10  # above every sequence number, which has at most ten digits
 
 
 @contextmanager
 def named(root: Root, manifest: Manifest) -> Iterator[None]:
-    """Inside of it a ``Damaged`` names step, leaf and file, and ends with the steps that do not
-    need what is damaged.
+    """Complete each ``Damaged`` that is raised in the block.
+
+    The message then names step, leaf and file, and the steps that do not need the damaged file.
     """
     try:
         yield
@@ -39,6 +41,7 @@ def named(root: Root, manifest: Manifest) -> Iterator[None]:
 
 
 def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
+    """Return an error of the same class with the completed message."""
     if error.leaf and not error.file:
         error = _located(root, manifest, error)
     text = str(error)
@@ -51,32 +54,34 @@ def _named(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
             f"leaf {harmed[0]!r}{f' and {len(harmed) - 1} others' if len(harmed) > 1 else ''}:"
             f" {text}"
         )
-    found = whole_steps(
+    whole = whole_steps(
         root,
         lambda other, segments: other.seq == manifest.seq or _needs(other, segments, error.file),
     )
     return type(error)(
-        f"step {manifest.step} of {root.path}: {text}. {way_out(found)}", file=error.file, leaf=leaf
+        f"step {manifest.step} of {root.path}: {text}. {way_out(whole)}", file=error.file, leaf=leaf
     )
 
 
 def _located(root: Root, manifest: Manifest, error: Damaged) -> Damaged:
-    """The same damage, found in the file where it is: a digest at the end of a chain tells the leaf
-    only.
+    """Find the file of a damage of which only the leaf is known.
+
+    The digests at the end of a chain prove that a leaf is damaged, but not in which link.
     """
     if error.leaf not in manifest.stored:
         return error
     try:
         for _ in read.follow_links(resolve_chains(root, manifest, [error.leaf])):
             pass
-    except Damaged as found:
-        return found
+    except Damaged as located:
+        return located
     return error
 
 
 def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
-    """The leaves of a step that need an array or a file, as far as their tables can be read. Of one
-    in tiles that some tile does.
+    """Return the leaves of a step that need a file or an array, as far as tables can be read.
+
+    A leaf in tiles is returned if one of its tiles needs the file.
     """
     segments: list[Segment] = []
     for ref in manifest.segments:
@@ -88,7 +93,7 @@ def harmed_leaves(root: Root, manifest: Manifest, file: str) -> list[str]:
 
 
 def _needs(manifest: Manifest, segments: Sequence[Segment], file: str) -> bool:
-    """Whether a step needs an array or a file; ``True`` where that cannot be told."""
+    """Return True if a step needs a file or an array, or if that is unknown."""
     name = _segment_of(file)
     if name is None:
         return True
@@ -98,6 +103,7 @@ def _needs(manifest: Manifest, segments: Sequence[Segment], file: str) -> bool:
 
 
 def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> list[str]:
+    """Return the stored paths that need a file and have no keyframe in a later segment."""
     holder = next((segment for segment in segments if segment.id == _segment_of(file)), None)
     if holder is None:
         return []
@@ -113,18 +119,27 @@ def _leaves_of(manifest: Manifest, segments: Sequence[Segment], file: str) -> li
 
 
 def _segment_of(file: str) -> str | None:
+    """Return the identifier of the segment that a file belongs to, if any."""
     return next((part for part in Path(file).parts if layout.is_segment_id(part)), None)
 
 
 def newest_whole(
     root: Root, step: int | str | None, restore: Callable[[Manifest], _T]
 ) -> tuple[Manifest, _T]:
-    """``restore(manifest)`` of the asked step (by default the newest), or of the newest before it
-    that
-    is whole.
+    """Restore a step, or the newest whole step before it.
 
-    Every step that is passed over is a warning in the log, and so is the step that is given in its
-    place. Raises what the asked step raised where no earlier one restores either.
+    Each skipped step and the step that is restored instead are logged as warnings.
+
+    Args:
+        root: The root.
+        step: A step number or a tag; ``None``: the newest step.
+        restore: Restores a step.
+
+    Returns:
+        The manifest of the restored step and the result of ``restore``.
+
+    Raises:
+        DeltacheckError: The error of the requested step, if no earlier step restores either.
     """
     return newest_whole_of([root], step, lambda _, manifest: restore(manifest))
 
@@ -132,8 +147,9 @@ def newest_whole(
 def newest_whole_of(
     roots: Sequence[Root], step: int | str | None, restore: Callable[[Root, Manifest], _T]
 ) -> tuple[Manifest, _T]:
-    """``newest_whole`` of a run whose steps lie in several roots; of a step that more than one has,
-    the first one's is tried first.
+    """Restore a step as ``newest_whole`` does, from a run whose steps are in several roots.
+
+    If several roots have a step, the first root is tried first.
     """
     first: DeltacheckError | None = None
     for root, manifest in _merged(roots, step):
@@ -148,31 +164,34 @@ def newest_whole_of(
             log.warning("%s", error)
             continue
         if first is not None:
-            asked = "the newest step" if step is None else f"step {step}"
+            requested = "the newest step" if step is None else f"step {step}"
             log.warning(
                 "%s is damaged: step %d of %s is restored in its place",
-                asked,
+                requested,
                 manifest.step,
                 root.path,
             )
         return manifest, value
-    assert first is not None  # _from gives at least one
+    assert first is not None  # _from yields at least one item, or raises
     raise first
 
 
-_Found = tuple[int, Root, Manifest | Damaged | UnsupportedFormat]
+_Numbered = tuple[int, Root, Manifest | Damaged | UnsupportedFormat]
 
 
 def _merged(
     roots: Sequence[Root], step: int | str | None
 ) -> Iterator[tuple[Root, Manifest | Damaged | UnsupportedFormat]]:
-    """What ``_from`` gives for each root, newest first. Raises ``StepNotFound`` where no root has
-    the asked step.
+    """Yield the results of ``_from`` for all roots, newest first.
+
+    Raises:
+        StepNotFound: No root has the requested step.
     """
     missing: list[StepNotFound] = []
 
-    def numbered(root: Root) -> Iterator[_Found]:
-        seq = _MOST_SEQ  # what cannot be read keeps its place
+    def numbered(root: Root) -> Iterator[_Numbered]:
+        # A manifest that cannot be read keeps the position of the one before it.
+        seq = _MOST_SEQ
         try:
             for manifest in _from(root, step):
                 seq = manifest.seq if isinstance(manifest, Manifest) else seq
@@ -180,30 +199,35 @@ def _merged(
         except StepNotFound as error:
             missing.append(error)
 
-    for _, root, manifest in heapq.merge(*map(numbered, roots), key=lambda one: -one[0]):
+    for _, root, manifest in heapq.merge(*map(numbered, roots), key=lambda item: -item[0]):
         yield root, manifest
     if len(missing) == len(roots):
         raise missing[0]
 
 
 def _from(root: Root, step: int | str | None) -> Iterator[Manifest | Damaged | UnsupportedFormat]:
-    """The asked step, then all that were saved before it, newest first; a manifest that cannot be
-    read as its error.
+    """Yield a step and the steps that were saved before it, newest first.
+
+    A manifest that cannot be read is yielded as its error.
     """
     item: str | None = None
     before: Callable[[StepRef], bool]
     try:
-        asked = root.manifest(step)
+        requested = root.manifest(step)
     except (Damaged, UnsupportedFormat) as error:
         yield error
         before = (lambda ref: ref.step < step) if isinstance(step, int) else (lambda ref: True)
     else:
-        yield asked
+        yield requested
         item = next(
-            (ref.manifest_path.parent.name for ref in root.checkpoints() if ref.seq == asked.seq),
+            (
+                ref.manifest_path.parent.name
+                for ref in root.checkpoints()
+                if ref.seq == requested.seq
+            ),
             None,
         )
-        before = lambda ref: ref.seq < asked.seq  # noqa: E731 - one of three
+        before = lambda ref: ref.seq < requested.seq  # noqa: E731 - one of three
     for ref in reversed(root.checkpoints()):
         if before(ref) and (
             not root.is_manager_root or item in (None, ref.manifest_path.parent.name)

@@ -18,13 +18,13 @@ from deltacheck.store.files.scratch import Scratch
 from deltacheck.store.files.storage import Place
 from deltacheck.store.segment import Segment, StreamsReading
 
-# Of streams that lie apart, copied for one call of the decoder: copying more takes longer than
-# another call.
+# Streams that are not adjacent are copied together for one call of the decoder up to this size.
+# Copying more takes longer than a second call.
 _JOINED_BYTES = 256 << 10
 
 
 class _Run(NamedTuple):
-    """Rows ``first`` to ``stop`` of a part that belong to one leaf, and that leaf."""
+    """Rows ``first`` to ``stop`` of a part, which belong to one leaf."""
 
     item: Filling
     first: int
@@ -40,28 +40,33 @@ class _Span(NamedTuple):
 
     @property
     def path(self) -> Place:
+        """Return the directory of the part."""
         return self.segment.path / layout.DELTA / str(self.part)
 
     @property
     def first(self) -> int:
+        """Return the first row to read."""
         return self.runs[0].first
 
     @property
     def stop(self) -> int:
+        """Return the row after the last one to read."""
         return self.runs[-1].stop
 
     @property
     def size(self) -> int:
-        """Bytes of its streams."""
+        """Return the bytes of its streams."""
         return self.segment.part(self.part).stream_bytes(self.first, self.stop)
 
     def start(self, scratch: Scratch) -> StreamsReading:
+        """Start to read the streams into memory of ``scratch``."""
         return self.segment.part(self.part).start(self.first, self.stop, scratch)
 
 
 def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
-    """Apply the deltas segment by segment, part by part: a part is read once, whatever number of
-    leaves it serves.
+    """Apply deltas to leaves, segment by segment and part by part.
+
+    A part is read once, whatever number of leaves it serves.
     """
     by_part: dict[tuple[str, int], tuple[Segment, list[_Run]]] = {}
     for item in items.values():
@@ -72,9 +77,9 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
                 if is_whole:
                     runs.append(_Run(item, first, first + rows))
                 else:
-                    wanted = _wanted_rows(segment.part(part).index, first, rows, item.chunks)
-                    runs += [_Run(item, begin, end) for begin, end in wanted]
-    ordered = sorted(by_part.items(), key=lambda one: one[0])
+                    some = _rows_of_chunks(segment.part(part).index, first, rows, item.chunks)
+                    runs += [_Run(item, begin, end) for begin, end in some]
+    ordered = sorted(by_part.items(), key=lambda item: item[0])
     spans = [span for (_, part), (segment, runs) in ordered for span in _spans(segment, part, runs)]
     scratch = Scratch()
     for span, reading in start_ahead(spans, lambda span: span.start(scratch)):
@@ -90,8 +95,9 @@ def apply_deltas(items: Mapping[str, Filling], codec: Codec[Any]) -> None:
 
 
 def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
-    """Apply what could not be read together, run by run: what lies between the runs may be damaged,
-    and nobody needs it.
+    """Apply a span run by run, after it could not be read at once.
+
+    The rows between the runs may be the damaged ones, and no leaf of this restore needs them.
     """
     for run in span.runs:
         alone = span._replace(runs=[run])
@@ -103,17 +109,18 @@ def _apply_alone(span: _Span, codec: Codec[Any]) -> None:
         _apply_runs(alone, [run], streams, codec)
 
 
-def _wanted_rows(
+def _rows_of_chunks(
     index: U32, first: int, rows: int, chunks: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Maximal runs of rows whose chunks are wanted."""
-    wanted = np.isin(index[first : first + rows, columns.CHUNK], chunks)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]]).astype(np.int8)))
+    """Yield the maximal runs of rows that belong to some chunks."""
+    matches = np.isin(index[first : first + rows, columns.CHUNK], chunks)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], matches, [False]]).astype(np.int8)))
     for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield first + begin, first + end
 
 
 def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
+    """Group runs into spans. Rows between runs are read too if a second read would take longer."""
     runs = sorted(runs, key=lambda run: run.first)
     current: list[_Run] = []
     for run in runs:
@@ -130,35 +137,40 @@ def _spans(segment: Segment, part: int, runs: list[_Run]) -> Iterator[_Span]:
 
 
 def _calls(span: _Span) -> Iterator[list[_Run]]:
-    """Runs that one call of the codec takes: those of one block in its order, of each leaf at most
-    one.
+    """Group the runs of a span into calls of the codec.
 
-    The codec wants ascending rows, and those of a leaf that several devices have written ascend in
-    each run only. It also wants the streams of a call in one piece: what does not lie together is
-    joined where that is little.
+    A call takes runs of one block in the order of the block, and at most one run of each leaf. The
+    codec requires ascending rows, and if several devices wrote a leaf, its rows ascend within each
+    run only. The codec also requires contiguous streams: runs that are not adjacent are joined
+    only if they are small.
     """
-    found: dict[tuple[int, int], list[_Run]] = {}
-    before: Counter[int] = Counter()
+    groups: dict[tuple[int, int], list[_Run]] = {}
+    runs_before: Counter[int] = Counter()
     for run in span.runs:
-        found.setdefault((id(run.item.block), before[id(run.item)]), []).append(run)
-        before[id(run.item)] += 1
+        groups.setdefault((id(run.item.block), runs_before[id(run.item)]), []).append(run)
+        runs_before[id(run.item)] += 1
     part = span.segment.part(span.part)
-    for of in found.values():
+    for group in groups.values():
         call: list[_Run] = []
         size = 0
-        for run in sorted(of, key=lambda run: run.item.first):
-            held = part.stream_bytes(run.first, run.stop)
-            if call and run.first != call[-1].stop and size + held > _JOINED_BYTES:
+        for run in sorted(group, key=lambda run: run.item.first):
+            run_bytes = part.stream_bytes(run.first, run.stop)
+            if call and run.first != call[-1].stop and size + run_bytes > _JOINED_BYTES:
                 yield call
                 call, size = [], 0
             call.append(run)
-            size += held
+            size += run_bytes
         yield call
 
 
 def _apply_runs(
     span: _Span, runs: Sequence[_Run], streams: Mapping[str, U8], codec: Codec[Any]
 ) -> None:
+    """Decode some runs of one block into its memory.
+
+    Raises:
+        Damaged: The index does not fit a leaf, or a stream does not follow the format.
+    """
     block = runs[0].item.block
     rows = _rows(span, runs)
     lengths = [run.stop - run.first for run in runs]
@@ -179,8 +191,8 @@ def _apply_runs(
         run = runs[int(np.searchsorted(np.cumsum(lengths), wrong[0], "right"))]
         spec = run.item.chain.spec
         raise Damaged(
-            f"{_at(span, run)}: its index does not fit the leaf's shape {spec.shape} and dtype"
-            f" {spec.dtype}",
+            f"{_location(span, run)}: its index does not fit the leaf's shape {spec.shape} and"
+            f" dtype {spec.dtype}",
             file=span.path,
             leaf=spec.path,
         )
@@ -191,44 +203,49 @@ def _apply_runs(
     except DamagedStream as error:
         _name_damage(span, runs, local, streams, codec)
         raise DamagedStream(
-            f"{_at(span, runs[0])} or one of the {len(runs) - 1} after it: {error}", file=span.path
+            f"{_location(span, runs[0])} or one of the {len(runs) - 1} after it: {error}",
+            file=span.path,
         ) from error
 
 
 def _rows(span: _Span, runs: Sequence[_Run]) -> U32:
+    """Return the index rows of some runs."""
     index = span.segment.part(span.part).index
     pieces = [index[first:stop] for first, stop in _stretches(runs)]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _stretches(runs: Sequence[_Run]) -> list[tuple[int, int]]:
-    """The rows of some runs, neighbours as one."""
-    found: list[tuple[int, int]] = []
+    """Return the row ranges of some runs, adjacent ones as one range."""
+    stretches: list[tuple[int, int]] = []
     for run in runs:
-        first = found.pop()[0] if found and found[-1][1] == run.first else run.first
-        found.append((first, run.stop))
-    return found
+        is_adjacent = bool(stretches) and stretches[-1][1] == run.first
+        first = stretches.pop()[0] if is_adjacent else run.first
+        stretches.append((first, run.stop))
+    return stretches
 
 
 def _encoded(
     span: _Span, runs: Sequence[_Run], local: NDArray[np.int64], streams: Mapping[str, U8]
 ) -> Encoded:
-    """Some runs of a span with their bytes. ``local``: the chunk numbers of their rows for the
-    codec.
+    """Return some runs of a span as input for the codec.
+
+    Args:
+        local: The chunk number of each row in the codec's buffer.
     """
     rows = _rows(span, runs)
     encoded = np.empty((rows.shape[0], ROW_WIDTH), np.uint32)
     encoded[:, CHUNK] = local
     encoded[:, CHUNK + 1 :] = rows[:, columns.METHOD :]
     edges = np.array(_stretches(runs))
-    mine = {}
+    joined = {}
     for name, stream in streams.items():
         offsets = span.segment.part(span.part).offsets[name]
         ends = (offsets[edges] - offsets[span.first]).tolist()
         pieces = [stream[begin:end] for begin, end in ends if end > begin]
         if pieces:
-            mine[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return Encoded(encoded, mine)
+            joined[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return Encoded(encoded, joined)
 
 
 def _name_damage(
@@ -238,7 +255,7 @@ def _name_damage(
     streams: Mapping[str, U8],
     codec: Codec[Any],
 ) -> None:
-    """Decode leaf by leaf what could not be decoded at once; raises for the leaf that cannot be."""
+    """Decode leaf by leaf after a joint call failed, and raise for the leaf at fault."""
     at = 0
     for run in runs:
         item = run.item
@@ -249,9 +266,10 @@ def _name_damage(
             codec.apply(encoded, item.data, bounds - bounds[0], item.block.word_bytes)
         except DamagedStream as error:
             raise DamagedStream(
-                f"{_at(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path
+                f"{_location(span, run)}: {error}", file=span.path, leaf=item.chain.spec.path
             ) from error
 
 
-def _at(span: _Span, run: _Run) -> str:
+def _location(span: _Span, run: _Run) -> str:
+    """Return the leaf and the directory of a run, for error messages."""
     return f"leaf {run.item.chain.spec.path!r}: {span.path}"

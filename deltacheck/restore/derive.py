@@ -1,5 +1,6 @@
-"""Leaves that are computed at a restore: the formulas behind ``Derived``, element by element, the
-same on every machine.
+"""Compute leaves that are not stored: the formulas of ``Derived``.
+
+Each formula works element by element and gives the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from deltacheck.store.manifest import Derived
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# Elements that are adjusted at once: what lies in between stays in the cache, and takes no memory
+# Elements that are adjusted at a time. Temporary values then stay in the cache, and take no memory
 # of a leaf's size.
 _BLOCK = 1 << 15
 
@@ -29,13 +30,22 @@ def compute(
     count: int,
     out: Array | None = None,
 ) -> Array:
-    """Elements ``first`` to ``first + count`` of a derived leaf, 1-D, in memory of their own or
-    that
-    of what they equal.
+    """Compute elements of a derived leaf.
 
-    ``codes``: of what is stored under the leaf's path, ``sources``: of the leaves that it names,
-    the same elements, 1-D. ``out``: memory for what is made of codes, of the leaf's type; else it
-    is new.
+    Args:
+        derived: The formula.
+        codes: The same elements of the codes that are stored under the leaf's path, 1-D.
+        sources: The same elements of the leaves that the formula names, 1-D, by path.
+        first: The first element.
+        count: The number of elements.
+        out: Memory for elements that are computed from codes, in the leaf's dtype; ``None``: new
+            memory.
+
+    Returns:
+        The elements, 1-D: ``out``, new memory, or a source that they equal.
+
+    Raises:
+        ValueError: A code stands for no value.
     """
     element = dtype_named(derived.dtype).numpy
     match derived.how:
@@ -46,7 +56,7 @@ def compute(
         case "zeros":
             values = np.zeros(count, element)
         case "lattice":
-            assert codes is not None  # the manifest was checked
+            assert codes is not None  # checked when the manifest was decoded
             values = lattice.values(
                 codes,
                 derived.spacing,
@@ -64,7 +74,7 @@ def compute(
         return values
     if derived.how == "same":
         values = values.copy()
-    with np.errstate(all="ignore"):  # of numbers that nobody has saved
+    with np.errstate(all="ignore"):  # overflows concern codes that no save wrote
         for begin in range(0, count, _BLOCK):
             block = slice(begin, begin + _BLOCK)
             if derived.scale != 1.0:
@@ -78,5 +88,5 @@ def compute(
 
 def cast(values: Array, element: np.dtype[Any]) -> Array:
     """Round to another floating type, to nearest, ties to even."""
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN go where they go
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are kept
         return values.astype(element)

@@ -1,9 +1,8 @@
-"""Write leaves of a checkpoint to a file of another format: safetensors or npz, streamed, so that
-memory does not grow with the checkpoint.
+"""Write leaves of a checkpoint to a safetensors or npz file.
 
-A leaf's chunks are consecutive runs of its memory, so a leaf is read, verified and written a batch
-of chunks at a time. The PyTorch format, which cannot be streamed, is in
-``backends/torch/export.py``.
+The file is streamed, so memory does not grow with the checkpoint: the chunks of a leaf are
+consecutive runs of its memory, so they are read, verified and written in batches. The PyTorch
+format cannot be streamed; it is written by ``backends/torch/files/torch_export.py``.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ from deltacheck.store.files.durability import sync_directory
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
-BATCH_BYTES = (
-    16 << 20
-)  # decoded bytes that are read at a time; larger: fewer, longer reads, more memory
+# Decoded bytes that are read at a time. Larger: fewer, longer reads, but more memory.
+BATCH_BYTES = 16 << 20
 
-Progress: TypeAlias = Callable[[int], object]  # told how many more decoded bytes are done
+Progress: TypeAlias = Callable[[int], object]  # receives the decoded bytes of each finished read
 
-# https://github.com/huggingface/safetensors#format; the types that take one byte or more an
-# element, which is how ours lie in memory.
+# https://github.com/huggingface/safetensors#format: the types whose elements take whole bytes. A
+# narrower type takes one byte for each element in our memory, but is packed in safetensors.
 _SAFETENSORS = {
     "bool": "BOOL",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -55,19 +53,26 @@ _SAFETENSORS = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
-_SAFETENSORS_HEADER_BYTES = 100_000_000  # the most that its readers accept
-# Suffix of the npz entry that names the true type of an entry that NumPy alone cannot type
+_SAFETENSORS_HEADER_BYTES = 100_000_000  # readers refuse a longer header
+# Suffix of an npz entry that holds the type of another entry, if NumPy lacks this type.
 _DTYPE_NOTE = ".dtype"
 
 
 def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") -> dict[str, str]:
-    """Which leaves to write, and as what: key -> path of the leaf that holds its bytes, keys
-    ascending. Tied leaves each have their key.
+    """Select the leaves to write, and return a key for each.
 
-    ``patterns``: leaf paths or ``fnmatch`` patterns, where ``*`` matches ``/`` too; none: all.
-    ``strip``: removed from the front of keys that begin with it. Raises ``StepNotFound`` for a
-    pattern that matches nothing, ``ValueError`` where two leaves would get the same key or one an
-    empty key.
+    Args:
+        manifest: The step.
+        patterns: Leaf paths or ``fnmatch`` patterns, in which ``*`` also matches ``/``. Empty: all.
+        strip: A prefix to remove from keys that begin with it.
+
+    Returns:
+        The path of the leaf that holds the content, by key, keys ascending. Each of several tied
+        leaves has its own key.
+
+    Raises:
+        StepNotFound: A pattern matches no leaf.
+        ValueError: Two leaves would have the same key, or a key would be empty.
     """
     owners = tree.array_paths(manifest.tree)
     for pattern in patterns:
@@ -88,25 +93,28 @@ def select(manifest: Manifest, patterns: Sequence[str] = (), strip: str = "") ->
 
 
 def matches(path: str, pattern: str) -> bool:
+    """Return True if a leaf path equals or matches an ``fnmatch`` pattern."""
     return path == pattern or fnmatchcase(path, pattern)
 
 
 def batches(
     leaves: Mapping[str, Leaf], batch_bytes: int = BATCH_BYTES
 ) -> Iterator[dict[str, list[int]]]:
-    """All chunks of all leaves in order, in groups of at most ``batch_bytes`` decoded bytes, or of
-    one chunk: leaf -> chunk numbers.
+    """Yield all chunks in order, in groups of at most ``batch_bytes`` decoded bytes, or one chunk.
+
+    Yields:
+        The chunk numbers of a group, by leaf.
     """
     batch: dict[str, list[int]] = {}
     size = 0
     for path, leaf in leaves.items():
         chunk_bytes = np.diff(leaf.spec.bounds()) * np.uint64(leaf.spec.word_bytes)
-        for chunk, more in enumerate(chunk_bytes.tolist()):
-            if batch and size + more > batch_bytes:
+        for chunk, next_bytes in enumerate(chunk_bytes.tolist()):
+            if batch and size + next_bytes > batch_bytes:
                 yield batch
                 batch, size = {}, 0
             batch.setdefault(path, []).append(chunk)
-            size += more
+            size += next_bytes
     if batch:
         yield batch
 
@@ -114,7 +122,7 @@ def batches(
 def stream(
     leaves: Mapping[str, Leaf], progress: Progress | None = None
 ) -> Iterator[tuple[str, U8]]:
-    """The verified bytes of every leaf in order, piece by piece; an empty leaf has no piece."""
+    """Yield the verified bytes of each leaf in order, piece by piece. An empty leaf has none."""
     for batch in batches(leaves):
         for key, item in load_leaves({key: leaves[key] for key in batch}, batch).items():
             if progress is not None:
@@ -123,40 +131,45 @@ def stream(
 
 
 def resolve(root: Root, manifest: Manifest, keys: Mapping[str, str]) -> dict[str, Leaf]:
-    """The leaf of every key that ``select`` gave. Raises ``ChainBroken`` or ``Damaged``."""
+    """Return the resolved leaf of each key that ``select`` returned."""
     leaves = resolve_leaves(root, manifest, list(keys.values()))
     return {key: leaves[owner] for key, owner in keys.items()}
 
 
 def shapes(manifest: Manifest, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """The shape of every key whose leaf is stored flat."""
+    """Return the shape of each key whose leaf is stored flat."""
     tags = tree.flat_tags(manifest.tree)
-    found = {
+    tagged = {
         key: tree.shape_in(tags.get(owner), math.prod(manifest.spec(owner).shape), owner)
         for key, owner in keys.items()
     }
-    return {key: shape for key, shape in found.items() if shape is not None}
+    return {key: shape for key, shape in tagged.items() if shape is not None}
 
 
 def write_safetensors(
     file: BinaryIO,
     leaves: Mapping[str, Leaf],
-    about: Mapping[str, str],
+    metadata: Mapping[str, str],
     progress: Progress | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Write a safetensors file. ``about``: its metadata; ``shapes``: of leaves that are stored
-    flat.
+    """Write a safetensors file.
 
-    Raises ``UnsupportedLeaf``, before anything is written, for an element type that the format does
-    not have.
+    Args:
+        file: The file, opened for writing.
+        leaves: The leaves, by key.
+        metadata: The metadata of the file.
+        progress: Called with the decoded bytes of each finished read.
+        shapes: The shapes of leaves that are stored flat, by key.
+
+    Raises:
+        UnsupportedLeaf: The format does not have an element type. Nothing was written.
     """
-    # Wide elements first: every tensor is then aligned to its element, as the format's own writer
-    # does it.
+    # Wide elements come first, as in the format's own writer: each tensor is then aligned.
     ordered = dict(
         sorted(leaves.items(), key=lambda item: (-item[1].spec.element.item_bytes, item[0]))
     )
-    header: dict[str, object] = {"__metadata__": dict(about)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     begin = 0
     for key, leaf in ordered.items():
         spec = leaf.spec
@@ -193,15 +206,24 @@ def write_npz(
 ) -> None:
     """Write an uncompressed npz file, which ``numpy.load`` opens without pickle.
 
-    A leaf of a type that NumPy alone does not have (bfloat16, float8, int4, ...) is stored as the
-    unsigned integers of its bits, and the entry ``<key>.dtype`` beside it names the type:
-    ``z[key].view(getattr(ml_dtypes, str(z[key + ".dtype"])))``. Raises ``UnsupportedLeaf`` where a
-    leaf already has the name of such an entry.
+    If NumPy lacks the type of a leaf (bfloat16, float8, int4, ...), its bits are stored as unsigned
+    integers, and the entry ``<key>.dtype`` names the type:
+    ``z[key].view(getattr(ml_dtypes, str(z[key + ".dtype"])))``.
+
+    Args:
+        file: The file, opened for writing.
+        leaves: The leaves, by key.
+        progress: Called with the decoded bytes of each finished read.
+        shapes: The shapes of leaves that are stored flat, by key.
+
+    Raises:
+        UnsupportedLeaf: A leaf has the name that such an entry needs.
     """
-    noted = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
-    if taken := noted & leaves.keys():
+    dtype_entries = {key + _DTYPE_NOTE for key, leaf in leaves.items() if _needs_note(leaf.spec)}
+    if collisions := dtype_entries & leaves.keys():
         raise UnsupportedLeaf(
-            f"leaf {min(taken)!r} has the name that npz needs for the type of another; leave it out"
+            f"leaf {min(collisions)!r} has the name that npz needs for the type of another; leave it"
+            " out"
         )
     pieces = stream(leaves, progress)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -211,11 +233,11 @@ def write_npz(
                 _write_npy_header(
                     entry, (shapes or {}).get(key, spec.shape), np.dtype(spec.element.storage)
                 )
-                left = spec.raw_bytes
-                while left:
+                remaining = spec.raw_bytes
+                while remaining:
                     _, piece = next(pieces)
                     entry.write(piece.data)
-                    left -= piece.size
+                    remaining -= piece.size
             if _needs_note(spec):
                 with _entry(archive, key + _DTYPE_NOTE) as entry:
                     np.lib.format.write_array(entry, np.array(spec.dtype), allow_pickle=False)
@@ -226,8 +248,9 @@ def _needs_note(spec: LeafSpec) -> bool:
 
 
 def _entry(archive: zipfile.ZipFile, key: str) -> contextlib.AbstractContextManager[BinaryIO]:
-    # A fixed date: the same leaves give the same file.
-    return archive.open(zipfile.ZipInfo(key + ".npy"), "w", force_zip64=True)  # type: ignore[return-value]
+    # ZipInfo has a fixed date, so that the same leaves give the same file.
+    info = zipfile.ZipInfo(key + ".npy")
+    return archive.open(info, "w", force_zip64=True)  # type: ignore[return-value]
 
 
 def _write_npy_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
@@ -239,10 +262,15 @@ def _write_npy_header(file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype[np
 
 @contextlib.contextmanager
 def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """A file that appears at ``path`` whole and durable when the block ends, or not at all.
+    """Create a file that appears at ``path`` whole and durable when the block ends, or not at all.
 
-    Raises ``FileExistsError``, at the start or at the end, where ``path`` is there and
-    ``overwrite`` is not set.
+    Args:
+        path: The file.
+        overwrite: Replace an existing file. ``False``: refuse to, at the start and at the end.
+
+    Raises:
+        FileExistsError: The file exists and ``overwrite`` is not set, or it is not a regular file.
+        FileNotFoundError: The directory does not exist.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
@@ -266,8 +294,10 @@ def new_file(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Give the file its name unless another has it: a hard link does both in one act, where the
-    file system has them.
+    """Give a file its name unless the name exists.
+
+    A hard link checks and creates the name atomically. File systems without hard links get a check
+    and a rename instead.
     """
     try:
         os.link(temporary, path)

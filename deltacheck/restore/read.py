@@ -31,15 +31,26 @@ from deltacheck.store.manifest import KeyframeAt, LeafEntry
 from deltacheck.store.segment import Segment
 
 _HASH_THREADS = 4
-_PACKED_READ_BYTES = 4 << 20  # of neighbouring packed leaves in one read
+_PACKED_READ_BYTES = 4 << 20  # the most that one read of adjacent packed leaves takes
 
 
 def read_chunks(
     chains: Mapping[str, Chain], chunks: Mapping[str, list[int]], codec: Codec[Any] | None = None
 ) -> dict[str, U8]:
-    """Read, decode and verify the named chunks of leaves: their bytes, one after the other.
+    """Read, decode and verify chunks of stored leaves.
 
-    REQUIRES: the caller can hold them. Raises ``Damaged`` naming the leaf and file.
+    The caller must have checked that the result fits into memory.
+
+    Args:
+        chains: The leaves, by stored path.
+        chunks: Numbers of the chunks to read of each leaf, ascending.
+        codec: Decodes the deltas; ``None``: the default codec.
+
+    Returns:
+        For each leaf the bytes of its chunks, one after the other.
+
+    Raises:
+        Damaged: Content differs from what was saved; names leaf and file.
     """
     blocks = allocate_blocks(chains, chunks)
     items = {item.chain.spec.path: item for block in blocks for item in block}
@@ -52,13 +63,18 @@ def read_chunks(
 def follow_links(
     chains: Mapping[str, Chain], codec: Codec[Any] | None = None
 ) -> Iterator[tuple[Segment, Mapping[str, LeafEntry], Mapping[str, U8]]]:
-    """The content of leaves after each segment of their chains, oldest first: the segment, its
-    entries, and the leaves' bytes by path.
+    """Walk through chains and yield the content of the leaves after each segment, oldest first.
 
-    Every chunk that a segment brings is compared with the digest that this segment has for it, so
-    what is wrong is found where it is, and one way through a chain proves the leaf in every step on
-    it. The bytes are memory of the walk: they change when it goes on. Holds all leaves at once.
-    Raises ``Damaged`` naming leaf and file.
+    Each chunk of a segment is compared with the digest that this segment has for it. So damage is
+    found in the segment where it is, and one walk verifies a leaf in all steps of its chain. All
+    leaves are in memory at once.
+
+    Yields:
+        The segment, its entries, and the bytes of its leaves by path. The bytes change when the
+        walk continues.
+
+    Raises:
+        Damaged: A chunk differs from its digest; names leaf and file.
     """
     blocks = allocate_blocks(
         chains, {path: list(range(chain.spec.chunk_count)) for path, chain in chains.items()}
@@ -72,7 +88,7 @@ def follow_links(
         segment.start_tables(
             {run[0] for entry in entries.values() for run in entry.delta}, digests=True
         )
-        # One link as a chain of its own: its rows are applied to what the memory holds.
+        # Each link is read as a chain of its own, whose rows are applied to the current memory.
         link = {
             path: (
                 items[path]._replace(
@@ -89,8 +105,16 @@ def follow_links(
 
 
 def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | None) -> U8:
-    """A leaf's bytes after one segment, from those before it (``None``: of an entry that needs
-    none). Raises ``Damaged``.
+    """Return the bytes of a leaf after one segment.
+
+    Args:
+        spec: The leaf.
+        segment: The segment.
+        entry: The entry of the leaf in it.
+        base: The bytes before the segment; ``None`` if the entry is a keyframe.
+
+    Raises:
+        Damaged: A chunk differs from its digest; names leaf and file.
     """
     link = Chain(spec, (segment, entry), (), np.zeros((spec.chunk_count, 2), np.uint64))
     ((item,),) = allocate_blocks({spec.path: link}, {spec.path: list(range(spec.chunk_count))})
@@ -103,8 +127,9 @@ def apply_entry(spec: LeafSpec, segment: Segment, entry: LeafEntry, base: U8 | N
 
 
 def _check_link(item: Filling) -> None:
-    """Compare the chunks that a link brings with its segment's digests. REQUIRES: the item's chain
-    is that link alone.
+    """Compare the chunks of a link with the digests of its segment.
+
+    The chain of the item must be this link alone.
     """
     (segment, entry), spec = item.chain.key, item.chain.spec
     rows = [(0, 0, spec.chunk_count)] if entry.key is not None else entry.delta
@@ -116,13 +141,14 @@ def _check_link(item: Filling) -> None:
             else segment.part(part).index[first : first + count, columns.CHUNK]
         )
         chunks = np.arange(count) if index is None else index.astype(np.int64)
-        found = chunk_digests(
+        digests_read = chunk_digests(
             item.block.data,
             item.block.bounds,
             item.block.word_bytes,
             (chunks + item.first).tolist(),
         )
-        wrong = np.flatnonzero((found != segment.digests[digests : digests + count]).any(axis=1))
+        expected = segment.digests[digests : digests + count]
+        wrong = np.flatnonzero((digests_read != expected).any(axis=1))
         digests += count
         if wrong.size:
             file = (
@@ -139,12 +165,14 @@ def _check_link(item: Filling) -> None:
 
 
 def _keyframe_path(segment: Segment, at: KeyframeAt) -> Place:
+    """Return the directory of the array that holds a keyframe."""
     return segment.path / (
         f"{layout.LEAVES}/{at.array}" if at.array else f"{layout.PACKED}/{at.packed}"
     )
 
 
 def _read_keyframes(items: Mapping[str, Filling]) -> None:
+    """Read the keyframes of leaves into their blocks, or copy content that the caller has."""
     natural: list[Reading] = []
     packed: dict[tuple[str, str], list[Filling]] = {}
     for item in items.values():
@@ -155,7 +183,7 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
         if held is not None:
             item.data[:] = chosen_bytes(item, held)
             continue
-        if at is None:  # rows, which come first of those in apply_deltas
+        if at is None:  # the keyframe is rows, which apply_deltas applies first
             continue
         if not at.array:
             packed.setdefault((segment.id, at.packed), []).append(item)
@@ -167,7 +195,9 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
             ):
                 box = grid.box(spec.shape, spec.chunk, chunk)
                 natural.append(segment.start_natural(spec, at.array, item.data[begin:end], box))
-    reads = [read for (_, storage), of in packed.items() for read in _packed_reads(storage, of)]
+    reads = [
+        read for (_, storage), group in packed.items() for read in _packed_reads(storage, group)
+    ]
     for read, reading in start_ahead(reads, _PackedRead.start):
         values = np.ascontiguousarray(reading.result()).view(np.uint8)
         for item, begin in read.leaves:
@@ -177,9 +207,7 @@ def _read_keyframes(items: Mapping[str, Filling]) -> None:
 
 
 class _PackedRead(NamedTuple):
-    """Neighbouring packed leaves, read together; each with the byte at which it begins among
-    them.
-    """
+    """A read of adjacent packed leaves, each with its byte offset in the read."""
 
     segment: Segment
     storage: str
@@ -189,15 +217,16 @@ class _PackedRead(NamedTuple):
     size: int
 
     def start(self) -> Reading:
+        """Start to read the elements."""
         return self.segment.start_packed(self.storage, self.offset, self.elements)
 
 
 def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRead]:
-    """REQUIRES: the leaves lie in one segment."""
+    """Group packed keyframes of one segment and storage type into reads of adjacent ones."""
     segment = items[0].chain.key[0]
     placed = sorted(
         ((at.offset, item) for item in items if (at := item.chain.key[1].key) is not None),
-        key=lambda one: one[0],
+        key=lambda item: item[0],
     )
     begin = end = 0
     leaves: list[tuple[Filling, int]] = []
@@ -222,14 +251,14 @@ def _packed_reads(storage: str, items: Sequence[Filling]) -> Iterator[_PackedRea
 
 
 def _verify(blocks: Sequence[Sequence[Filling]]) -> None:
-    """Compare every loaded chunk with the digest that its manifest leads to."""
+    """Compare each chunk with the digest that follows from the manifest."""
 
     def check(items: Sequence[Filling]) -> None:
         block = items[0].block
-        found = chunk_digests(
+        digests = chunk_digests(
             block.data, block.bounds, block.word_bytes, range(block.expected.shape[0])
         )
-        wrong = np.flatnonzero((found != block.expected).any(axis=1))
+        wrong = np.flatnonzero((digests != block.expected).any(axis=1))
         if wrong.size:
             number = int(wrong[0])
             item = next(item for item in items if number < item.first + len(item.chunks))

@@ -1,6 +1,4 @@
-"""Rebuild a step from disk and compare it with the state as it was captured: what of a save is
-true, shown and not concluded.
-"""
+"""Read a step back from disk and compare it with the captured state."""
 
 from __future__ import annotations
 
@@ -19,16 +17,21 @@ from deltacheck.store import layout
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root, Store
 
-# Whether and when a save is read back. none: never. commit: before the step exists, on the thread
-# that commits. receipt: after it, behind.
+# The values of the option `verify`. none: a save is not read back. commit: it is read back before
+# the step exists, on the thread that commits. receipt: after the commit, in the background.
 WHEN = ("none", "commit", "receipt")
 _BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof that a step was rebuilt from disk as it was captured. ``leaves``: how many, of
-    ``raw_bytes`` in memory; ``seconds``: it took.
+    """The result of a successful read-back: disk and captured state have the same digests.
+
+    Args:
+        step: The training step.
+        leaves: The number of leaves that were compared.
+        raw_bytes: Their bytes in memory.
+        seconds: Wall time of the read-back.
     """
 
     step: int
@@ -38,6 +41,7 @@ class Receipt:
 
 
 def check_when(verify: str) -> None:
+    """Raise ``ValueError`` if a value of the option ``verify`` is unknown."""
     if verify not in WHEN:
         raise ValueError(f"verify must be one of {', '.join(WHEN)}, not {verify!r}")
 
@@ -45,16 +49,23 @@ def check_when(verify: str) -> None:
 def rebuild(
     store: Store, manifest: Manifest, live: Mapping[str, str], paths: Iterable[str]
 ) -> Receipt:
-    """Rebuild leaves of a step from disk. ``live``: the digest of each captured leaf, of what was
-    handed to the encoder.
+    """Read leaves of a step from disk and compare them with the captured state.
 
-    Nothing that this process has in memory is used, and the files' pages are dropped from the
-    system's cache first (where it can: they are written). Raises ``ReceiptFailed`` naming leaf and
-    file.
+    Nothing that this process has in memory is used. The pages of the files are dropped from the
+    system's cache first, if the system supports that.
+
+    Args:
+        store: The store of the root.
+        manifest: The step.
+        live: The digests of the captured leaves, computed from the input of the encoder.
+        paths: The stored paths to read.
+
+    Raises:
+        ReceiptFailed: A leaf differs; names leaf and file.
     """
     begin = time.perf_counter()
-    wanted = [path for path in paths if path in manifest.stored]
-    for path in wanted:
+    stored_paths = [path for path in paths if path in manifest.stored]
+    for path in stored_paths:
         recorded = manifest.stored[path].digest
         if live.get(path, recorded) != recorded:
             raise ReceiptFailed(
@@ -66,25 +77,25 @@ def rebuild(
     forget(store, manifest)
     raw_bytes = 0
     try:
-        chains = resolve_chains(Root(store.path, fresh), manifest, wanted)
+        chains = resolve_chains(Root(store.path, fresh), manifest, stored_paths)
         for paths in batches(chains, lambda path: chains[path].spec.raw_bytes, _BATCH_BYTES):
             batch = {path: chains[path] for path in paths}
             data = read.read_chunks(
-                batch, {path: list(range(one.spec.chunk_count)) for path, one in batch.items()}
+                batch, {path: list(range(chain.spec.chunk_count)) for path, chain in batch.items()}
             )
             raw_bytes += sum(values.size for values in data.values())
     except Damaged as error:
         leaf = error.leaf or _leaf_in(fresh, manifest, error.file)
-        named = "" if repr(leaf) in str(error) else f"leaf {leaf!r}: "
+        prefix = "" if repr(leaf) in str(error) else f"leaf {leaf!r}: "
         message = (
-            f"step {manifest.step} does not come back from disk as it was captured: {named}{error}"
+            f"step {manifest.step} does not come back from disk as it was captured: {prefix}{error}"
         )
         raise ReceiptFailed(message, file=error.file, leaf=tiles.leaf_of(leaf)) from error
-    return Receipt(manifest.step, len(wanted), raw_bytes, time.perf_counter() - begin)
+    return Receipt(manifest.step, len(stored_paths), raw_bytes, time.perf_counter() - begin)
 
 
 def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
-    """A leaf that needs a file."""
+    """Return a leaf that needs a file, or any leaf if that cannot be read."""
     for ref in manifest.segments:
         if ref.id in Path(file).parts:
             try:
@@ -95,9 +106,7 @@ def _leaf_in(store: Store, manifest: Manifest, file: str) -> str:
 
 
 def forget(store: Store, manifest: Manifest) -> None:
-    """Ask the system to drop the pages of a step's segments, so that they are read from the
-    disk.
-    """
+    """Ask the system to drop cached pages of a step's segments, so that they are read from disk."""
     if not isinstance(store.path, Path):
         return
     for ref in manifest.segments:
@@ -110,10 +119,10 @@ def _forget_file(path: str) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return  # reading it will say so
+        return  # the read that follows reports it
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except (OSError, AttributeError):
-        pass  # a file system or system without it: the pages are checked instead of the disk
+        pass  # not supported here: cached pages are compared instead of the disk
     finally:
         os.close(descriptor)

@@ -1,12 +1,10 @@
-"""Steps that are kept as the gradients since an earlier checkpoint: when that is done, and what
-their
-restore must prove.
+"""Gradient logs: steps that are stored as the gradients since an earlier checkpoint.
 
-The manifest of such a step names what is stored: the leaves as that checkpoint (the *base*) has
-them, which costs no bytes, and the inputs of every update since. ``Manifest.replay`` says how the
-tree's leaves are computed from them, and the digest that each must have then. So the manifest has
-all that a restore needs, as any other, and deleting the base harms nobody. The updates themselves
-belong to a framework: ``deltacheck/backends``.
+The manifest of such a step names the leaves as they were in the earlier checkpoint (the *base*),
+which takes no new bytes, and the inputs of each update since. ``Manifest.replay`` states how the
+leaves of the tree are computed from them, and their digests. So the manifest has all that a restore
+needs, and deleting the base affects no other step. The updates themselves belong to a framework
+(``deltacheck/backends``).
 """
 
 from __future__ import annotations
@@ -19,19 +17,21 @@ from deltacheck.store.documents import read_manifest
 from deltacheck.store.manifest import Manifest
 from deltacheck.store.root import Root
 
-GIVE_UP_AFTER = (
-    3  # saves in a row whose replay gave other bits: replaying the next would only cost time
-)
+# Consecutive saves whose replay gave other bits, after which no further replay is tried.
+GIVE_UP_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far a gradient log may go.
+    """Limits of a gradient log.
 
-    ``max_replay_steps``: most updates that a restore replays. Larger: fewer saves that store the
-    state itself, so fewer bytes; a longer restore, and a step that depends on more segments.
-    ``max_steps_per_save``: most updates between two saves that are logged. Larger: gradients of
-    more updates are kept in memory, and beyond about 4 storing the state itself is smaller.
+    Args:
+        max_replay_steps: The most updates that a restore replays. Larger: fewer saves store the
+            state itself, so fewer bytes; smaller: a shorter restore, and a step that depends on
+            fewer segments.
+        max_steps_per_save: The most updates between two saves that are logged. Larger: gradients of
+            more updates are kept in memory; smaller: more saves store the state itself, which is
+            smaller than about 4 updates.
     """
 
     max_replay_steps: int = 16
@@ -47,12 +47,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is known before a save.
+    """The state of a gradient log before a save.
 
-    ``replayed``: updates since the base that earlier saves have logged; ``fresh``: those since the
-    last save. ``has_base``: the last save, which the saver still has, was of the same log.
-    ``differed``: saves in a row whose replay gave other bits. ``spoiled``: why an update since the
-    last save cannot be stored.
+    Args:
+        has_base: The last save, which the saver still holds, belongs to the same log.
+        replayed: Updates since the base that earlier saves have logged.
+        fresh: Updates since the last save.
+        differed: Consecutive saves whose replay gave other bits.
+        spoiled: The reason for which an update since the last save cannot be stored, if any.
     """
 
     has_base: bool
@@ -63,8 +65,10 @@ class Situation:
 
 
 def why_direct(situation: Situation, limits: Limits) -> str | None:
-    """Why a save stores the state itself; ``None`` where it may store the gradients, if the replay
-    proves to be exact.
+    """Return the reason for which a save must store the state itself.
+
+    Returns:
+        The reason; ``None`` if the save may store gradients, provided that their replay is exact.
     """
     if situation.differed >= GIVE_UP_AFTER:
         return (
@@ -88,24 +92,24 @@ def why_direct(situation: Situation, limits: Limits) -> str | None:
 
 
 def input_path(update: int, name: str) -> str:
-    """The leaf path of an update's input. No leaf of a tree has it: in those ``%`` stands before
-    two hexadecimal digits, or alone.
+    """Return the stored path of an input of an update.
+
+    No leaf of a tree has such a path: there a ``%`` is followed by two hexadecimal digits, or ends
+    the key.
     """
     return f"%gradient/{update}/{name}"
 
 
 def refuse(root: Root, manifest: Manifest, paths: Iterable[str]) -> None:
-    """Raise ``ReplayNeeded`` where one of the leaves is stored only as what a replay begins
-    with.
-    """
-    wanted = (
+    """Raise ``ReplayNeeded`` if only a replay can compute one of the leaves."""
+    logged = (
         []
         if manifest.replay is None
         else [path for path in paths if path in manifest.replay.digests]
     )
-    if manifest.replay is not None and wanted:
+    if manifest.replay is not None and logged:
         raise ReplayNeeded(
-            f"step {manifest.step} keeps leaf {wanted[0]!r} and {len(wanted) - 1} others as"
+            f"step {manifest.step} keeps leaf {logged[0]!r} and {len(logged) - 1} others as"
             f" gradients: restoring it replays {len(manifest.replay.steps)} updates of"
             f" {manifest.replay.update}. Restore it with that optimizer or update"
             " (GradientLog.restore, or Engine.restore(step, optimizer=...))."
@@ -113,24 +117,34 @@ def refuse(root: Root, manifest: Manifest, paths: Iterable[str]) -> None:
         )
 
 
-def check(root: Root, manifest: Manifest, found: Mapping[str, str], update: str) -> None:
-    """Raise ``ReplayDiffers`` where a replayed leaf has another digest than the step promises.
-    ``update``: what computed it now.
+def check(root: Root, manifest: Manifest, digests: Mapping[str, str], update: str) -> None:
+    """Compare the digests of replayed leaves with those of the step.
+
+    Args:
+        root: The root.
+        manifest: The step.
+        digests: The digests of the replayed leaves, by path.
+        update: A description of the update that was replayed.
+
+    Raises:
+        ReplayDiffers: A digest differs.
     """
     assert manifest.replay is not None
-    wrong = [path for path, digest in manifest.replay.digests.items() if found.get(path) != digest]
+    wrong = [
+        path for path, digest in manifest.replay.digests.items() if digests.get(path) != digest
+    ]
     if wrong:
         first, others = wrong[0], f" (and {len(wrong) - 1} other leaves)" if len(wrong) > 1 else ""
         raise ReplayDiffers(
             f"step {manifest.step}, leaf {first!r}{others}: replaying {len(manifest.replay.steps)}"
-            f" updates with {update} gives digest {found.get(first)}, saved was"
+            f" updates with {update} gives digest {digests.get(first)}, saved was"
             f" {manifest.replay.digests[first]} by {manifest.replay.update}."
             f" {way_out(root, manifest)}"
         )
 
 
 def way_out(root: Root, manifest: Manifest) -> str:
-    """Which other step restores without a replay, in words."""
+    """Return a sentence about the newest earlier step that restores without a replay."""
     for ref in reversed(root.checkpoints()):
         if ref.seq < manifest.seq and read_manifest(ref.manifest_path).replay is None:
             return f"Newest earlier step that restores without a replay: {ref.step}"

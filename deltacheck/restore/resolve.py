@@ -26,26 +26,39 @@ def resolve_leaves(
     partly: Container[str] = (),
     boxes: Mapping[str, tiles.Box] | None = None,
 ) -> dict[str, Leaf]:
-    """Where every asked leaf (by default all) comes from, each link checked by the digests that the
-    tables carry.
+    """Find the chains and formulas of leaves, and check each link by the digests of the tables.
 
-    ``stored``: what a replay begins with and consumes, instead of what it gives; without it, a leaf
-    that a replay gives is refused (``ReplayNeeded``). ``max_bytes``: the budget, which neither the
-    leaves (but for those of which the caller wants a part, ``partly``) nor, beyond 64 MiB, the
-    step's tables may exceed; nothing is opened before that is known. ``held``: what the caller has
-    of leaves as they are stored, which is then not read again. ``boxes``: what is wanted of leaves
-    that are wanted in part; tiles outside are left out.
+    Args:
+        root: The root.
+        manifest: The step.
+        paths: The leaves; ``None``: all.
+        stored: Return the inputs of a replay instead of its results. ``False``: refuse a leaf that
+            only a replay can compute.
+        max_bytes: The budget; ``None``: the memory of the machine. It limits the size of the
+            leaves, except for those in ``partly`` and ``boxes``, and the tables beyond 64 MiB.
+            Nothing is opened before this is checked.
+        held: Content of stored leaves that the caller already has, which is not read again.
+        partly: Leaves of which only a part will be loaded.
+        boxes: The boxes that will be loaded, for leaves of which only a box is needed. Tiles
+            outside the box are not resolved.
 
-    Raises ``ChainBroken`` or ``Damaged`` naming leaf, step and segment; ``StepNotFound`` for a leaf
-    that the step does not have; ``BudgetExceeded``.
+    Returns:
+        The leaves by path.
+
+    Raises:
+        StepNotFound: The step does not have a leaf; names similar paths.
+        ReplayNeeded: A leaf is stored as gradients.
+        ChainBroken: A segment is missing or does not continue a chain; names leaf and step.
+        Damaged: A table is damaged; names leaf, step and segment.
+        BudgetExceeded: The leaves or the tables are too large.
     """
     specs = manifest.specs
     inputs = set() if manifest.replay is None else manifest.replay.inputs
-    every = [*specs, *sorted(inputs)] if stored else list(specs)
-    wanted = every if paths is None else list(dict.fromkeys(paths))
+    all_paths = [*specs, *sorted(inputs)] if stored else list(specs)
+    requested = all_paths if paths is None else list(dict.fromkeys(paths))
     if not stored:
-        replay.refuse(root, manifest, wanted)
-    for path in wanted:
+        replay.refuse(root, manifest, requested)
+    for path in requested:
         if path not in specs and path not in inputs:
             near = sorted(specs, key=lambda p: (-_common_prefix(p, path), p))[:3]
             raise StepNotFound(
@@ -56,12 +69,12 @@ def resolve_leaves(
         max_bytes,
         sum(
             specs[path].raw_bytes
-            for path in wanted
+            for path in requested
             if path in specs and path not in partly and path not in boxes
         ),
     )
-    needed = dict.fromkeys(wanted)
-    for path in needed_by(manifest, wanted):
+    needed = dict.fromkeys(requested)
+    for path in needed_by(manifest, requested):
         needed.setdefault(path)
     numbers = {
         path: _numbers(manifest.tiles[path].cuts, boxes.get(path))
@@ -69,76 +82,86 @@ def resolve_leaves(
         if path in manifest.tiles
     }
     names = {
-        path: dict(zip(of, sharding.names_of(path, manifest.tiles[path].cuts, of), strict=True))
-        for path, of in numbers.items()
+        path: dict(
+            zip(
+                tile_numbers,
+                sharding.names_of(path, manifest.tiles[path].cuts, tile_numbers),
+                strict=True,
+            )
+        )
+        for path, tile_numbers in numbers.items()
     }
-    kept = [path for path in needed if path in manifest.leaves] + [
-        name for of in names.values() for name in of.values()
+    stored_paths = [path for path in needed if path in manifest.leaves] + [
+        name for tile_names in names.values() for name in tile_names.values()
     ]
-    chains = resolve_chains(root, manifest, kept, max_bytes, held)
-    made: dict[str, Leaf] = {}
+    chains = resolve_chains(root, manifest, stored_paths, max_bytes, held)
+    leaves: dict[str, Leaf] = {}
 
-    def make(path: str) -> Leaf:
-        if path not in made:
+    def build(path: str) -> Leaf:
+        if path not in leaves:
             derived = manifest.derived.get(path)
             if path in names:
                 cuts = manifest.tiles[path].cuts
-                made[path] = Tiled(
+                leaves[path] = Tiled(
                     specs[path],
                     cuts,
                     {number: chains[name] for number, name in names[path].items()},
                 )
             elif derived is None:
-                made[path] = chains[path]
+                leaves[path] = chains[path]
             else:
-                made[path] = Formula(
-                    specs[path], derived, chains.get(path), {p: make(p) for p in derived.sources}
+                leaves[path] = Formula(
+                    specs[path], derived, chains.get(path), {p: build(p) for p in derived.sources}
                 )
-        return made[path]
+        return leaves[path]
 
-    return {path: make(path) for path in wanted}
+    return {path: build(path) for path in requested}
 
 
 def _numbers(cuts: tiles.Cuts, box: tiles.Box | None) -> list[int]:
-    """The tiles that a box touches; without one, all."""
+    """Return the tiles that a box touches; without a box, all tiles."""
     return (
         list(range(tiles.count(cuts)))
         if box is None
-        else [one.number for one in tiles.overlaps(cuts, box)]
+        else [overlap.number for overlap in tiles.overlaps(cuts, box)]
     )
 
 
 def needed_by(manifest: Manifest, paths: Iterable[str]) -> list[str]:
-    """The leaves of the tree that ``paths`` are computed from, themselves included."""
-    found: dict[str, None] = {}
-    way = list(paths)
-    while way:
-        path = way.pop()
-        if path not in found:
-            found[path] = None
-            way += manifest.derived[path].sources if path in manifest.derived else ()
-    return list(found)
+    """Return some leaves and the leaves that they are computed from."""
+    needed: dict[str, None] = {}
+    pending = list(paths)
+    while pending:
+        path = pending.pop()
+        if path not in needed:
+            needed[path] = None
+            pending += manifest.derived[path].sources if path in manifest.derived else ()
+    return list(needed)
 
 
 def require_contract(
     manifest: Manifest, contract: str | None, paths: Iterable[str] | None = None
 ) -> None:
-    """Refuse a step that cannot give leaves (by default all) under a contract at least as strong as
-    ``contract``.
+    """Raise an error if some leaves were saved under a weaker contract than the caller requires.
 
-    ``contract``: ``"exact"``, ``"bounded"``, ``"reused"``; ``None`` takes whatever was saved.
-    Raises ``ContractNotMet`` naming leaves, both contracts and the way out; ``ValueError`` for
-    another word.
+    Args:
+        manifest: The step.
+        contract: ``"exact"``, ``"bounded"`` or ``"reused"``; ``None``: accept any.
+        paths: The leaves to check; ``None``: all.
+
+    Raises:
+        ContractNotMet: Names the leaves, both contracts and the alternatives.
+        ValueError: ``contract`` is not a contract.
     """
     if contract is None:
         return
     if contract not in RANK:
         raise ValueError(f"contract must be one of {', '.join(RANK)}, not {contract!r}")
-    wanted = manifest.contracts.keys() if paths is None else set(paths)
+    checked = manifest.contracts.keys() if paths is None else set(paths)
     weak = {
         path: promise
         for path, promise in sorted(manifest.contracts.items())
-        if path in wanted and RANK.index(name_of(promise.terms)) > RANK.index(contract)
+        if path in checked and RANK.index(name_of(promise.terms)) > RANK.index(contract)
     }
     if weak:
         named = [
@@ -159,6 +182,7 @@ def stored_chains(leaves: Iterable[Leaf]) -> dict[str, Chain]:
 
 
 def _common_prefix(a: str, b: str) -> int:
+    """Return the length of the common prefix of two paths."""
     return next(
         (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
